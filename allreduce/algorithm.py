@@ -150,7 +150,7 @@ class Algorithm(ABC):
     needs_gpu = False  # True: a GPU for each rank is needed
     between_nodes = False  # True: takes `compress`, and compresses only messages between nodes (on several nodes)
     two_phase = False  # True: it is a TwoPhase
-    sums_terms = False  # True: it does sum_terms and sum_products
+    sums_terms = False  # True: it does sum_terms
     dense_rows = False  # True: sparse sums are reduced as dense arrays
     copies_unregistered = ""  # the notice for arrays not from `allocate`, if they are copied; "" if they are not
 

@@ -342,38 +342,12 @@ class AllReduce:
         Collective. Returns `out`, or the owned slice, a view. Raises OptionError, on all ranks, if they pass more than
         `count` terms, and the errors of a call.
         """
-        return self._sum("sum_terms", terms, out, op, count, kind)
-
-    def sum_products(self, pairs: Any, out: Any, op: str = "sum", count: int = 1, kind: str = "all_reduce") -> Any:
-        """Sum the outer products of rows: the gradients of dense layers, from their inputs and the errors of their
-        outputs. It does not matter which rank has which rows. Only with exact=True.
-
-        pairs: a sequence of pairs of 2-D float32 arrays, (k, inputs) and (k, outputs); k, the number of this rank's
-            rows, may differ between ranks, and be 0. Not changed.
-        out: 1-D, contiguous, float32; overwritten by left.T @ right, summed over all ranks' rows, of one pair after
-            the other.
-        op: "sum", or "mean": the sum divided by `count`.
-        count: the number of all rows of all ranks, or more; at most 32768. The same on all ranks; it decides how
-            elements are rounded (see products).
-        kind: as for `sum_terms`.
-
-        The elements of the pairs are rounded once, so that a float64 matrix product of each pair and rank is exact, and
-        the result is rounded once; also on one rank. It costs two all-reduces: of exponents, a byte for each column of
-        the pairs, and of the sums, 8 bytes an element of `out`.
-
-        Collective. Returns `out`, or the owned slice, a view. Raises OptionError, on all ranks, if they pass more than
-        `count` rows, and the errors of a call.
-        """
-        return self._sum("sum_products", pairs, out, op, count, kind)
-
-    def _sum(self, name: str, terms: Any, out: Any, op: str, count: int, kind: str) -> Any:
-        """Sum the terms, or the pairs, of all ranks into `out`. Return the defined part. Collective."""
         exact: Any = self._algorithm
 
         def describe() -> tuple[Call, Op]:
             if not self.sums_terms:
-                raise OptionError(f"{name}() is for exact sums: create({self.name!r}, topology, exact=True)")
-            call = records.array_call(name, out, op, self._allocations.memory_of(out))
+                raise OptionError(f"sum_terms() is for exact sums: create({self.name!r}, topology, exact=True)")
+            call = records.array_call("sum_terms", out, op, self._allocations.memory_of(out))
             resolved = exact.resolve(op, call.dtype)
             return exact.describe_sum(call._replace(op=resolved.name), resolved, terms, count, kind), resolved
 
@@ -676,7 +650,7 @@ class AllReduce:
         algorithm, executor = self._algorithm, self._executor
         if lossless and self.lossy:
             algorithm, tree = algorithm.lossless, tree or "values that are not rounded"
-        if not call.length or not call.dtype.itemsize or (self.size == 1 and not call.kind.startswith("sum_")):
+        if not call.length or not call.dtype.itemsize or (self.size == 1 and call.kind != "sum_terms"):
             work = Work(_do_nothing, quiet=True)
         else:
             work = algorithm.work(call, op)

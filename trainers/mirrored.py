@@ -84,12 +84,9 @@ class MirroredTrainer(Trainer[Mirrored]):
             Batch norm normalises over a micro-batch, and its running statistics are averaged. Models with other state
             that a batch changes raise an ArgumentError, as do `compress`, sparse `tables` and GPUs.
             Costs memory: 8 bytes a parameter, and the gradients of all micro-batches of a rank; and time: a step
-            computes many small batches. Not with a NumpyNetwork: all rows of a rank are computed together, and products
-            of rows, which are rounded to 23 bits for 128 rows, are summed exactly (see allreduce.arrays.products). Only
-            batches of more than 32768 rows are computed as with other models.
-        micro_batch: with exact=True: rows of a micro-batch, 8 by default. Larger ones are faster, but for a
-            NumpyNetwork, and leave ranks without work if a batch has fewer micro-batches than there are ranks. The same
-            in every part of a training.
+            computes many small batches.
+        micro_batch: with exact=True: rows of a micro-batch, 8 by default. Larger ones are faster, and leave ranks
+            without work if a batch has fewer micro-batches than there are ranks. The same in every part of a training.
         sync_every: H: local SGD (Stich 2019), for slow networks. A rank updates its replica with the mean gradient over
             its own rows, in H steps without messages; then the changes of all ranks are averaged, weighted by the
             steps that each has taken. That sends 1/H of the bytes, and is another training: not that of one rank. None:

@@ -15,7 +15,6 @@ from trainers.errors import ArgumentError, ExportError, ModelFileError
 from trainers.files import model_file
 from trainers.transforms.average import AVERAGE, Average, Spans, on_device, on_host
 
-Factors = tuple[np.ndarray, np.ndarray]  # of gradients that are products; see `Replica.factors_of_parts`
 Slices = slice | tuple[slice, ...]
 """A part of the parameters: a slice; or several slices in order, of a replica with `whole_tensors`."""
 
@@ -172,23 +171,6 @@ class Replica(ABC):
         Returns False, and changes nothing, if this replica always overwrites it.
         """
         return False
-
-    @property
-    def factored(self) -> bool:
-        """Whether the gradients are products of float32 factors on the CPU, which `factors_of_parts` computes. The same
-        on all ranks."""
-        return False
-
-    def factors_of_parts(self, parts: Sequence[Data], rows: int) -> tuple[list[Any], list[Factors]]:
-        """Compute the factors of the gradients of several parts of a batch of `rows` rows. Only if `factored`.
-
-        parts: of one number of rows, the last one perhaps of fewer; or none.
-
-        Returns a result of `gradients` for each part, and pairs of arrays (k, inputs) and (k, outputs), of the k rows
-        of all parts: the gradients are left.T @ right of one pair after the other, times the part's share of the batch.
-        The rows of a part have the bits that they have if it is the only part.
-        """
-        raise NotImplementedError
 
     def sparse_gradients(self) -> list[Rows]:
         """Return the sparse gradient of each of `tables` from the last `gradients`, times `share`. Indices may be

@@ -296,15 +296,11 @@ def finish_special(found: Special, out: np.ndarray, part: slice) -> None:
     inside = (found.elements >= part.start) & (found.elements < part.stop)
     elements = found.elements[inside]
     values = out[elements]
-    write_special(values, found.positive[inside], found.negative[inside])
+    positive, negative = found.positive[inside], found.negative[inside]
+    values[positive] = np.inf
+    values[negative] = -np.inf
+    values[positive & negative] = np.nan
     out[elements] = values
-
-
-def write_special(out: np.ndarray, positive: np.ndarray, negative: np.ndarray) -> None:
-    """Write an infinity where one sign is marked, NaN where both are."""
-    out[positive] = np.inf
-    out[negative] = -np.inf
-    out[positive & negative] = np.nan
 
 
 def quantum(largest: np.ndarray, count: int, form: Format) -> np.ndarray:

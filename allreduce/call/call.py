@@ -12,7 +12,7 @@ from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.errors import NotAnArrayError, NotContiguousError, OptionError
 
 _MEMORY = {UNREGISTERED: "ordinary memory", ALLOCATED: "memory from allocate()", GPU: "GPU memory"}
-REDUCING = ("all_reduce", "reduce_scatter", "sparse", "sum_terms", "sum_products")
+REDUCING = ("all_reduce", "reduce_scatter", "sparse", "sum_terms")
 KINDS = (*REDUCING, "all_gather", "allocate", "broadcast", "stack")
 _FLAT = ("reduce_scatter", "all_gather")
 USES_ALLOCATED = ("all_reduce", "reduce_scatter", "all_gather")  # kinds that treat memory from `allocate` differently

@@ -110,7 +110,7 @@ class Composition(Calls):
             (self.describe, 1), (self.state, 1), (self.reset, 1), (self.drop, 1), (self.refuse, 1),
         ]  # fmt: skip
         if self.options.exact:
-            found += [(self.terms, 3), (self.products, 2)]
+            found.append((self.terms, 5))
         if "submitted" in self.options.way:
             found += [(self.submit, 4)]
         return found
@@ -547,23 +547,6 @@ class Composition(Calls):
             right = np.zeros_like(one)
             self.well("the reference", lambda: self.reference.sum_terms(list(terms), right, op, count))
             self.equal("sum_terms, beside the ring", right, one)
-
-    def products(self) -> None:
-        inputs, outputs = self.pick(1, 5, 30), self.pick(1, 4)
-        counts = [self.draw.randrange(0, 4) for _ in range(self.size)]
-        most = max(1, *counts, 1)
-        left, right = (self.rows((most, size), "float32")[self.rank][: counts[self.rank]] for size in (inputs, outputs))
-        self.note(f"sum_products: {counts} rows of {inputs} x {outputs}")
-        results = [np.zeros(inputs * outputs, "float32") for _ in range(3)]
-        count = max(1, sum(counts))
-        calls = [
-            partial(backend.sum_products, [(left, right)], out, "sum", count)
-            for backend, out in zip((self.plain, self.other, self.reference), results, strict=True)
-        ]
-        self.both("sum_products", *calls[:2])
-        self.well("the reference", calls[2])
-        self.equal("sum_products", *results[:2])
-        self.equal("sum_products, beside the ring", results[2], results[0])
 
     # Errors
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from trainers.errors import ArgumentError, ModelFileError
 from trainers.files.model_file import replacing
 from trainers.replicas.numpy import optimizers as numpy_optimizers
 from trainers.replicas.numpy.embedding import EmbeddingNetwork
-from trainers.replicas.numpy.network import NumpyNetwork, Products
+from trainers.replicas.numpy.network import NumpyNetwork
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(9, 4)).astype(np.float32)
@@ -438,62 +437,3 @@ def test_what_a_network_with_a_table_refuses() -> None:
 def test_an_optimizer_of_another_framework(foreign: Any) -> None:
     with pytest.raises(ArgumentError, match="optimizer: give sgd, momentum, adam, or an optimizer of"):
         NumpyNetwork([4, 3], optimizer=foreign)
-
-
-@pytest.mark.parametrize("sizes", [[20, 300, 33, 4], [784, 128, 10], [9, 4]])
-@pytest.mark.parametrize("activation", ["relu", "tanh"])
-def test_factors_have_the_bits_that_a_part_has_alone(
-    sizes: list[int], activation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With products of all rows where a trial allows them, and without any; and their products are the gradients."""
-    rng = np.random.default_rng(2)
-    x, y = rng.normal(size=(69, sizes[0])).astype("float32"), rng.integers(0, sizes[-1], 69)
-    weights = rng.uniform(0, 2, 69).astype("float32")
-    parts = [(x[start : start + 8], y[start : start + 8], weights[start : start + 8]) for start in range(0, 69, 8)]
-    network = NumpyNetwork(sizes, activation=activation, seed=1)
-    network.parameters += 0.01  # biases too
-    buffer, gradients = np.zeros((2, network.gradient_length), "float32")
-    expected, values = [], []
-    network.bind(None, buffer)
-    for part in parts:  # the last one has 5 rows
-        values.append(np.array(network.gradients(*part[:2], len(part[0]) / 69, part[2])))
-        gradients += buffer
-        expected.append(network.factors_of_parts([part], 69)[1])
-    shapes = list(network.shapes().values())
-    for joined in (True, False):
-        if not joined:
-            monkeypatch.setattr(Products, "_equal", lambda *_: False)
-        found, pairs = network.factors_of_parts(parts, 69)
-        network.predict(x)  # changes no factors
-        assert np.array_equal(found, values)
-        products = []
-        for number, ((left, right), shape) in enumerate(zip(pairs, shapes, strict=True)):
-            assert left.tobytes() == np.concatenate([each[number][0] for each in expected]).tobytes()
-            assert right.tobytes() == np.concatenate([each[number][1] for each in expected]).tobytes()
-            products.append(left.T @ right)
-            assert products[-1].size == np.prod(shape)
-        np.testing.assert_allclose(np.concatenate([each.reshape(-1) for each in products]), gradients, atol=1e-6)
-    none = network.factors_of_parts([], 1)
-    assert none[0] == []
-    assert [[len(each), each.shape[1]] for pair in none[1] for each in pair] == [
-        [0, each.shape[1]] for pair in pairs for each in pair
-    ]
-
-
-def test_products_of_a_blas_that_adds_in_another_order_are_not_joined() -> None:
-    """A BLAS whose bits depend on the number of rows: float16 sums stand for it."""
-    rng = np.random.default_rng(0)
-    left, right = (rng.normal(size=shape).astype("float32") for shape in ((16, 50), (50, 9)))
-    out, expected = np.empty((2, 16, 9), "float32")
-
-    def dot(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-        order = slice(None, None, 1 if len(a) == 8 else -1)
-        out[:] = np.add.accumulate(a[:, order, None] * b[order], axis=1)[:, -1]
-
-    products = Products(SimpleNamespace(dot=dot))
-    products.multiply(left, right, out, 8)
-    for start in (0, 8):
-        dot(left[start : start + 8], right, expected[start : start + 8])
-    assert out.tobytes() == expected.tobytes()
-    products.multiply(left, right, out, None)
-    assert out.tobytes() != expected.tobytes()

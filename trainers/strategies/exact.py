@@ -6,10 +6,6 @@ statistics and random numbers of the step's start. The gradients of all micro-ba
 (allreduce.algorithms.compressed.exact), so it does not matter which rank computed which, or in which order they were
 added.
 
-The gradients of NumpyNetwork are sums of products, one for each row. Then a rank computes only the factors of these
-products in micro-batches, and sums the products of all its rows exactly, by one matrix product for each layer
-(allreduce.arrays.products).
-
 M. Li et al.: EasyScale: Elastic training with consistent accuracy and improved utilization on GPUs, SC 2023. Its
 workers are threads, of a fixed number, with a fixed order of additions; here there is no order.
 """
@@ -19,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.arrays.products import MOST_ROWS
 from allreduce.backend import AllReduce, Config
 from allreduce.topology import Topology
 from trainers.backends import MICRO_BATCH, backend_for, exact_error
@@ -27,7 +22,7 @@ from trainers.checks import changed_alone
 from trainers.data import Batch, BatchSource, Data, row_count
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Factors, gradients_of
+from trainers.replica import gradients_of
 from trainers.strategies.interface import Strategy
 from trainers.strategies.local_sgd import LocalOptions
 from trainers.strategies.mirrored import Mirrored
@@ -43,23 +38,18 @@ class ExactStep(ReducedStep):
     def __init__(self, strategy: Strategy, backend: AllReduce) -> None:
         super().__init__(strategy, backend)
         self._rows: list[np.ndarray] = []  # memory for the gradients of all micro-batches of a step but the last one
-        self._terms: list[np.ndarray] = []  # this rank's gradients of the current step; or, if `_factored`:
-        self._factors: list[Factors] = []
-        self._factored = False
-        self._most = self._count = 1  # rows, and micro-batches, of a batch
+        self._terms: list[np.ndarray] = []  # this rank's gradients of the current step
+        self._count = 1  # micro-batches of a batch
         self._values = np.zeros((0, len(self.replica.metrics) + 1))  # their metrics and mean weights, times their share
         self._checked = False  # whether it is known that batches change no buffers that ranks do not average
 
     def plan(self, rows: int, micro_batch: int) -> None:
         """Divide the next batch into micro-batches. rows: of a whole batch, the same on all ranks. Local."""
-        self._most, self._count = rows, -(-rows // micro_batch)
-        self._factored = self.replica.factored and rows <= MOST_ROWS  # the same on all ranks
+        self._count = -(-rows // micro_batch)
 
     def compute(self, batch: Batch | None) -> None:
         count = 0 if batch is None else len(batch.seeds)
         self._terms, self._values = [], np.zeros((count, len(self.replica.metrics) + 1))
-        if self._factored and not count:
-            self._factors = self.replica.factors_of_parts([], 1)[1]
         super().compute(batch)
 
     def _compute(self, batch: Batch) -> None:
@@ -67,10 +57,7 @@ class ExactStep(ReducedStep):
             super()._compute(batch)
             return
         shares = [row_count(part) / batch.rows for part in batch.parts]
-        if self._factored:
-            self._values[:, :-1], self._factors = self.replica.factors_of_parts(batch.parts, batch.rows)
-        else:
-            self._compute_terms(batch, shares)
+        self._compute_terms(batch, shares)
         self._values[:, -1] = [mean_weight(self.replica, part) for part in batch.parts]
         self._values *= np.array(shares)[:, None]
         *measured, self.rule.weight = self._values.sum(axis=0).tolist()
@@ -128,16 +115,11 @@ class ExactStep(ReducedStep):
     def reduce(self, kind: str) -> None:
         kind = kind if self.scatters else "all_reduce"
         self.clock.start()
-        if self._factored:
-            self.backend.sum_products(self._factors, self.buffer, "sum", self._most, kind)
-        else:
-            self.backend.sum_terms(self._terms, self.buffer, "sum", self._count, kind)
+        self.backend.sum_terms(self._terms, self.buffer, "sum", self._count, kind)
         self.clock.stop()
 
     @property
     def local_gradients(self) -> Any:
-        if self._factored:
-            return np.concatenate([(left.T @ right).reshape(-1) for left, right in self._factors])
         return np.add.reduce(self._terms) if len(self._terms) > 1 else self.buffer
 
 

@@ -1,6 +1,6 @@
 """Exact: sums of floats whose bits depend on nothing but the data, around any backend."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from allreduce.algorithm import Algorithm, Context, TwoPhase, Work
 from allreduce.algorithms.compressed.compressed import Compressed
-from allreduce.arrays import fixed_point, gpu, ops, products
+from allreduce.arrays import fixed_point, gpu, ops
 from allreduce.arrays.arguments import is_flag, is_integer
 from allreduce.arrays.fixed_point import BLOCK, FORMATS, MOST_TERMS, BlockLayout
 from allreduce.arrays.memory_kinds import GPU
@@ -20,7 +20,7 @@ from allreduce.memory.allocations import Slice
 from allreduce.transport.control import on_all_ranks
 
 ONE_CALL_BYTES = 64 * 1024  # of integers; below, one all-reduce is faster than a reduce-scatter and an all-gather
-KINDS = ("all_reduce", "reduce_scatter")  # of `sum_terms` and `sum_products`
+KINDS = ("all_reduce", "reduce_scatter")  # of `sum_terms`
 
 
 class Exact(Compressed):
@@ -28,7 +28,7 @@ class Exact(Compressed):
 
     Sums and means of float32, float64, float16 and bfloat16 arrays, each rank's array being one term, and `sum_terms`,
     with several terms a rank. allreduce.arrays.fixed_point explains the method, its error and its treatment of
-    infinities and NaN; allreduce.arrays.products those of `sum_products`, which sums products of rows.
+    infinities and NaN.
 
     Elements share an exponent in blocks of BLOCK elements, which begin at the start of each parameter that `describe`
     names, else at the start of the array that was allocated, or given. So buckets have the bits of the whole array if
@@ -41,8 +41,7 @@ class Exact(Compressed):
     "max" and "min" of floats give +0 for zeros of either sign, and one bit pattern for NaN. "prod" of floats raises
     UnsupportedOpError: its bits would depend on the order. Arrays of a tree have the bits that they have alone.
     `sparse` adds the rows of one rank with equal indices first, in their order; each rank's rows are one term.
-    Integers, `broadcast`, `stack` and `all_gather` are exact anyway. On one rank only `sum_terms` and `sum_products`
-    round.
+    Integers, `broadcast`, `stack` and `all_gather` are exact anyway. On one rank only `sum_terms` rounds.
 
     J. Demmel, H. D. Nguyen: Parallel reproducible summation, 2015.
     """
@@ -54,28 +53,22 @@ class Exact(Compressed):
         super().__init__(context, inner=inner)
         self.sums_half = True  # as float64
         self.lossless = self
-        self.terms: Sequence[Any] = ()  # the terms of the running sum_terms, or the pairs of sum_products
+        self.terms: Sequence[Any] = ()  # of the running sum_terms
         # (address of an array, first element, length) -> its parts when the layout was made, the layout
         self._block_layouts: dict[tuple[int, int, int], tuple[Sequence[Part], BlockLayout]] = {}
 
-    # sum_terms and sum_products, see AllReduce. `terms` is set during a call.
+    # sum_terms, see AllReduce. `terms` is set during a call.
 
     def describe_sum(self, call: Call, op: Op, terms: Any, count: Any, kind: str) -> Call:
-        """Check the terms or the pairs of this rank, and return the call with their properties to compare. Local."""
+        """Check the terms of this rank, and return the call with their properties to compare. Local."""
         if kind not in KINDS:
-            raise OptionError(f"{call.kind}(kind={kind!r}): use one of {', '.join(KINDS)}")
-        sizes: list[int] = []
-        if call.kind == "sum_terms":
-            _check_terms(call, op, count, terms)
-        else:
-            sizes = _check_pairs(call, op, count, terms)
-        return call._replace(shape=(int(count), KINDS.index(kind), *sizes))
+            raise OptionError(f"sum_terms(kind={kind!r}): use one of {', '.join(KINDS)}")
+        _check_terms(call, op, count, terms)
+        return call._replace(shape=(int(count), KINDS.index(kind)))
 
     def work(self, call: Call, op: Op) -> Work:
         if call.kind == "sum_terms":
             return self._terms_work(call, op)
-        if call.kind == "sum_products":
-            return self._pairs_work(call, op)
         if call.dtype in FORMATS and call.op in ("max", "min") and self.size > 1 and call.kind != "all_gather":
             return super(Compressed, self).work(call, op)._replace(place=self.place)
         return super().work(call, op)
@@ -95,34 +88,10 @@ class Exact(Compressed):
 
         return Work(run, place=self.place)
 
-    def _pairs_work(self, call: Call, op: Op) -> Work:
-        assert call.shape is not None
-        count, scatters = call.shape[0], KINDS[call.shape[1]] == "reduce_scatter"
+    def _largest(self, own: np.ndarray, passed: int, count: int) -> np.ndarray:
+        """Return the maximum of all ranks' exponents; raise OptionError if they pass more than `count` terms.
 
-        def run(buffer: np.ndarray) -> None:
-            pairs: Sequence[products.Pair] = self.terms
-            if not buffer.size:
-                return
-            largest = self._largest(products.exponents(pairs), len(pairs[0][0]), count, "rows")
-            special = products.special(pairs, largest, buffer.size)
-            if special is not None:
-                self._combine(special.reshape(-1), "max")
-            wide = self.from_inner(buffer.size, FORMATS[buffer.dtype].carrier)
-            products.multiply(pairs, largest, count, self.workspace, wide)
-
-            def finish(part: slice) -> None:
-                products.finish(wide, count if op.name == "mean" else 1, buffer, part)
-                if special is not None:
-                    fixed_point.write_special(buffer[part], *(special[:, part] > 0))
-
-            self._finish_sums(wide, finish, buffer, scatters)
-
-        return Work(run, place=self.place)
-
-    def _largest(self, own: np.ndarray, passed: int, count: int, what: str) -> np.ndarray:
-        """Return the maximum of all ranks' exponents; raise OptionError if they pass more than `count` terms, or rows.
-
-        own: this rank's. passed: how many terms or rows this rank passes. Collective, in one message.
+        own: this rank's. passed: how many terms this rank passes. Collective, in one message.
         """
         numbers = np.zeros(self.size, np.int32)
         numbers[self.rank] = passed  # the maximum of the bytes of all ranks' arrays holds every rank's number
@@ -130,9 +99,7 @@ class Exact(Compressed):
         self._combine(joined, "max")
         total = int(np.frombuffer(joined[own.size :].tobytes(), np.int32).sum(dtype=np.int64))
         if total > count:
-            raise on_all_ranks(
-                OptionError(f"count={count}: the ranks pass {total} {what}"), self.context.topology.world
-            )
+            raise on_all_ranks(OptionError(f"count={count}: the ranks pass {total} terms"), self.context.topology.world)
         return joined[: own.size]
 
     # The sum
@@ -156,7 +123,7 @@ class Exact(Compressed):
         if not layout.length:
             return
         form, mean, scratch = FORMATS[out.dtype], op.name == "mean", self.workspace
-        largest = self._largest(fixed_point.exponents(terms, layout, form, scratch), len(terms), count, "terms")
+        largest = self._largest(fixed_point.exponents(terms, layout, form, scratch), len(terms), count)
         special = fixed_point.special(terms, largest, layout, form)
         if special is not None:
             packed = special.packed()
@@ -166,25 +133,18 @@ class Exact(Compressed):
         integers = self.from_inner(layout.length, form.carrier)
         fixed_point.add(terms, largest, count, layout, form, scratch, integers, finite=special is None)
 
-        def finish_part(part: slice) -> None:
+        def finish(part: slice) -> None:
             fixed_point.finish(integers, largest, count, mean, layout, form, scratch, out, part)
             if special is not None:
                 fixed_point.finish_special(special, out, part)
 
-        self._finish_sums(integers, finish_part, out, scatters)
-
-    def _finish_sums(self, wide: np.ndarray, finish: Callable[[slice], None], out: np.ndarray, scatters: bool) -> None:
-        """Sum the array `wide` of all ranks; let `finish` write the result's elements in a slice to `out`. Collective.
-
-        scatters: only the owned slice of `out` is needed.
-        """
-        if (wide.nbytes >= ONE_CALL_BYTES or scatters) and self.size > 1 and isinstance(self.inner, TwoPhase):
-            self.inner.reduce_scatter(wide, ops.OPS["sum"])
+        if (integers.nbytes >= ONE_CALL_BYTES or scatters) and self.size > 1 and isinstance(self.inner, TwoPhase):
+            self.inner.reduce_scatter(integers, ops.OPS["sum"])
             finish(self.owned(out.size))
             if not scatters:
                 self.inner.all_gather(out)
             return
-        self._combine(wide, "sum")
+        self._combine(integers, "sum")
         finish(slice(0, out.size))
 
     def _combine(self, array: np.ndarray, op: str) -> None:
@@ -246,7 +206,8 @@ def _check_terms(call: Call, op: Op, count: Any, terms: Any) -> None:
             f'sum_terms() is "sum" or "mean" of 1-D arrays of floats, not "{op.name}" of {call.dtype} of shape '
             f"{call.shape}"
         )
-    _check_most(count, MOST_TERMS)
+    if not is_integer(count, 1, MOST_TERMS):
+        raise OptionError(f"count must be an integer from 1 to {MOST_TERMS}, got {count!r}")
     for term in terms:
         fits = isinstance(term, np.ndarray) or gpu.is_gpu_array(term)
         if not fits or (term.shape, term.dtype) != ((call.length,), call.dtype) or not term.flags.c_contiguous:
@@ -257,46 +218,6 @@ def _check_terms(call: Call, op: Op, count: Any, terms: Any) -> None:
             )
         if gpu.is_gpu_array(term) != (call.memory == GPU):
             raise NotAnArrayError("sum_terms(): the terms and `out` must be on one device")
-
-
-def _check_pairs(call: Call, op: Op, count: Any, pairs: Any) -> list[int]:
-    """Raise the error if these can't be factors of products in an array. Returns the numbers of columns. Local."""
-    if call.dtype != np.float32 or op.name not in ("sum", "mean") or len(call.shape or ()) != 1 or call.memory == GPU:
-        raise UnsupportedOpError(
-            f'sum_products() is "sum" or "mean" in a 1-D float32 array of NumPy, not "{op.name}" of {call.dtype} of '
-            f"shape {call.shape}{' on a GPU' * (call.memory == GPU)}"
-        )
-    _check_most(count, products.MOST_ROWS)
-    arrays = [each for pair in pairs for each in pair] if _are_pairs(pairs) else []
-    sizes = [each.shape[1] for each in arrays]
-    length = sum(inputs * outputs for inputs, outputs in zip(sizes[::2], sizes[1::2], strict=True))
-    if not _are_pairs(pairs) or length != call.length:
-        raise NotAnArrayError(
-            "sum_products() takes pairs of float32 arrays (k, inputs) and (k, outputs), with one k, and `out` has "
-            f"inputs x outputs elements for each pair; got {_shown(pairs)}, for {call.length} elements"
-        )
-    return sizes
-
-
-def _are_pairs(given: Any) -> bool:
-    """Return whether these are pairs of 2-D float32 arrays of one number of rows. Local."""
-    if not isinstance(given, list | tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
-        return False
-    arrays = [each for pair in given for each in pair]
-    fits = all(isinstance(each, np.ndarray) and each.dtype == np.float32 and each.ndim == 2 for each in arrays)
-    return fits and len({len(each) for each in arrays}) <= 1
-
-
-def _shown(given: Any) -> str:
-    """Return a description of arrays in tuples and lists, or of another object."""
-    if isinstance(given, list | tuple):
-        return f"[{', '.join(map(_shown, given))}]"
-    return f"{given.dtype} of shape {given.shape}" if isinstance(given, np.ndarray) else type(given).__qualname__
-
-
-def _check_most(count: Any, most: int) -> None:
-    if not is_integer(count, 1, most):
-        raise OptionError(f"count must be an integer from 1 to {most}, got {count!r}")
 
 
 def _starts(where: Slice) -> list[int]:

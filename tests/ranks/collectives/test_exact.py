@@ -171,72 +171,6 @@ def test_scattered_terms_of_few_elements(shape: str, made: Callable[..., Any]) -
             assert part.tolist() == expected[reduce.owned(length)].tolist()
 
 
-def pairs_of(rows: int) -> list[Any]:
-    """The factors of a sum of products. The values of a row do not depend on `rows`."""
-    shapes = [(90, 70), (1, 70), (3, 5)]
-    return [
-        tuple(
-            np.stack([values(99 * number + row, "float32", size) for row in range(rows)])
-            for number, size in enumerate(shape)
-        )
-        for shape in shapes
-    ]
-
-
-def test_products_have_the_same_bits_on_any_ranks(made: Callable[..., Any]) -> None:
-    """Also on one rank; of some rows with infinities and NaN, too."""
-    whole = pairs_of(TERMS)
-    broken = [tuple(each.copy() for each in pair) for pair in whole]
-    broken[0][0][3, 5], broken[0][1][7, 11], broken[2][0][-1, 2] = np.inf, np.nan, -np.inf
-    length = 90 * 70 + 70 + 15
-    for pairs, op in ((whole, "sum"), (broken, "mean")):
-        with allreduce.Topology(MPI.COMM_SELF) as alone, allreduce.create("ring", alone, exact=True) as single:
-            expected = np.empty(length, "float32")
-            single.sum_products(pairs, expected, op, 15)
-        with np.errstate(invalid="ignore"):
-            plain = np.concatenate([(left.T.astype("f8") @ right).reshape(-1) for left, right in pairs])
-        np.testing.assert_allclose(expected, plain / (15 if op == "mean" else 1), rtol=1e-5, atol=1e-5)
-        assert np.isnan(expected).any() == (op == "mean")
-        for name in ("ring", "shared", "auto", "native"):
-            with made(name) as reduce:
-                out = reduce.allocate(length)
-                for way in range(3):
-                    rows = divided(TERMS, SIZE, way)[RANK]
-                    mine = [(left[rows], right[rows]) for left, right in pairs]
-                    assert reduce.sum_products(mine, out, op, 15) is out
-                    assert everywhere_equal(out, name) == expected.tobytes(), (name, way)
-                    part = reduce.sum_products(mine, out, op, 15, "reduce_scatter")
-                    assert part.tobytes() == expected[reduce.owned(length)].tobytes(), (name, way)
-
-
-def test_bad_products(made: Callable[..., Any]) -> None:
-    with made("ring") as reduce:
-        out = np.empty(6, np.float32)
-        pairs = [(np.ones((2, 2), np.float32), np.ones((2, 3), np.float32))]
-        sums = reduce.sum_products
-
-        def refuse(kind: type[Exception], *given: Any) -> str:
-            return raised_everywhere(WORLD, kind, lambda: sums(*given))
-
-        assert f"pass {2 * SIZE} rows" in refuse(errors.OptionError, pairs, out, "sum", 2 * SIZE - 1)
-        assert "from 1 to 32768" in refuse(errors.OptionError, pairs, out, "sum", 2**15 + 1)
-        refuse(errors.OptionError, pairs, out, "sum", 0)
-        refuse(errors.OptionError, pairs, out, "sum", 9, "broadcast")
-        refuse(errors.UnsupportedOpError, pairs, out, "max", 2 * SIZE)
-        refuse(errors.UnsupportedOpError, pairs, out.astype("f8"), "sum", 2 * SIZE)
-        assert "for 5 elements" in refuse(errors.NotAnArrayError, pairs, out[:5], "sum", 2 * SIZE)
-        for bad in ([(pairs[0][0], pairs[0][1].astype("f8"))], [pairs[0][:1]], [(pairs[0][0][:1], pairs[0][1])], [7],
-                    [([[1.0] * 2], pairs[0][1])], None):  # fmt: skip
-            assert "takes pairs" in refuse(errors.NotAnArrayError, bad, out, "sum", 2 * SIZE)
-        if SIZE > 1:
-            refuse(errors.DisagreementError, pairs, out, "sum", 2 * SIZE + RANK)
-            other = [(pairs[0][1], pairs[0][0])] if RANK else pairs
-            refuse(errors.DisagreementError, other, out, "sum", 2 * SIZE)
-        sums(pairs, out, "sum", 2 * SIZE)
-        assert (out == 2 * SIZE).all()
-        assert sums([], out[:0], "sum", 1).size == 0
-
-
 @several
 @pytest.mark.parametrize("name", ["shared", "ring", "auto"])
 def test_buckets_of_described_parts_have_the_bits_of_the_whole(name: str, made: Callable[..., Any]) -> None:
@@ -367,21 +301,16 @@ def test_values_that_must_not_be_rounded_are_summed_exactly(made: Callable[..., 
 def test_traced_terms(made: Callable[..., Any], tmp_path: Path) -> None:
     """A trace changes no bit, and records the calls."""
     terms, path = values(RANK, "float32", 1000)[None], f"{WORLD.bcast(str(tmp_path))}/trace.json"
-    pairs, products = pairs_of(2), np.zeros((2, 90 * 70 + 70 + 15), "float32")
     plain, found = np.zeros(1000, "float32"), np.zeros(1000, "float32")
     with made("ring") as reduce:
         reduce.sum_terms(terms, plain, "mean", count=SIZE)
-        reduce.sum_products(pairs, products[0], "sum", 2 * SIZE)
         topology = reduce.topology
         with allreduce.create("ring", topology, exact=True, trace=path) as traced:
             traced.sum_terms(terms, found, "mean", SIZE)
-            traced.sum_products(pairs=pairs, out=products[1], count=2 * SIZE)
         assert found.tobytes() == plain.tobytes()
-        assert products[0].tobytes() == products[1].tobytes()
         with allreduce.create("ring", topology) as other:
             text = raised_everywhere(WORLD, errors.OptionError, lambda: other.sum_terms(terms, found, "sum", SIZE))
             assert "exact=True" in text
     if RANK == 0:
         events = json.loads(Path(path).read_text())["traceEvents"]
-        for name in ("sum_terms", "sum_products"):
-            assert any(event["name"].startswith(name) for event in events)
+        assert any(event["name"].startswith("sum_terms") for event in events)

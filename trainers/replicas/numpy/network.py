@@ -5,17 +5,17 @@ Gradients are written, reduced and read by the optimizer in the same memory.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainers.arguments import integer_error, is_integer, name_error, require
-from trainers.data import Data, Tree
+from trainers.data import Tree
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.files.onnx_graph import FREE, Graph
-from trainers.replica import ALL, Factors, Slices, columns_of
+from trainers.replica import ALL, Slices, columns_of
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.numpy.losses import LOSSES
 from trainers.replicas.numpy.optimizers import OPTIMIZERS, STEPS, Optimizer
@@ -109,7 +109,6 @@ class NumpyNetwork(FlatReplica):
         self.sizes = checked_sizes(sizes)
         self.device = device
         self._xp = array_module(device)
-        self._products = Products(self._xp)
         self._names = {"activation": activation, "loss": loss, **self._own_names}
         self._activation = choose("activation", activation, ACTIVATIONS)
         self._loss = choose("loss", loss, LOSSES)(self._xp)
@@ -201,37 +200,6 @@ class NumpyNetwork(FlatReplica):
 
     def _weights(self, weights: np.ndarray | None) -> Any:
         return None if weights is None else self._xp.asarray(weights, FLOAT)
-
-    @property
-    def factored(self) -> bool:
-        own = all(getattr(type(self), name) is getattr(NumpyNetwork, name) for name in OVERRIDDEN)
-        return own and self._xp is np
-
-    def factors_of_parts(self, parts: Sequence[Data], rows: int) -> tuple[list[Any], list[Factors]]:
-        if not parts:
-            none = [np.empty((0, size), FLOAT) for size in self.sizes]
-            return [], self._pairs(none[:-1], none[1:], np.empty((0, 1), FLOAT))
-        sizes = [len(x) for x, *_ in parts]
-        unit = sizes[0]
-        outputs = self._forward(np.concatenate([x for x, *_ in parts]), unit)
-        found = []
-        for number, ((_, y, *given), size) in enumerate(zip(parts, sizes, strict=True)):
-            z, targets = outputs[-1][number * unit :][:size], self._loss.targets(y)
-            weights = self._weights(*given or [None])
-            self._loss.measure(z, targets, self._values, weights)
-            found.append(self._values / size)
-            share = size / rows
-            self._loss.derive(z, targets, share / size if weights is None else weights[:, None] * (share / size))
-        inputs, errors = [], []
-        for index, delta in self._errors(outputs, unit):
-            inputs.append(outputs[index].copy())  # copies, because a callback may call `predict` before the step
-            errors.append(delta.copy())
-        return found, self._pairs(inputs[::-1], errors[::-1], np.ones((len(outputs[0]), 1), FLOAT))
-
-    def _pairs(self, inputs: Sequence[Any], errors: Sequence[Any], ones: Any) -> list[Factors]:
-        """Return the factors of the gradients, from each layer's inputs and the errors of its outputs."""
-        layers = zip(inputs, errors, strict=True)
-        return [pair for below, delta in layers for pair in ((below, delta), (ones, delta))]
 
     def update(self, part: Slices = ALL) -> None:
         self.optimizer.step(None if part == ALL else part)
@@ -333,49 +301,35 @@ class NumpyNetwork(FlatReplica):
 
     # Inside
 
-    def _forward(self, x: np.ndarray, unit: int | None = None) -> list[Any]:
-        """Compute and return [input, output of each layer], in scratch memory; the last output has no activation.
-
-        unit: the result has the bits of computing this number of rows at a time; None: all rows.
-        """
+    def _forward(self, x: np.ndarray) -> list[Any]:
+        """Compute and return [input, output of each layer], in scratch memory; the last output has no activation."""
         xp, rows = self._xp, len(x)
         self._reserve(rows)
         outputs = [self._input(x)]
         last = len(self._layers) - 1
         for index, (weights, bias) in enumerate(self._layers):
             z = self._outputs[index][:rows]
-            self._products.multiply(outputs[-1], weights, z, unit)
+            xp.dot(outputs[-1], weights, out=z)
             z += bias
-            for start in range(0, rows, unit or rows) if index < last else ():
-                self._activation.apply(xp, z[start : start + (unit or rows)])
+            if index < last:
+                self._activation.apply(xp, z)
             outputs.append(z)
         return outputs
 
     def _backward(self, outputs: list[Any]) -> None:
         """Fill the gradients from the derivative in outputs[-1]; all outputs but the input are overwritten."""
-        delta = outputs[-1]
-        for index, delta in self._errors(outputs):
+        xp, delta, rows = self._xp, outputs[-1], len(outputs[-1])
+        for index in range(len(self._layers) - 1, -1, -1):
             weights, bias = self._gradient_layers[index]
-            self._xp.dot(outputs[index].T, delta, out=weights)
-            self._xp.sum(delta, axis=0, out=bias)
+            xp.dot(outputs[index].T, delta, out=weights)
+            xp.sum(delta, axis=0, out=bias)
+            if index:
+                below, passed = outputs[index], self._deltas[index - 1][:rows]
+                xp.dot(delta, self._layers[index][0].T, out=passed)
+                self._activation.derive(xp, below)
+                passed *= below
+                delta = passed
         self._derive_input(delta)
-
-    def _errors(self, outputs: list[Any], unit: int | None = None) -> Iterator[tuple[int, Any]]:
-        """Yield (number of a layer from 0, derivative by its output), from the last layer to the first.
-
-        outputs: [input, output of each layer], with the derivative in the last one; outputs[number] is overwritten when
-            the next layer is asked for. unit: see `_forward`.
-        """
-        delta, rows = outputs[-1], len(outputs[-1])
-        for index in range(len(self._layers) - 1, 0, -1):
-            yield index, delta
-            below, passed = outputs[index], self._deltas[index - 1][:rows]
-            self._products.multiply(delta, self._layers[index][0].T, passed, unit)
-            for start in range(0, rows, unit or rows):
-                self._activation.derive(self._xp, below[start : start + (unit or rows)])
-            passed *= below
-            delta = passed
-        yield 0, delta
 
     def _derive_input(self, delta: Any) -> None:
         """Hook for subclasses with a layer below the first one. delta: the derivative by the first layer's output."""
@@ -420,51 +374,6 @@ class NumpyNetwork(FlatReplica):
 
     def _per_feature(self, given: Any) -> Any:
         return self._xp.asarray(np.broadcast_to(np.asarray(given, FLOAT), (self.sizes[0],)).copy())
-
-
-# The gradients of a subclass that overrides one of these may be no products.
-OVERRIDDEN = ("gradients", "_forward", "_backward", "_errors", "_derive_input", "_input")
-
-
-class Products:
-    """Matrix products of all rows at once, which have the bits of a product of a few rows at a time where tests say so.
-
-    A product of few rows reads the whole matrix for each of them. How a BLAS adds up the terms of an element depends on
-    the shapes of its arguments, not on their values. So a trial with random numbers of the same shapes and layouts
-    tells whether the product of all rows has the same bits.
-    """
-
-    def __init__(self, xp: Any) -> None:
-        self._xp = xp
-        self._same: dict[tuple[Any, ...], bool] = {}
-
-    def multiply(self, left: Any, right: Any, out: Any, unit: int | None) -> None:
-        """Write left @ right to `out`. unit: with the bits of products of this number of rows; None: of all rows."""
-        rows = len(left)
-        whole = rows if unit is None else rows // unit * unit
-        at_once = unit is None or (whole > unit and self._equal(whole, left, right, unit))
-        if at_once:
-            self._xp.dot(left[:whole], right, out=out[:whole])
-        for start in range(whole if at_once else 0, rows, unit or rows):
-            part = slice(start, start + (unit or rows))
-            self._xp.dot(left[part], right, out=out[part])
-
-    def _equal(self, rows: int, left: Any, right: Any, unit: int) -> bool:
-        key = rows, unit, right.shape, right.flags.c_contiguous
-        if key not in self._same:
-            random = np.random.default_rng(0)
-            shape = right.shape if right.flags.c_contiguous else right.shape[::-1]
-            there = random.standard_normal(shape, FLOAT)
-            other = there if right.flags.c_contiguous else there.T
-            some, found, alone = (
-                random.standard_normal((rows, left.shape[1]), FLOAT),
-                *np.empty((2, rows, right.shape[1]), FLOAT),
-            )
-            self._xp.dot(some, other, out=found)
-            for start in range(0, rows, unit):
-                self._xp.dot(some[start : start + unit], other, out=alone[start : start + unit])
-            self._same[key] = np.array_equal(found, alone)
-        return self._same[key]
 
 
 # The constructor's arguments
