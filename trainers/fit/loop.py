@@ -18,11 +18,11 @@ from allreduce.transport.control import all_values, combine, on_all_ranks, raise
 from allreduce.transport.wait import wait_for
 from trainers.data import Batch, BatchSource, Cursor
 from trainers.errors import ArgumentError, DivergedError
-from trainers.files.checkpoint import BEGIN, EVALUATION, EVENTS, SAVE, STEPS, Progress
+from trainers.files.checkpoint import BEGIN, EVALUATION, EVENTS, SAVE, STEPS, Arrays, Progress
 from trainers.fit import prefetch
 from trainers.fit.checkpointing import Saver
+from trainers.group import broadcast_arrays
 from trainers.replica import Replica, check_rows
-from trainers.state.adopt import Piece, newest
 from trainers.strategies import alike
 from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import FLAGS, WEIGHT, logs_of
@@ -533,26 +533,32 @@ class Fit:
         - A rank that is behind calls its own callbacks of the step. A rank that joins takes another rank's callbacks'
             state.
         """
-        comm, joined = self.group.comm, [old == JOINED for old in self.group.previous]
-        joins = joined[self.group.rank]
+        comm, rank = self.group.comm, self.group.rank
+        joins = self.group.previous[rank] == JOINED
         if not joins:
             self._follow_state(self.strategy.steps - self.taken)
         self._learn_callbacks()
-        called = all_values(comm, self.callbacks.called(), POSITION)
-        self.callbacks.repeat((tuple(event), done) for event, done in called)
-        found = newest(comm, [] if joins else [self._piece(any(joined))], length=1)
-        assert found is not None
-        progress = Progress.taken_from(state := found.state)
-        if joins:
-            self.load(progress)
-            self.keep_error(lambda: self.callbacks.load_state(state))
-        if joins or self.progress.place < progress.place:
-            self.progress = progress
-            self.stopped, self.strategy.stop_training = progress.stops
+        rows = all_values(comm, [[] if joins else self.progress.place, self.callbacks.called()], POSITION)
+        self.callbacks.repeat((tuple(event), called) for _, (event, called) in rows)
+        places = [place for place, _ in rows]
+        ahead = places.index(max(places))
+        if min(places) < places[ahead]:
+            own = together(comm, lambda: self.snapshot().pack() | self.callbacks.state() if rank == ahead else {})
+            state = broadcast_arrays(comm, own, ahead, POSITION)
+            self._catch_up(Progress.taken_from(state), state if joins else None)
         self.keep_error(self.callbacks.ranks_change)
         if self.saver is not None:
             self.saver.rejoin()
         self.meter.check_all()
+
+    def _catch_up(self, progress: Progress, state: Arrays | None) -> None:
+        """Go to the progress of a rank that is ahead. state: of its callbacks, if this rank joins. Local."""
+        if state is not None:
+            self.load(progress)
+            self.keep_error(lambda: self.callbacks.load_state(state))
+        if self.progress.place < progress.place or state is not None:
+            self.progress = progress
+            self.stopped, self.strategy.stop_training = progress.stops
 
     def _follow_state(self, gained: int) -> None:
         """Follow the state that was loaded, which has gained steps: -1, 0 or 1, or a round of steps that this rank has
@@ -569,13 +575,6 @@ class Fit:
             self.stopped = False  # a rank that wants to stop asks again
             self.meter.load_values(self.meter.values()[: self.progress.step])
             self.strategy.rule.norms.step_back()
-
-    def _piece(self, to_join: bool) -> Piece:
-        """Return the progress as a piece of a state, of which the one that is furthest ahead is the newest. Local.
-        to_join: with the state of the callbacks, for a rank that joins."""
-        epoch, step, stage = self.progress.place
-        state = self.snapshot().pack() | (self.callbacks.state() if to_join else {})
-        return Piece(epoch, epoch, 0, 1, {}, state, serial=(SAVE + 1) * step + stage)
 
     def save_now(self) -> None:
         """Write a checkpoint at the current position, before the job stops. Collective.

@@ -117,21 +117,11 @@ class Terminating(Callback):
             else:  # the error comes first; if the program catches it, the next block reports the signal
                 _missed.append(True)
 
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+    def _end_fit(self, *_: Any, **__: Any) -> None:
         if self.here:
             self.trainer.stop_training = True
 
-    def idle(self) -> None:
-        if self.here:
-            self.trainer.stop_training = True
-
-    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        if self.here:
-            self.trainer.stop_training = True
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        if self.here:
-            self.trainer.stop_training = True
+    on_train_begin = on_train_batch_end = on_epoch_end = idle = _end_fit
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         self.asked()
