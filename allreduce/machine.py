@@ -65,24 +65,3 @@ def _cpu_model() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def numa_node(folder: str = "/sys/devices/system/node") -> int:
-    """Return the NUMA node of the cores that this process may use; -1 if they are on several, or unknown. Local.
-
-    folder: Linux's list of NUMA nodes.
-    """
-    try:
-        mine = os.sched_getaffinity(0)
-        for path in Path(folder).glob("node[0-9]*"):
-            if mine <= _cores((path / "cpulist").read_text()):
-                return int(path.name.removeprefix("node"))
-    except (OSError, AttributeError, ValueError):  # not Linux, or not readable in this container
-        pass
-    return -1
-
-
-def _cores(text: str) -> set[int]:
-    """Return the numbers in a list as "0-3,8,10-11"."""
-    spans = [span.split("-") for span in text.strip().split(",") if span]
-    return {core for first, *last in spans for core in range(int(first), int(last[0] if last else first) + 1)}

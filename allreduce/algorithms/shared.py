@@ -5,33 +5,24 @@ them. Steps: 2 barriers. Messages: none. Memory traffic: 2 n S a node. Arrays fr
 all ranks map. Other arrays are read and written by CMA (transport/cma.py), at the cost of one more copy in the cache.
 If the system forbids CMA, they are copied, piece by piece, to a small staging buffer and back. T. Hoefler et al.: MPI +
 MPI: a new hybrid approach to parallel programming with MPI plus shared memory, 2013.
-
-Two levels, where the ranks of the node are on several NUMA nodes (sockets): bytes between them are the slow ones. First
-the ranks of each NUMA node, a group, sum their arrays in the array of the group's first rank. Then all ranks sum the
-first ranks' arrays, and write the result to all of them. Then each group copies the result. With g groups of m ranks,
-2 (g - 1) S bytes cross, instead of 2 (g - 1) m S, for 2 more barriers. In each step a page has one writer.
-S. Li et al.: NUMA-aware shared-memory collective communication for MPI, HPDC 2013.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
-from mpi4py import MPI
 
 from allreduce import kernels, notices
 from allreduce.algorithm import Context, TwoPhase, Work
 from allreduce.arrays import casts, dtypes, ops
-from allreduce.arrays.chunks import page_chunk, segments
+from allreduce.arrays.chunks import segments
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU
 from allreduce.arrays.ops import Op
 from allreduce.call.call import Call
 from allreduce.errors import UnavailableError
-from allreduce.machine import numa_node
 from allreduce.transport import chunked, cost
-from allreduce.transport.control import combine
 from allreduce.transport.cost import Layout, Machine
-from allreduce.transport.shared_segment import PAGE_BYTES, STAGING_BYTES, shared_rows
+from allreduce.transport.shared_segment import STAGING_BYTES, shared_rows
 
 BLOCK_BYTES = 256 * 1024  # bytes that a rank adds at a time, from each rank
 CMA_BYTES = 1024 * 1024  # bytes of one CMA call: more than BLOCK_BYTES, because a call takes longer
@@ -40,16 +31,11 @@ LEAST_STAGING_BYTES = 512 * 1024  # of all ranks; a staging buffer grows from th
 # Arrays tend to begin at the start of a page. Copies between equal offsets in pages are slow on many processors (AMD's
 # Zen 4: twice as slow), so a staging buffer begins in the middle of a page.
 OFFSET, CACHE_LINE = 2048, 64
-LEVELS_BYTES = 128 * 1024  # of an array; for shorter ones two more barriers take longer than bytes between NUMA nodes
 STAGES = '"shared" stages arrays that are not from its allocate(): two more copies'
 
 
 class Shared(TwoPhase):
-    """For the ranks of one node. `allocate` returns memory that all of them map.
-
-    It reduces in two levels where each rank is bound to the cores of one NUMA node; but 16-bit floats, arrays below
-    LEVELS_BYTES, arrays reached by CMA, and `all_gather` take one level.
-    """
+    """For the ranks of one node. `allocate` returns memory that all of them map."""
 
     one_node = True
 
@@ -67,8 +53,6 @@ class Shared(TwoPhase):
         self.copies_unregistered = "" if self._cma.works else STAGES
         self._meet = context.executor.meet
         self._may_grow = True
-        self._groups = self._numa_groups()  # ranks by NUMA node; empty: one level
-        self._group = next((group for group in self._groups if self.rank in group), [])
 
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
@@ -76,17 +60,6 @@ class Shared(TwoPhase):
         that are not from `allocate` are copied, too."""
         at, k, share = layout, machine, (layout.ranks - 1) / layout.ranks
         return k.call + cost.fences(2, at, k) + cost.adding(share * nbytes, at, k) + cost.fetching(nbytes, at, k)
-
-    def _numa_groups(self) -> list[list[int]]:
-        """Return the ranks of each NUMA node, or [] if two levels would be like one. Collective."""
-        found = np.zeros(self.size, np.int64)
-        found[self.rank] = self._numa_node()
-        nodes = combine(self.comm, found, "learn the NUMA nodes of the ranks").tolist()
-        groups = [[rank for rank, its in enumerate(nodes) if its == node] for node in sorted(set(nodes))]
-        return groups if min(nodes) >= 0 and 1 < len(groups) < self.size else []
-
-    def _numa_node(self) -> int:
-        return numa_node()
 
     def allocate(self, length: int, dtype: np.dtype, device: str | None) -> np.ndarray:
         if device == "cuda":
@@ -173,21 +146,12 @@ class Shared(TwoPhase):
     # Arrays from allocate(), and the staging buffer: every rank reads and writes every rank's array
 
     def _reduce_in_place(self, everyone: Sequence[np.ndarray], op: Op) -> None:
-        mine, firsts = self.owned(everyone[0].size), everyone
-        levels = self._has_levels(everyone[0])
-        if levels:
-            firsts = self._reduce_in_groups(everyone, op)
-            mine = _pages(everyone[self.rank], self.size, self.rank)
-        for block in _blocks(mine, firsts[0].itemsize):
-            parts = [array[block] for array in firsts]
+        for block in _blocks(self.owned(everyone[0].size), everyone[0].itemsize):
+            parts = [array[block] for array in everyone]
             self._combine(parts, parts, op)
         self._meet()
-        if levels:
-            self._copy_in_groups(everyone)
 
     def _reduce_scatter_in_place(self, buffer: np.ndarray, everyone: Sequence[np.ndarray], op: Op) -> None:
-        if self._has_levels(buffer):
-            everyone = self._reduce_in_groups(everyone, op)
         for block in _blocks(self.owned(buffer.size), buffer.itemsize):
             self._combine([array[block] for array in everyone], [buffer[block]], op)
         self._meet()
@@ -197,33 +161,6 @@ class Shared(TwoPhase):
             span = self.owned(buffer.size, rank)
             np.copyto(buffer[span], everyone[rank][span])
         self._meet()
-
-    # The levels above and below, if the ranks are on several NUMA nodes
-
-    def _has_levels(self, array: np.ndarray) -> bool:
-        return bool(self._groups) and array.nbytes >= LEVELS_BYTES and not dtypes.is_half(array.dtype)
-
-    def _reduce_in_groups(self, everyone: Sequence[np.ndarray], op: Op) -> list[np.ndarray]:
-        """Sum the arrays of each group in that of its first rank; return these arrays, one for each group."""
-        arrays = [everyone[rank] for rank in self._group]
-        if len(arrays) > 1:
-            for block in self._blocks_in_group(everyone):
-                parts = [array[block] for array in arrays]
-                self._combine(parts, parts[:1], op.unscaled())
-        self._meet()
-        return [everyone[group[0]] for group in self._groups]
-
-    def _copy_in_groups(self, everyone: Sequence[np.ndarray]) -> None:
-        """Copy the array of each group's first rank to the others of the group."""
-        first, *others = (everyone[rank] for rank in self._group)
-        for block in self._blocks_in_group(everyone):
-            for array in others:
-                np.copyto(array[block], first[block])
-        self._meet()
-
-    def _blocks_in_group(self, everyone: Sequence[np.ndarray]) -> Iterator[slice]:
-        mine = _pages(everyone[self.rank], len(self._group), self._group.index(self.rank))
-        return _blocks(mine, everyone[0].itemsize)
 
     # Other arrays, by CMA
 
@@ -301,11 +238,6 @@ class Shared(TwoPhase):
             casts.combine(parts, out, op, self.workspace)
         for other in outs[1:]:
             np.copyto(other, out)
-
-
-def _pages(array: np.ndarray, parts: int, index: int) -> slice:
-    """Return the `index`-th of `parts` chunks of whole pages. All ranks' arrays begin at one offset in a page."""
-    return page_chunk(array.size, parts, index, array.itemsize, MPI.Get_address(array) % PAGE_BYTES, PAGE_BYTES)
 
 
 def _blocks(span: slice, itemsize: int) -> Iterator[slice]:

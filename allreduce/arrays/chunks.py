@@ -18,16 +18,6 @@ def chunks(length: int, parts: int, first: int, stop: int) -> slice:
     return slice(length * first // parts, length * stop // parts)
 
 
-def page_chunk(length: int, parts: int, index: int, itemsize: int, offset: int, page: int) -> slice:
-    """The `index`-th of `parts` chunks that end where pages end; some may be empty.
-
-    offset: of the buffer's first byte in its page; page: bytes. An element across two pages belongs to the first one.
-    """
-    pages = -(-(offset + length * itemsize) // page)
-    start, stop = (-(-(page * (pages * each // parts) - offset) // itemsize) for each in (index, index + 1))
-    return slice(min(max(start, 0), length), min(max(stop, 0), length))
-
-
 def power_of_two(ranks: int) -> tuple[int, int]:
     """The largest power of two up to `ranks`, and how many ranks are left over."""
     power = 1 << (ranks.bit_length() - 1)
