@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -216,17 +217,17 @@ class TensorReducer:
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""
-        repeated = None if reduction.compress is None else self.repeated.setdefault(tensor, Repeated())
         if tensor.is_sparse:
             sparse_all_reduce(self.backend(), tensor, reduction)
-        elif reduction.op.islower() and reduction.factor is None and _cupy_takes(tensor):
-            _cupy_reduce(self.backend(reduction.compress), tensor, reduction.op, repeated)
-            self._divide(tensor, reduction)
-        else:
-            with writable(tensor, filled=True) as memory:
-                if repeated is not None and is_plain(tensor):
-                    repeated.register(as_array(memory), self.backend(reduction.compress))
-                self._reduce(memory, reduction)
+            return
+        on_gpu = reduction.op.islower() and _cupy_takes(tensor)  # the same on all ranks, whatever layouts they have
+        with writable(tensor, filled=True, on_gpu=on_gpu) as memory, _current_stream(tensor, on_gpu):
+            array = _as_cupy(memory) if on_gpu else as_array(memory)
+            if reduction.compress is not None:
+                repeated = self.repeated.setdefault(tensor, Repeated())
+                if is_plain(tensor, on_gpu):
+                    repeated.register(array, self.backend(reduction.compress))
+            self._reduce(memory, array, reduction)
 
     def all_reduce_many(self, tensors: Sequence[torch.Tensor], reduction: Reduction) -> None:
         """Reduce tensors of one dtype in place, in one call."""
@@ -242,8 +243,7 @@ class TensorReducer:
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
         """Reduce into `tensor` of rank `root`; the tensors of the others do not change."""
-        own = self._comm.rank == root
-        self.all_reduce(tensor if own else tensor.detach().clone(memory_format=torch.contiguous_format), reduction)
+        self.all_reduce(tensor if self._comm.rank == root else tensor.detach().clone(), reduction)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], reduction: Reduction) -> None:
         """Reduce inputs[r] of all ranks into rank r's `output`. A single input is split into equal slices."""
@@ -258,7 +258,7 @@ class TensorReducer:
         backend = self._scatter_backend(reduction.compress) if equal and reduction.op.islower() else None
         with writable(output) as memory:
             if backend is None:
-                self._reduce(flat, reduction)
+                self._reduce(flat, as_array(flat), reduction)
             else:
                 self._scale(flat, reduction)
                 backend.reduce_scatter(as_array(flat), reduction.op)
@@ -278,11 +278,9 @@ class TensorReducer:
             self._trace.close()
         self._workspace.clear()
 
-    # Whole tensors in plain memory
-
-    def _reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+    def _reduce(self, tensor: torch.Tensor, array: Any, reduction: Reduction) -> None:
+        """Reduce a tensor in plain memory, which is also that of the 1-D array."""
         self._scale(tensor, reduction)
-        array = as_array(tensor)
         if reduction.compress is not None and array.size == tensor.numel():
             array = array.reshape(tensor.shape)  # "powersgd" compresses matrices
         if reduction.op.islower():
@@ -356,7 +354,7 @@ def _mpi_operation(name: str, dtype: np.dtype) -> MPI.Op:
 
 
 def _cupy_takes(tensor: torch.Tensor) -> bool:
-    if not tensor.is_cuda or not tensor.is_contiguous() or tensor.dtype not in _CUPYS:
+    if not tensor.is_cuda or tensor.dtype not in _CUPYS:
         return False
     try:
         import cupy  # noqa: F401
@@ -365,16 +363,18 @@ def _cupy_takes(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _cupy_reduce(backend: AllReduce, tensor: torch.Tensor, op: str, repeated: Repeated | None) -> None:
-    """Reduce a CUDA tensor in place, on PyTorch's current stream. repeated: its record, if it is compressed."""
-    import cupy
+def _as_cupy(tensor: torch.Tensor) -> Any:
+    return gpu.cupy().from_dlpack(tensor).reshape(-1)
 
-    index = tensor.device.index
-    with cupy.cuda.Device(index), gpu.stream_of(torch.cuda.current_stream(tensor.device), index):
-        array = cupy.from_dlpack(tensor.detach())
-        if repeated is not None:
-            repeated.register(array.reshape(-1), backend)
-        backend(array, op)
+
+def _current_stream(tensor: torch.Tensor, on_gpu: bool) -> ExitStack:
+    """Context manager: CuPy works on the device of a CUDA tensor, on PyTorch's current stream."""
+    place = ExitStack()
+    if on_gpu:
+        index = tensor.device.index
+        place.enter_context(gpu.cupy().cuda.Device(index))
+        place.enter_context(gpu.stream_of(torch.cuda.current_stream(tensor.device), index))
+    return place
 
 
 @torch.no_grad()

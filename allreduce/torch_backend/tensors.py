@@ -11,28 +11,34 @@ import torch
 from mpi4py import MPI
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor is contiguous, on the CPU, and not lazily conjugated or negated ("plain")."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+def is_plain(tensor: torch.Tensor, on_gpu: bool = False) -> bool:
+    """Return whether the tensor is contiguous, not lazily conjugated or negated, and on the CPU ("plain").
+
+    on_gpu: it may also be on a GPU.
+    """
+    placed = on_gpu or tensor.device.type == "cpu"
+    return placed and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in plain memory; a copy if it is on a GPU, strided or lazily conjugated."""
+def readable(tensor: torch.Tensor, on_gpu: bool = False) -> torch.Tensor:
+    """Return the tensor in plain memory; a copy if its own is not plain. on_gpu: plain memory on its device."""
     tensor = tensor.detach()
-    return tensor if is_plain(tensor) else tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    if is_plain(tensor, on_gpu):
+        return tensor
+    return (tensor if on_gpu else tensor.cpu()).resolve_conj().resolve_neg().contiguous()
 
 
 @contextmanager
-def writable(tensor: torch.Tensor, filled: bool = False) -> Iterator[torch.Tensor]:
+def writable(tensor: torch.Tensor, filled: bool = False, on_gpu: bool = False) -> Iterator[torch.Tensor]:
     """Context manager: plain memory for the new content of `tensor`: its own, or a buffer that is copied to it later.
 
-    filled: the memory has the tensor's content at first.
+    filled: the memory has the tensor's content at first, and may be on a GPU if `on_gpu`.
     """
     tensor = tensor.detach()
-    if is_plain(tensor):
+    if is_plain(tensor, on_gpu):
         yield tensor
         return
-    memory = readable(tensor) if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = readable(tensor, on_gpu) if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
     yield memory
     tensor.copy_(memory)
 

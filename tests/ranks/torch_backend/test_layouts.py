@@ -6,6 +6,7 @@ returns wrong values without an error for some layouts (PyTorch's issue 192920),
 
 from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,9 @@ import torch.distributed._functional_collectives as functional  # noqa: E402
 from torch.distributed.nn import functional as differentiable  # noqa: E402
 
 import allreduce.torch_backend  # noqa: E402, F401
+from allreduce.torch_backend.reduce import Reduction  # noqa: E402
+from tests.gpu import fake_cupy  # noqa: E402
+from tests.gpu.fake_gpu import TorchCuda  # noqa: E402
 
 Tensor = torch.Tensor
 Op = dist.ReduceOp
@@ -401,6 +405,23 @@ REDUCTIONS = [
 @pytest.mark.parametrize("call", REDUCTIONS, ids=lambda call: call.__name__)
 def test_reductions(call: Callable[[Space], Pairs]) -> None:
     assert differences(call, REDUCED) == []
+
+
+def test_cuda_tensors_of_other_layouts_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stand-ins for CuPy and CUDA: all ranks reduce GPU memory, whatever layout one rank's tensor has."""
+    gpu = fake_cupy.install(monkeypatch).gpu
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "current_stream", TorchCuda(gpu).current_stream)
+    reducer, sum_up = dist.group.WORLD._reducer, Reduction("sum")
+    for layout in ("turned", "negated", "slice"):
+        for alone in (0, size() - 1):
+            for call in (lambda it, to=alone: reducer.reduce(it, to, sum_up), lambda it: reducer.all_reduce(it, sum_up)):
+                space = Space(torch.float32, layout if rank() == alone else "plain", "plain")
+                tensor = space.own()
+                call(tensor)
+                if rank() == alone:
+                    assert torch.equal(tensor, space.total()), layout
+                assert space.gaps_are_kept()
 
 
 def test_lazily_conjugated_tensors() -> None:
