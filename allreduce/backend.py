@@ -98,6 +98,7 @@ class AllReduce:
         self.two_phase, self.sums_terms = algorithm.two_phase, algorithm.sums_terms
         self.lossy = algorithm.lossless is not algorithm
         self.compression: Compression = compress if compress is not None and self.size > 1 else Compression()
+        self.executor = self._executor  # in which the ranks also compare other operations: torch.distributed's
         self.observers: list[Observer] = self._executor.observers
 
     def _connect(self, make: Callable[[Context], Algorithm], create: Callable[..., Algorithm]) -> Algorithm:

@@ -41,7 +41,7 @@ from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import agree, everywhere, on_all
 from allreduce.transport.deferred_free import free_later
-from allreduce.transport.wait import NamedCall, Pause, WaitRecord, checking, wait_until
+from allreduce.transport.wait import NamedCall, Pause, checking, wait_until
 
 Observer = Callable[[dump.Entry], object]
 Place = tuple[int, int]  # of an array: an allocation's number, equal on all ranks, and the byte offset in it
@@ -101,13 +101,11 @@ class Executor:
     """Runs the calls of one user in one order. The constructor and `close` are collective.
 
     user: an AllReduce, closed with the topology. check: False: on several nodes no calls are compared, also not inside
-    a node, but for `agree`. The message tag then differs from call to call. wait: the record of waits; by default a new
-    one. sleeps: a waiting rank leaves its core to other threads soon.
+    a node, but for `agree` and `compare`. The message tag then differs from call to call. sleeps: a waiting rank leaves
+    its core to other threads soon.
     """
 
-    def __init__(
-        self, topology: Topology, user: Any, check: bool, wait: WaitRecord | None = None, sleeps: bool = False
-    ) -> None:
+    def __init__(self, topology: Topology, user: Any, check: bool) -> None:
         self.check = check
         self._topology, self._user = topology, user
         # the error that ended a call on some ranks only; later calls are refused
@@ -115,8 +113,8 @@ class Executor:
         self.stopped = False  # the user is closed, or `broken`, or a copy in a forked child
         self.observers: list[Observer] = []  # besides the flight record
         _executors.add(self)
-        self.wait = wait or topology.wait_record()
-        self._sleeps = sleeps
+        self.wait = topology.wait_record()
+        self.sleeps = False
         self._made: list[MPI.Intracomm] = []
         self._workspaces: list[Workspace] = []
         self.comm = topology.private(user, self.wait)  # for data
@@ -294,10 +292,18 @@ class Executor:
 
         return run
 
-    def compare(self, text: str) -> None:
+    def compare(self, text: str, where: str = "") -> None:
         """Return when all ranks have reached the call of this text; raise DisagreementError on all of them if one has
-        reached another call. Collective."""
-        self._meet(fingerprint(text), 0, text, None)
+        reached another call, also with check=False. Collective. where: text for the stall report."""
+        self.check_open(waits=False)
+        if self._several and not self.check:
+            self.agree([fingerprint(text) >> SEQUENCE_BITS], text)
+            return
+        self.wait.begin(NamedCall(text + where))
+        try:
+            self._meet(fingerprint(text), 0, text, None)
+        finally:
+            self.wait.end()
 
     def agree(self, values: list[int], text: str, error: Exception | None = None) -> None:
         """Return if all ranks pass equal `values` and no error; raise on all of them otherwise. Collective.
@@ -432,7 +438,7 @@ class Executor:
 
         try:
             check = checking(self._topology.detector, self.wait)
-            wait_until(done, meanwhile=check, pause=Pause() if self._sleeps else pause)
+            wait_until(done, meanwhile=check, pause=Pause() if self.sleeps else pause)
         finally:
             self.wait.raises = raises
 

@@ -44,9 +44,10 @@ from allreduce.health import abort
 from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.transport.control import agree, disagreement, on_all_ranks, raise_together
-from allreduce.transport.wait import CHECK_SECONDS, NamedCall, Pause, wait_until
+from allreduce.transport.wait import CHECK_SECONDS, NamedCall, Pause, WaitRecord, wait_until
 
 WORKER_PRIORITY = 10  # by which the worker thread's nice value is lower than that of the process
+NOTHING = Request("")
 Ended = Callable[[BaseException | None], object]
 JoinProxy = Callable[[Any], Callable[[PerRank], object]]
 
@@ -150,7 +151,7 @@ class Queue:
 
     alone: the topology's only queue: program order is the same on all ranks, so nothing is announced. goes_on: a call
     that differs between ranks fails alone; otherwise it also ends the queue. join_proxy: computes a joined rank's work
-    from a Request's `same`. fuse_bytes: see Announcements.
+    from a Request's `same`. fuse_bytes: see Announcements. wait: the record of its calls' waits, by default a new one.
     """
 
     def __init__(
@@ -162,9 +163,10 @@ class Queue:
         goes_on: bool = False,
         join_proxy: JoinProxy | None = None,
         fuse_bytes: int = 0,
+        wait: WaitRecord | None = None,
     ) -> None:
         self.worker, self.number, self.name, self.alone, self.goes_on = worker, number, name, alone, goes_on
-        self.wait = worker.detector.wait_record(-((worker.number << 20) + number), raises=True)
+        self.wait = wait or worker.detector.wait_record(-((worker.number << 20) + number), raises=True)
         self.broken: BaseException | None = None  # the error after which it takes no more calls
         self.closed = False
         self._announcements = Announcements(worker.rank, worker.size, fuse_bytes)
@@ -360,6 +362,7 @@ class Worker:
         goes_on: bool = False,
         join_proxy: JoinProxy | None = None,
         fuse_bytes: int = 0,
+        wait: WaitRecord | None = None,
     ) -> Queue:
         """Create a queue; see Queue. Collective.
 
@@ -371,7 +374,7 @@ class Worker:
         )
         if threaded:
             self._start()
-        queue = Queue(self, self._newest + 1, name, alone, goes_on, join_proxy, fuse_bytes)
+        queue = Queue(self, self._newest + 1, name, alone, goes_on, join_proxy, fuse_bytes, wait)
         with self._lock:
             self._newest += 1
             self._queues[queue.number] = queue
@@ -387,8 +390,11 @@ class Worker:
             self._thread.start()
             self._wake.put(True)  # for calls submitted before
 
-    def submit(self, queue: Queue, future: Future, request: Request) -> Future:
-        """Announce a call, or make it ready if nothing needs announcing; see Queue.submit."""
+    def submit(self, queue: Queue, future: Future, request: Request = NOTHING, here: bool = False) -> Future:
+        """Announce a call, or make it ready if nothing needs announcing; see Queue.submit.
+
+        here: the caller does the worker's work until the call has ended, so the thread need not wake.
+        """
         self.detector.check()
         try:
             with self.detector.translating_failures(), self._lock:
@@ -405,7 +411,7 @@ class Worker:
         except RankLostError as lost:
             self.fail(queue, lost)
             raise
-        if self._thread is not None:
+        if self._thread is not None and not here:
             self._wake.put(True)
         return future
 
@@ -415,7 +421,7 @@ class Worker:
             if not done.wait(timeout):
                 raise TimeoutError(f"not done within {timeout:g} s")
             return
-        self._work_until(done.is_set, math.inf if timeout is None else timeout)
+        self.work_until(done.is_set, math.inf if timeout is None else timeout)
 
     def drop(self, queue: Queue) -> None:
         """Fail the queue's waiting calls with ClosedError, and remove the queue. Local."""
@@ -462,7 +468,7 @@ class Worker:
         prefer_this_thread()
         try:
             while self._wake.get():
-                self._work_until(lambda: self._open == 0)
+                self.work_until(lambda: self._open == 0)
         except BaseException as error:  # callers wait for this thread, so they must get its error
             self._thread = None
             for queue in list(self._queues.values()):
@@ -470,7 +476,8 @@ class Worker:
             while self._ready:
                 self._ready.popleft()[1].finish(error)
 
-    def _work_until(self, done: Callable[[], bool], limit: float = math.inf) -> None:
+    def work_until(self, done: Callable[[], bool], limit: float = math.inf) -> None:
+        """Do the worker's work until `done`, or wait while another thread does it. TimeoutError after the limit."""
         pause, checked = Pause(), time.monotonic()
 
         def work() -> None:
@@ -606,6 +613,7 @@ class Worker:
         return self._running is None
 
     threaded = property(lambda self: self._thread is not None)
+    idle = property(lambda self: not self._open)
 
 
 SEND_SECONDS = 1.0

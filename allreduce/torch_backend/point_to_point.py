@@ -184,7 +184,7 @@ class SentMessage(Operation):
 
     def _has_ended(self) -> bool:
         """Return whether a wait ends: the message is complete, or `fail` was called, perhaps in another thread."""
-        return self._ended.is_set() or self.is_completed()
+        return self.done() or self.is_completed()
 
     def is_completed(self) -> bool:
         with self._lock:
@@ -199,7 +199,7 @@ class SentMessage(Operation):
                 error = ulfm.lost(raised) or RuntimeError(f"{self.name} failed: {raised}")
             self._request = None
         _in_flight.discard(self)
-        self.end(error)
+        self.finish(error)
         return True
 
     def cancel(self) -> None:
@@ -215,7 +215,7 @@ class SentMessage(Operation):
     def fail(self, error: BaseException) -> None:
         """End all waits for the message with `error`. A receive is cancelled; a sent message may still arrive."""
         self.cancel()
-        self.end(error)
+        self.finish(error)
 
     def source_rank(self) -> int:
         """The rank in the group that a received message came from."""

@@ -37,6 +37,7 @@ from allreduce.torch_backend.work import (
     timeout_seconds,
 )
 
+SHORT_BYTES = 1 << 16  # of all tensors of an operation that its caller, who waits for it, may run itself
 CLOSE_SECONDS = 10.0  # destroy_process_group waits this long for the other ranks to call it too
 
 
@@ -71,7 +72,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self._mover = TensorMover(comm)
         self._options = options
         self._reducer = TensorReducer(topology, comm, options)
-        self._executor = OperationQueue(topology, name, options.overlap)
+        self._operations = OperationQueue(topology, name, self._reducer.main.executor, options.overlap)
         self._coalesced: list[Operation] | None = None
         self._rank_missing = False  # True after a monitored barrier has timed out
         self.description = f"{options.backend} on {topology}"
@@ -85,15 +86,16 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         timeout: Any = None,
         *,
         read: Sequence[torch.Tensor] = (),
-        signature: str = "",
+        signature: str | None = "",
     ) -> Operation:
         """Submit `action`, to run after all earlier operations; return its Operation.
 
         written, read: the tensors that `action` writes and reads. opts, timeout: either may hold the caller's timeout.
-        signature: the arguments that must be equal on all ranks, in words; compared before the operation starts.
+        signature: see OperationQueue.submit.
         """
-        checks.check_devices(name, [*written, *read])
-        streams = Streams([*written, *read])
+        tensors = [*written, *read]
+        checks.check_devices(name, tensors)
+        streams = Streams(tensors)
 
         def run() -> None:
             streams.wait_for_caller()
@@ -101,7 +103,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
             streams.synchronize()
 
         limit = timeout_seconds(timeout or getattr(opts, "timeout", None), self._timeout)
-        return self._coalesce(self._executor.submit(Operation(name, written, limit, signature), run))
+        here = not getattr(opts, "asyncOp", True) and sum(it.numel() * it.itemsize for it in tensors) <= SHORT_BYTES
+        return self._coalesce(self._operations.submit(name, written, limit, run, signature, here))
 
     # Reductions
 
@@ -109,7 +112,9 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         tensor = single_tensor("all_reduce", tensors)
         reduction = self._options.resolve(operation(opts, op), tensor.dtype, tensor.numel(), tensor.is_sparse)
         action = partial(self._reducer.all_reduce, tensor, reduction)
-        signature = f"{_lengths([tensor])}, {reduction.op}"
+        signature = None
+        if not self._reducer.is_one_call(tensor, reduction):
+            signature = f"{_lengths([tensor])}, {reduction.op}"
         return self._submit("all_reduce", [tensor], action, opts, timeout, signature=signature)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Operation:
@@ -166,8 +171,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
             for call in calls:
                 self._reducer.reduce_scatter(*call)
 
-        read = list(chain(*inputs))
-        signature = f"{_lengths(read)}, {calls[0][2].op}"
+        read, reduction = list(chain(*inputs)), calls[0][2]
+        signature = None
+        if len(read) > 1 or not self._reducer.is_one_call(outputs[0], reduction, scatters=True):
+            signature = f"{_lengths(read)}, {reduction.op}"
         return self._submit(name, outputs, action, opts, timeout, read=read, signature=signature)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -311,8 +318,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         name, tensor = f"{kind} {where} with tag {tag}", single_tensor(kind, tensors)
         checks.check_member(kind, peer or 0, self.size())
         checks.check_devices(name, [tensor])
-        if self._executor.broken is not None:
-            raise self._executor.broken
+        if self._operations.broken is not None:
+            raise self._operations.broken
         if not 0 <= tag <= (largest := self._messages.largest_tag):
             raise ValueError(f"{name}: tag {tag} is not between 0 and {largest}, the largest of this MPI")
         Streams([tensor]).wait_for_caller()
@@ -363,7 +370,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         If other ranks do not follow within CLOSE_SECONDS, nothing is freed until the program ends. Messages that have
         not arrived by then end in an error.
         """
-        closed = self._executor.close(0.0 if self._rank_missing else CLOSE_SECONDS)
+        closed = self._operations.close(0.0 if self._rank_missing else CLOSE_SECONDS)
         self._messages.fail(RuntimeError("this process group has been destroyed"))
         if not (closed and self._free()):
             notices.log.warning(
@@ -385,7 +392,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     def abort(self) -> None:
         """Fail the running operation, all waiting ones, and unfinished messages. Local; nothing is freed."""
         error = RuntimeError("this process group has been aborted")
-        self._executor.fail(error)
+        self._operations.fail(error)
         self._messages.fail(error)
 
     # Group properties. PyTorch keeps names and capabilities in a C++ backend object, which a group written in Python
@@ -426,7 +433,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         """Do nothing: MPI needs no sequence number."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._executor.submitted
+        return self._operations.submitted
 
     def split_group(self, *_: Any, **__: Any) -> None:
         raise not_offered("split_group", "use torch.distributed.new_group")

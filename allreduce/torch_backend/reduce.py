@@ -198,7 +198,7 @@ class Repeated:
 
 
 class TensorReducer:
-    """The reductions of one group. It creates a backend at its first use; all methods are collective.
+    """The reductions of one group. It creates other backends at their first use; all methods are collective.
 
     The callers have checked the arguments (module `checks`, `resolve`), and that all ranks make the same call.
     repeated: what is known of tensors that are compressed. PyTorch owns the memory, and another tensor may get it
@@ -214,6 +214,17 @@ class TensorReducer:
         self._owns_trace = False
         self._workspace = Workspace()
         self.repeated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.main = self.backend()
+        # it compares every call, and gives rank r the r-th of equal slices
+        self._compares = self.main.executor.check or topology.nodes == 1
+        self._scatters = _slices_equally(self.main)
+
+    def is_one_call(self, tensor: torch.Tensor, reduction: Reduction, scatters: bool = False) -> bool:
+        """Return whether an all_reduce, or a reduce_scatter of one tensor, is one call of `main`, in which the ranks
+        compare all that must be equal. Local."""
+        plain = reduction.op.islower() and reduction.compress is None and reduction.factor is None
+        plain = plain and not (tensor.is_sparse or tensor.is_complex())
+        return plain and self._compares and (self._scatters or not scatters)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""

@@ -1,4 +1,4 @@
-"""The operations of a process group: each is an Operation that its caller waits for; the OperationQueue runs them.
+"""The operations of a process group: each is a Future that its caller waits for; the OperationQueue orders them.
 
 Works and futures are of PyTorch's own classes, torch.distributed.Work and torch.futures.Future, so DDP's C++ reducer,
 comm hooks and `dist.batch_isend_irecv` use them like any other backend's.
@@ -7,7 +7,8 @@ comm hooks and `dist.batch_isend_irecv` use them like any other backend's.
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -16,14 +17,15 @@ import torch
 import torch.distributed as dist
 
 from allreduce import notices
+from allreduce.call.announcements import PerRank
 from allreduce.call.executor import Executor
-from allreduce.call.queue import Queue, Worker, without_frames
+from allreduce.call.queue import Future, Queue, Worker, without_frames
 from allreduce.errors import RankLeftError, UnavailableError
+from allreduce.health import abort
 from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.torch_backend.checks import NAME
 from allreduce.transport import ulfm
-from allreduce.transport.wait import NamedCall
 
 ClassT = TypeVar("ClassT", bound=type)
 
@@ -61,22 +63,24 @@ def _hidden(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @not_compiled
-class Operation(dist.Work):
-    """One operation of a group, from its submission to its end.
+class Operation(dist.Work, Future):
+    """One operation of a group, from its submission to its end: PyTorch's Work, and a Future of the group's queue.
 
-    name: the operation's name, for messages. result: the tensors that it writes. limit: seconds that it may take.
-    signature: text after the name: the arguments that must be equal on all ranks.
+    name: for messages. result: the tensors that it writes. limit: seconds that it may take. group: the queue that runs
+    it. work: as a Future's.
     """
 
-    def __init__(self, name: str, result: Sequence[torch.Tensor], limit: float, signature: str = "") -> None:
-        super().__init__()
-        self.name = name
-        self.call = name + signature  # compared between ranks
-        self.limit = limit
-        self.given_up = False  # True: a wait for this operation has timed out
-        self._result = list(result)
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
+    def __init__(
+        self,
+        name: str,
+        result: Sequence[torch.Tensor],
+        limit: float,
+        group: "OperationQueue | None" = None,
+        work: Callable[[PerRank], object] | None = None,
+    ) -> None:
+        dist.Work.__init__(self)
+        Future.__init__(self, work, None if group is None else group.queue, name, name, limit=limit)
+        self._group, self._result = group, list(result)
         self._future: torch.futures.Future | None = None
         self._chained: torch.futures.Future | None = None  # given to callers; ends after `_future`, in the same thread
         self._event = _begin_event(name)
@@ -84,31 +88,38 @@ class Operation(dist.Work):
 
     # What PyTorch calls
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:  # type: ignore[override]
         """Wait for the end of the operation, and raise the error that it ended with.
 
-        Raises DistBackendError after `timeout`; the operation continues. Without a timeout the executor ends the
-        operation after its own limit.
+        Raises DistBackendError after `timeout`; the operation continues. Without a timeout the queue ends the operation
+        after its own limit.
         """
-        limit = timeout_seconds(timeout, 0.0)
-        if not self._ended.wait(limit or None):
-            self.given_up = True
-            raise TimedOut(f"{self.name} was not done within {limit:g} s: another rank is late, or never called it")
-        if self._error is not None:
-            raise self._error
+        limit = timeout_seconds(timeout, 0.0) or None
+        try:
+            if self.queue is None:  # a message, which is about to end
+                self._done.wait()
+            elif not self.done():
+                self.queue.worker.wait_for(self._done, limit)
+        except TimeoutError:
+            assert self._group is not None
+            self._group.given_up.append(self)
+            text = f"{self.name} was not done within {limit:g} s: another rank is late, or never called it"
+            raise TimedOut(text) from None
+        if self.error is not None:
+            raise self.error
         return True
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._ended.is_set()
+        return self.done()
 
     def is_success(self) -> bool:
-        return self._ended.is_set() and self._error is None
+        return self.done() and self.error is None
 
     def exception(self) -> BaseException | None:
-        return self._error
+        return self.error
 
     def result(self) -> list[torch.Tensor]:
         """The tensors that the operation has written. Waits for it."""
@@ -123,31 +134,40 @@ class Operation(dist.Work):
                 # C++ (DDP's reducer) would read an exception that is set on a future as a list of tensors, and crash.
                 # It recognizes an error that a callback raises.
                 self._chained = self._future.then(lambda future: future.value())
-                if self._ended.is_set():
+                if self.done():
                     self._set(self._future)
             assert self._chained is not None
             return self._chained
 
-    # What the executor calls
+    # What the worker calls
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Mark the operation as ended. Callbacks that were chained to the future run now, in the calling thread."""
+    def run(self) -> None:
+        """Do the work, then the callbacks that are chained to the future, in the calling thread."""
+        assert self._group is not None
+        with self._group.running():
+            Future.run(self)
+
+    def finish(self, error: BaseException | None) -> None:
+        """End the operation, once. Callbacks that were chained to the future run now, in the calling thread."""
         with self._lock:
-            if self._ended.is_set():
+            if self.done():
                 return
-            self._error = error
             if self._event is not None:
                 self._event.set_result(None)  # before a waiting thread can end the profile
-            self._ended.set()
+            Future.finish(self, error)
             future = self._future
         if future is not None:
             self._set(future)
 
+    def late(self) -> BaseException:
+        assert self._group is not None
+        return self._group.late_error(self)
+
     def _set(self, future: torch.futures.Future) -> None:
-        if self._error is None:
+        if self.error is None:
             future.set_result(self._result)
         else:
-            future.set_exception(self._error)
+            future.set_exception(self.error)
 
 
 def _begin_event(name: str) -> torch.futures.Future | None:
@@ -172,11 +192,11 @@ class CoalescedWork(Operation):
         super().__init__(name, [], limit)
         self._members = list(members)
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:  # type: ignore[override]
         """Wait for all members, and raise the first error."""
         for member in self._members:
             member.wait(timeout)
-        self.end()
+        self.finish(None)
         return True
 
     def is_completed(self) -> bool:
@@ -193,41 +213,66 @@ class OperationQueue:
     - An operation that exceeds its limit breaks the group: all waiting operations end in the same error.
     - An operation that is submitted in a callback of another one (a comm hook that chains collectives by
       `Future.then`, as PowerSGD's does) runs at once, so its position in the order does not depend on timing.
+    - The caller of a short operation that waits for it anyway runs it itself, if no other is left: no thread wakes.
 
-    name: of the group. threaded: False runs every operation at once, in the caller's thread; so does an MPI
-        library without MPI_THREAD_MULTIPLE. Otherwise operations overlap with backward.
+    name: of the group. executor: of the backend that reduces its tensors, by which the ranks compare all operations.
+    threaded: False runs every operation at once, in the caller's thread; so does an MPI library without
+        MPI_THREAD_MULTIPLE. Otherwise operations overlap with backward.
     """
 
-    def __init__(self, topology: Topology, name: str, threaded: bool = True) -> None:
+    def __init__(self, topology: Topology, name: str, executor: Executor, threaded: bool = True) -> None:
         self.submitted = 0
-        self._detector = topology.detector
-        self._threaded = threaded
-        self._queue = self._open(topology, f"process group {name}")
-        self._record = self._queue.wait
-        self._executor = Executor(topology, None, True, self._record, sleeps=True)  # its calls are the operations
-        self._compares = topology.size > 1
-        self._unfinished: set[Operation] = set()
+        self.given_up: list[Operation] = []  # a wait for these has timed out
+        self._detector, self._executor = topology.detector, executor
+        executor.sleeps = True  # backward needs the core
+        self._threaded, self._compares = threaded, topology.size > 1
+        self.queue = self._open(topology, f"process group {name}")
         self._inside: int | None = None  # the thread that runs an operation
+        self._here = False  # True: it is the caller's
 
     @property
     def broken(self) -> BaseException | None:
         """The error of all later operations: one has timed out, a rank has failed, or the group was destroyed."""
-        return self._queue.broken
+        return self.queue.broken
 
-    def submit(self, work: Operation, action: Callable[[], None]) -> Operation:
-        """Submit `action`, to run after all earlier operations; `work` ends when it has run."""
+    def submit(
+        self,
+        name: str,
+        written: Sequence[torch.Tensor],
+        limit: float,
+        action: Callable[[], object],
+        signature: str | None = "",
+        here: bool = False,
+    ) -> Operation:
+        """Submit `action`, to run after all earlier operations, and return the operation. See Operation.
+
+        signature: text after the name: the arguments that must be equal on all ranks. None: `action` is one call of the
+        executor, which compares them. here: the caller waits for the operation, which is short.
+        """
         if self.broken is not None:
             raise without_frames(self.broken)
         self.submitted += 1
+        work = partial(self._do, None if signature is None else name + signature, action)
+        operation, worker = Operation(name, written, limit, self, work), self.queue.worker
         if self._inside == threading.get_ident():
-            self._execute(work, action)
-            return work
-        self._unfinished.add(work)
-        run, ended, late = partial(self._execute, work, action), partial(self._ended, work), partial(self._late, work)
-        future = self._queue.submit(run, work.name, ended=ended, limit=work.limit, late=late)
-        if not self._threaded:
-            future.wait()
-        return work
+            operation.run()
+            return operation
+        here = (here and worker.idle) or not self._threaded
+        worker.submit(self.queue, operation, here=here)
+        if here:
+            self._here = True
+            worker.work_until(operation.done)
+            self._here = False
+        return operation
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context manager: the calling thread runs an operation."""
+        outer, self._inside = self._inside, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._inside = outer
 
     def close(self, limit: float) -> bool:
         """Finish all submitted operations on all ranks, then refuse further ones. Collective.
@@ -235,70 +280,58 @@ class OperationQueue:
         Returns False if that takes longer than `limit` seconds. It does not wait, and returns False, if `limit` is 0 or
         a caller's wait has timed out.
         """
-        waiting = limit > 0 and not any(work.given_up for work in self._unfinished)
+        waiting = limit > 0 and all(operation.done() for operation in self.given_up)
         try:
             if waiting:
-                self.submit(Operation("destroy_process_group", [], limit), lambda: None).wait()
+                self.submit("destroy_process_group", [], limit, lambda: None).wait()
         except Exception:
             waiting = False
         self.fail(RuntimeError("this process group has been destroyed"))
+        if waiting:
+            self.queue.wait.final = None  # all ranks are here, and close the backends by this record
         return waiting
 
     def fail(self, error: BaseException) -> None:
         """Fail the running operation and all waiting ones with `error`, and refuse later ones. Local."""
-        self._queue.worker.give_up(self._queue, error)
+        self.queue.worker.give_up(self.queue, error)
+
+    def late_error(self, operation: Operation) -> TimedOut:
+        """Return the error of the running operation, which has taken longer than its limit."""
+        name = f"a callback on the future of {operation.name}" if operation.done() else operation.name
+        text = (
+            f"{name} was not done within {operation.limit:g} s (the timeout of the group or of the call): another rank "
+            "is late, hangs, or never called it. The group can't be used any more"
+        )
+        wait = self.queue.wait
+        error = TimedOut(text if wait.call is None else f"{text}\n{self._detector.messages.table(wait.call)}")
+        if self._here and wait.call is not None and not wait.raises:  # the program's thread hangs inside MPI
+            abort.end_job(f"{type(error).__name__}: {error}\n", abort.exit_code_of(error))
+        return error
 
     def _open(self, topology: Topology, name: str) -> Queue:
-        worker = topology.service(Worker)
+        worker, wait = topology.service(Worker), self._executor.wait
         if self._threaded:
             try:
-                return worker.queue(name, threaded=True, alone=True)
+                return worker.queue(name, threaded=True, alone=True, wait=wait)
             except UnavailableError:
                 text = "this MPI has no MPI_THREAD_MULTIPLE, so communication does not overlap with backward"
                 notices.once(topology.rank, text)
                 self._threaded = False
-        return worker.queue(name, alone=True)
+        return worker.queue(name, alone=True, wait=wait)
 
-    def _execute(self, work: Operation, action: Callable[[], None]) -> None:
-        """Run an operation, and the callbacks that are chained to its future."""
-        outer, self._inside = self._inside, threading.get_ident()
-        error: BaseException | None = None
+    def _do(self, call: str | None, action: Callable[[], object], _: PerRank) -> None:
+        """Do an operation's action, once all ranks have reached this call, if it is given."""
         try:
             with self._detector.translating_failures():
-                self._compare(work)
+                if self.broken is not None:
+                    raise without_frames(self.broken)
+                if self._compares and call is not None:
+                    self._executor.compare(call, f" of {self.queue.name}")
                 action()
-        except Exception as raised:
-            error = raised
-            if isinstance(raised, RankLeftError) or ulfm.lost(raised) is not None:
-                self.fail(raised)  # the waiting operations can't be done either
-        work.end(error)
-        self._inside = outer
-
-    def _compare(self, work: Operation) -> None:
-        """Wait, mostly asleep, until all ranks have reached this operation. Raises DisagreementError if they differ."""
-        if not self._compares:
-            return
-        self._record.begin(NamedCall(f"{work.call} of {self._queue.name}"))
-        try:
-            if self.broken is not None:
-                raise without_frames(self.broken)
-            self._executor.compare(work.call)
-        finally:
-            self._record.end()
-
-    def _ended(self, work: Operation, error: BaseException | None) -> None:
-        """Called by the queue when an operation has ended or was cancelled."""
-        self._unfinished.discard(work)
-        work.end(error)
-
-    def _late(self, work: Operation) -> TimedOut:
-        name = f"a callback on the future of {work.name}" if work.is_completed() else work.name
-        text = (
-            f"{name} was not done within {work.limit:g} s (the timeout of the group or of the call): another rank is "
-            "late, hangs, or never called it. The group can't be used any more"
-        )
-        call = self._record.call
-        return TimedOut(text if call is None else f"{text}\n{self._detector.messages.table(call)}")
+        except Exception as error:
+            if isinstance(error, RankLeftError) or ulfm.lost(error) is not None:
+                self.fail(error)  # the waiting operations can't be done either
+            raise
 
 
 children.guard(OperationQueue, "submit")

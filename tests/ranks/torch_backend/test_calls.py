@@ -75,17 +75,25 @@ def test_one_tensor_instead_of_a_list_and_operations_by_name() -> None:
 
 def test_operations_are_compared_without_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one node, in shared memory."""
-    executor = dist.group.WORLD._executor._executor
+    executor = dist.group.WORLD._reducer.main.executor
     if not executor.meets:
         pytest.skip("one rank compares nothing; several nodes compare by messages")
     tensor, sent = torch.ones(8), []
     dist.all_reduce(tensor)
     monkeypatch.setattr(control, "wait_for", lambda comm, request, what, *_: sent.append(what))
     monkeypatch.setattr(Executor, "_alike_between", lambda *_: sent.append("compare numbers"))
-    dist.all_reduce(tensor)
-    dist.barrier()
+    for call, comparisons in (  # a reduction is compared by the call of its backend alone
+        (lambda: dist.all_reduce(tensor), 1),
+        (lambda: dist.all_reduce(tensor, async_op=True).wait(), 1),
+        (dist.barrier, 1),
+        (lambda: dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(size())), 1),
+        (lambda: dist.reduce(torch.zeros(8), 0), 2),
+    ):
+        before = executor._sequence
+        call()
+        assert executor._sequence == before + comparisons
     assert sent == []
-    assert tensor.tolist() == [size() ** 2] * 8
+    assert tensor.tolist() == [size() ** 3] * 8
 
 
 def test_roots_by_name_and_by_place() -> None:

@@ -6,7 +6,6 @@ returns wrong values without an error for some layouts (PyTorch's issue 192920),
 
 from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 
@@ -415,7 +414,10 @@ def test_cuda_tensors_of_other_layouts_on_each_rank(monkeypatch: pytest.MonkeyPa
     reducer, sum_up = dist.group.WORLD._reducer, Reduction("sum")
     for layout in ("turned", "negated", "slice"):
         for alone in (0, size() - 1):
-            for call in (lambda it, to=alone: reducer.reduce(it, to, sum_up), lambda it: reducer.all_reduce(it, sum_up)):
+            for call in (
+                lambda it, to=alone: reducer.reduce(it, to, sum_up),
+                lambda it: reducer.all_reduce(it, sum_up),
+            ):
                 space = Space(torch.float32, layout if rank() == alone else "plain", "plain")
                 tensor = space.own()
                 call(tensor)
