@@ -82,16 +82,14 @@ def test_operations_are_compared_without_messages(monkeypatch: pytest.MonkeyPatc
     dist.all_reduce(tensor)
     monkeypatch.setattr(control, "wait_for", lambda comm, request, what, *_: sent.append(what))
     monkeypatch.setattr(Executor, "_alike_between", lambda *_: sent.append("compare numbers"))
-    for call, comparisons in (  # a reduction is compared by the call of its backend alone
-        (lambda: dist.all_reduce(tensor), 1),
-        (lambda: dist.all_reduce(tensor, async_op=True).wait(), 1),
-        (dist.barrier, 1),
-        (lambda: dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(size())), 1),
-        (lambda: dist.reduce(torch.zeros(8), 0), 2),
-    ):
-        before = executor._sequence
-        call()
-        assert executor._sequence == before + comparisons
+    compared, compare = [], Executor.compare
+    monkeypatch.setattr(Executor, "compare", lambda it, text, where: compared.append(text) or compare(it, text, where))
+    dist.all_reduce(tensor)  # compared by the call of its backend alone
+    dist.all_reduce(tensor, async_op=True).wait()
+    dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(size()))
+    assert compared == []
+    dist.barrier()
+    assert compared == ["barrier"]
     assert sent == []
     assert tensor.tolist() == [size() ** 3] * 8
 
