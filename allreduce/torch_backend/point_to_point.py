@@ -173,7 +173,7 @@ class SentMessage(Operation):
         _in_flight.add(self)
         return self
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:  # type: ignore[override]
         """Wait until the message has arrived, or until a sent tensor may be changed again."""
         return self.wait_for(timeout_seconds(timeout, self.limit))
 
