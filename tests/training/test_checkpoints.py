@@ -16,6 +16,7 @@ from trainers.cli.options import parse
 from trainers.data import Batches
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint, model_file
+from trainers.files.checkpoint import EVENTS, Progress
 from trainers.fit import checkpointing
 from trainers.fit.checkpointing import Saver, period
 from trainers.watching.callback import Callback
@@ -84,6 +85,36 @@ def test_a_checkpoint_is_written_while_the_training_goes_on(tmp_path: Path, monk
         "checkpoint-00000002.npz",
         "checkpoint-00000004.npz",
     ]
+
+
+def test_after_a_failure_a_checkpoint_is_due_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    savers, opened = [], Saver.open
+    monkeypatch.setattr(Saver, "open", lambda saver: opened((savers.append(saver), saver)[1]))
+
+    class Fails(Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                savers[0].rejoin()
+
+    x, y = np.ones((8, 4), np.float32), np.zeros(8, int)
+    with MirroredTrainer(NumpyNetwork([4, 2])) as trainer:
+        trainer.fit(x, y, 1, 2, callbacks=[Fails()], checkpoint=Checkpoint(tmp_path, "9 epochs"), progress=False)
+    assert [path.name for path in sorted(tmp_path.glob("*.npz"))] == [
+        "checkpoint-00000003.npz",
+        "checkpoint-00000004.npz",
+    ]
+
+
+def test_a_progress_is_entries_of_a_state() -> None:
+    history = [{"epoch": 1, "loss": np.float32(0.5), "staleness": np.array([1, 2])}]
+    values = np.array([[0.25, np.nan]], np.float32)
+    progress = Progress(1, 3, 8, history=history, values=values, stage=EVENTS, logs={"loss": 0.5}, stops=[True, False])
+    state = {"parameters": np.ones(2), **progress.pack()}
+    found = Progress.taken_from(state)
+    assert list(state) == ["parameters"]
+    assert found == replace(progress, history=[{"epoch": 1, "loss": 0.5, "staleness": [1, 2]}])
+    assert found.values.tobytes() == values.tobytes()
+    assert Progress(1, 3).place < found.place < Progress(2).place
 
 
 def test_a_snapshot_does_not_change_and_its_memory_is_used_again() -> None:

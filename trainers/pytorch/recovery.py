@@ -7,7 +7,6 @@ pieces of all ranks and their backups (copies=2).
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
 
 from allreduce import notices
 from allreduce.elastic.retry import Commit, recover, retry
@@ -16,8 +15,6 @@ from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
 from allreduce.transport.control import all_values
 from trainers.pytorch.optimizer_group import Member, OptimizerGroup
-
-ResultT = TypeVar("ResultT")
 
 
 @contextmanager
