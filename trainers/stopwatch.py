@@ -1,6 +1,7 @@
 """The time spent in communication, on the host's clock or, for arrays on a GPU, on its stream."""
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from allreduce.arrays import gpu
@@ -13,11 +14,12 @@ class Stopwatch:
     """Adds up the time between `start` and `stop`; `read` returns the seconds and resets the sum. Uses the host's
     clock.
 
-    trace: if set, each start-stop interval is recorded in it as a span, by the host's clock.
+    trace: if set, `span` records in it, by the host's clock. recorded: whether each start-stop interval is a span too.
     """
 
     def __init__(self) -> None:
         self.trace: Trace | None = None
+        self.recorded = True
         self._total = self._began = 0.0
 
     def start(self) -> None:
@@ -25,8 +27,13 @@ class Stopwatch:
 
     def stop(self) -> None:
         self._total += time.perf_counter() - self._began
-        if self.trace is not None:
+        if self.trace is not None and self.recorded:
             self.trace.note(COMMUNICATION, int(self._began * 1e9))
+
+    def span(self, kind: str) -> AbstractContextManager[None]:
+        """Context manager: record the block as a span of this kind ("data", "compute", "update", ...) if a trace is
+        set. Local."""
+        return nullcontext() if self.trace is None else self.trace.span(kind)
 
     def read(self) -> float:
         total, self._total = self._total, 0.0
@@ -51,7 +58,7 @@ class StreamStopwatch(Stopwatch):
     def stop(self) -> None:
         self._laps[self._used][1].record()
         self._used += 1
-        if self.trace is not None:
+        if self.trace is not None and self.recorded:
             self.trace.note(COMMUNICATION, int(self._began * 1e9))
 
     def read(self) -> float:

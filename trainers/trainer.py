@@ -6,8 +6,8 @@ import itertools
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TextIO, TypeVar
@@ -16,9 +16,10 @@ import numpy as np
 
 from allreduce.errors import ClosedError, CopyError
 from allreduce.topology import Topology
+from allreduce.tracing.recorder import Recorder, record
 from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
-from allreduce.transport.control import root_value, together
+from allreduce.transport.control import combine, root_value, together
 from allreduce.transport.wait import waiting
 from trainers.arguments import flag_error, known_only, require
 from trainers.data import (
@@ -42,7 +43,7 @@ from trainers.options.transforms import EMA, Accumulate, SkipNotFinite, Transfor
 from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
 from trainers.replica import Hold
-from trainers.state.adopt import mirror
+from trainers.state.adopt import complete, mirror
 from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import StepOptions
 from trainers.watching.check_gradients import CheckGradients
@@ -94,6 +95,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         """
         self.strategy, self.replica = strategy, strategy.replica
         self._rows: Tree | None = None  # the first rows of the last fit
+        self._recorder: Recorder | None = None  # records the backend's calls in the trace
         self.recovery = Recovery(strategy, on_failure)
         self.group: RankGroup = self.recovery.make(topology, self)
 
@@ -116,7 +118,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
     @property
     def trace(self) -> Trace | None:
         """The trace in which a callback records this fit, or None."""
-        return self.strategy.trace
+        return self.strategy.clock.trace
 
     @property
     def failures(self) -> list[Failure]:
@@ -323,7 +325,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         """
         self.group.enter("save")
         self.strategy.end_round()
-        self.strategy.complete()
+        complete(self.strategy)
         self.group.on_one(lambda: self.replica.save(path))
 
     @recoverable
@@ -395,7 +397,9 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         given = root_value(self.group.comm, columns and columns.as_dict(), "load: the columns of a table")
         self.replica.columns = None if given is None else Columns.from_dict(given)
         mirror(self.strategy, whole=False)
-        self.strategy.reset()
+        self.strategy.owners.reset()
+        if self.strategy.allreduce is not None:
+            self.strategy.allreduce.load_state({})
 
     def edit(self, change: Callable[[], object]) -> None:
         """Change the model's parameters in place by `change()`, the same on all ranks. Collective.
@@ -421,11 +425,18 @@ class Trainer(GroupOwner, Generic[StrategyT]):
 
     def record(self, trace: Trace | None) -> None:
         """Record this rank's work in `trace` from now on; None stops that. Local; call it on all ranks or on none."""
-        self.strategy.record(trace)
+        strategy = self.strategy
+        strategy.clock.trace = trace
+        if strategy.allreduce is not None:
+            strategy.clock.recorded = False  # a recorder does
+            observers = strategy.allreduce.observers
+            if self._recorder in observers:
+                observers.remove(self._recorder)
+            self._recorder = None if trace is None else record(strategy.allreduce, trace)
 
     def span(self, kind: str) -> AbstractContextManager[None]:
         """Return a context manager that records its block in the trace, if any, as "data", "compute", ... Local."""
-        return self.strategy.span(kind)
+        return self.strategy.clock.span(kind)
 
     def surviving(self, action: Callable[[], ResultT]) -> ResultT:
         """Call `action()`, a collective function of the user's on `topology`, and return its result. Collective.
@@ -450,7 +461,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             strategy.closed = True
             group.release()
             strategy.close()
-            if strategy.holds_replica:
+            if self.replica.hold.holder is strategy:
                 self.replica.hold = Hold()
             if self.recovery.owns_topology:
                 group.topology.close()
@@ -477,24 +488,41 @@ class Trainer(GroupOwner, Generic[StrategyT]):
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError(f"this {type(self).__name__} is closed; create another one")
-        if not self.strategy.holds_replica:
+        if self.replica.hold.holder is not self.strategy:
             raise ClosedError(
                 f"this {type(self).__name__} can't train any more: a {self.replica.hold.holder.name} was created on "
                 "its replica; use that one"
             )
 
     def _evaluate(self, evaluation: Evaluation, ema: bool | None) -> dict[str, float]:
-        replica, exact = self.replica, self.strategy.micro_batch is not None
+        strategy: Any = self.strategy
+        replica, exact = self.replica, strategy.micro_batch is not None
         self.strategy.end_round()
         with self._weights(ema), np.errstate(all="ignore"):  # the loss shows it if the model has diverged
             terms, count, rows = evaluation.evaluate(replica, self.group, exact)
-        return means_of(replica.metrics, replica.counts, self.strategy.add_up(terms, count), rows)
+        sums = strategy.add_up(terms, count) if exact else combine(self.group.comm, terms.sum(axis=0), "sum metrics")
+        return means_of(replica.metrics, replica.counts, sums, rows)
 
     def _weights(self, ema: bool | None) -> AbstractContextManager[None]:
         """Return a context manager: the average is in the place of the parameters, unless `ema` is False or there is
         none."""
-        averages = self.replica.averages
-        return self.strategy.averaged() if averages and ema is not False else nullcontext()
+        return self._averaged() if self.replica.averages and ema is not False else nullcontext()
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Context manager: all replicas have the moving average of the parameters in their place. Collective."""
+        replica, owners = self.replica, self.strategy.owners
+        try:
+            together(self.group.comm, lambda: replica.use_average(owners.own_part))
+            owners.share_parameters()
+            yield
+        except BaseException as error:
+            replica.use_parameters()
+            if self.group.all_raise(error):
+                owners.share_parameters()
+            raise
+        replica.use_parameters()
+        owners.share_parameters()
 
     def _ema_error(self, ema: Any) -> ArgumentError | None:
         """Return the error if `ema`, an argument of `evaluate` or `predict`, is invalid, or None. Local."""
@@ -539,7 +567,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         try:
             found = chosen(transforms)
             options = StepOptions.of(found)
-            wrong = [options.error(self.replica), self.strategy.options_error(options)]
+            wrong = [options.error(self.replica), self.strategy.fit_error(options, None)]
             wrong += itertools.starmap(flag_error, flags.items())
             require(*[f"fit: {each}" for each in wrong if each])
             settings |= {"transforms": [*found.values()]} if found else {}

@@ -25,7 +25,7 @@ PROGRAMS = f"{__package__}.programs"
 # The owner of a method or function, and its name. Of a class also the same method of those that inherit from it.
 POINTS = {
     "compute": [
-        ("trainers.strategies.interface:Strategy", "compute"),
+        ("trainers.strategies.step:Step", "compute"),
         ("trainers.strategies.servers.strategy:AsynchronousServers", "_compute_part"),
         ("trainers.strategies.spare_replicas:SpareReplicas", "_compute_part"),
         (f"{PROGRAMS}.loop", "forward"),
@@ -192,8 +192,8 @@ def happen(fault: Fault, notes: Notes, arguments: tuple[Any, ...]) -> None:
         buffer = next(each for each in buffers if isinstance(each, np.ndarray | memoryview))
         np.asarray(buffer)[0] += 1
     if fault.kind == "revoke":
-        owner = arguments[0]
-        getattr(owner, "group", owner).topology.revoke()
+        owner = arguments[0]  # a step has its backend, others have their group
+        (getattr(owner, "group", None) or getattr(owner, "backend", owner)).topology.revoke()
     if fault.kind == "cut":
         (notes.folder / CUT).touch()
     if fault.kind == "shm":

@@ -90,7 +90,11 @@ class Case:
         history = trainer.fit(*given, **self.options | options, progress=False)
         scores = trainer.evaluate(*test)
         assert len(set(trainer.parameters_sha256())) == 1
-        return trainer.strategy.snapshot({}), [*history.column("loss"), scores["loss"], scores["accuracy"]]
+        return trainer.strategy.owners.snapshot({}, trainer.rank == 0), [
+            *history.column("loss"),
+            scores["loss"],
+            scores["accuracy"],
+        ]
 
 
 def draw_case(draw: random.Random, ranks: int) -> Case:

@@ -34,6 +34,7 @@ from trainers.files.checkpoint import Progress, Saved
 from trainers.group import is_valid_layout, layout
 from trainers.replica import Replica, columns_of
 from trainers.state.adopt import RATES, adopt_whole
+from trainers.state.owners import INNER
 from trainers.strategies.interface import Strategy
 from trainers.watching.callback import Callbacks
 from trainers.watching.history import VALIDATED, VALIDATION, Epoch, History
@@ -166,9 +167,11 @@ class Saver:
         all ranks, before anything is changed.
         """
         comm = self._group.comm
-        self._selections = self._strategy.selections()
+        self._selections = self._choices()
         resumed = self._load_newest(self._find_newest)
-        self._strategy.snapshot(self._memory)  # allocates the memory now, and tests that the state can be collected
+        self._strategy.owners.snapshot(
+            self._memory, self._chief
+        )  # allocates the memory now, and tests that the state can be collected
         together(comm, self._check_room)
         return resumed
 
@@ -252,8 +255,15 @@ class Saver:
         """Continue on new ranks after a failure; a checkpoint is due, because the failure may have prevented one. A new
         rank 0 locks the folder. Collective."""
         self._overdue = True
-        self._selections = self._strategy.selections()
+        self._selections = self._choices()
         together(self._group.comm, lambda: self._lock_folder() if self._chief and not self._has_lock else None)
+
+    def _choices(self) -> dict[str, str]:
+        """Return the backend and the update that this job uses, {"allreduce": "ring", ...}. Collective."""
+        strategy = self._strategy
+        if strategy.allreduce is None:
+            return {}
+        return {"allreduce": strategy.allreduce.chosen(strategy.core.buffer), "update": strategy.owners.kind}
 
     def _check_room(self) -> None:
         needed = sum(array.nbytes for array in self._memory.values())
@@ -268,7 +278,7 @@ class Saver:
         comm = self._group.comm
         state = None
         if saved is not None:
-            new = {name: np.zeros_like(array) for name, array in self._strategy.shared_state().items()}
+            new = {name: np.zeros_like(array) for name, array in self._strategy.owners.shared_state().items()}
             state = saved.state | new | saved.shared | {RATES: np.array(saved.progress.rates)} | saved.progress.pack()
         try:
             progress = adopt_whole(self._strategy, state)
@@ -289,9 +299,12 @@ class Saver:
         generators in `own`. Local. same: False for another number of ranks, whose local and random states do not fit.
         """
         try:
-            self._strategy.load_own_state(_with_prefix(own, STRATEGY))
+            if self._strategy.allreduce is not None:
+                self._strategy.allreduce.load_state(_with_prefix(own, STRATEGY))
             if same:
-                self._strategy.load_local_state(local)
+                inner = {name: array for name, array in local.items() if name.startswith(INNER)}
+                self._strategy.owners.load_local_state(inner)
+                self._strategy.replica.load_local_state({name: local[name] for name in local if name not in inner})
                 load_random_state(own)
         except (OptionError, ModelFileError, KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             text = f"the checkpoint in {self._folder} is damaged, or of another model"
@@ -350,7 +363,7 @@ class Saver:
         progress = self._described(progress)
         self._strategy.end_round()
         packed, watching = together(self._group.comm, partial(self._finish_and_pack, callbacks, progress))
-        state = self._strategy.snapshot(self._memory)
+        state = self._strategy.owners.snapshot(self._memory, self._chief)
         gathered = bytes_to_root(self._group.comm, packed, "collect the ranks' parts of a checkpoint")
         self._written, self._since = progress.total, time.monotonic()
 
@@ -358,7 +371,7 @@ class Saver:
             replica = self._strategy.replica
             local = [model_file.unpack(each) for each in gathered]
             local[0] |= watching  # not packed: it may be large, and does not change
-            shared = self._strategy.shared_state()
+            shared = self._strategy.owners.shared_state()
             saved = Saved(type(replica).__name__, replica.saved_config(), state, progress, local, shared)
             self._writing = self._writer.submit(self._write, saved, best)
 
@@ -380,8 +393,11 @@ class Saver:
         """Wait for the last write. Then return this rank's own arrays, packed for a message, and the arrays of its
         callbacks, which rank 0 does not pack. Local."""
         self.finish()
-        own = {f"{REPLICA}{name}": array for name, array in self._strategy.local_state().items()}
-        own |= {f"{STRATEGY}{name}": array for name, array in self._strategy.own_state().items()}
+        strategy = self._strategy
+        local = strategy.replica.local_state() | strategy.owners.local_state()
+        own = {f"{REPLICA}{name}": array for name, array in local.items()}
+        if strategy.allreduce is not None:
+            own |= {f"{STRATEGY}{name}": array for name, array in strategy.allreduce.state().items()}
         place = self._batches.tell(progress.epoch, progress.step).own
         own |= {f"{LOADER}{name}": array for name, array in place.items()}
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}

@@ -40,7 +40,7 @@ Validation = Callable[[], dict[str, float]]
 
 
 def reduce_left_out_step(strategy: Strategy, share: float, flags: tuple[float, ...], last: np.ndarray) -> None:
-    """Sum the metrics and flags of a step that is left out, without an update: as `strategy.step(flags)`. Collective.
+    """Sum the metrics and flags of a step that is left out, without an update: as `strategy.core(flags)`. Collective.
 
     share: this rank's share of the batch; its metrics are already weighted by it. Ranks whose metrics are not finite
         are not counted. last: the metrics to return if no rank is counted.
@@ -218,7 +218,6 @@ class Fit:
     def _begin(self) -> None:
         """Call train_begin of the callbacks, write a first checkpoint if a failure would need it, and set the first
         position. Collective."""
-        self.strategy.begin_fit()
         # a checkpoint may have an average that this fit does not keep
         self.strategy.rule.keep_average(trains=len(self.history) < self._epochs)
         self.keep_error(self.callbacks.train_begin)
@@ -249,7 +248,7 @@ class Fit:
         """Do the rest of an epoch whose steps are all taken: means, evaluation, callbacks. Collective."""
         at = self.progress
         if at.stage == STEPS:
-            with self.strategy.span("epoch"):
+            with self.strategy.clock.span("epoch"):
                 self._make_logs(number)
             at.stage = EVALUATION
         if at.stage == EVALUATION:
@@ -259,7 +258,7 @@ class Fit:
         if at.stage == EVENTS:
             if self.looks:
                 self.strategy.end_round()
-            with self.strategy.span("epoch"):
+            with self.strategy.clock.span("epoch"):
                 log.info("epoch %d of %d: %s", number + 1, self._epochs, _in_words(at.logs))
                 self.keep_error(lambda: self.callbacks.epoch_end(number, at.logs))
                 self._agree(f"after epoch {number + 1}")
@@ -378,9 +377,9 @@ class Fit:
         self.keep_error(partial(self.batches.peek, step + 1))
         if self.error is not None:
             self._share = 0.0
-            strategy.compute(None)
+            strategy.core.compute(None)
         if self._read_every > 1:
-            with strategy.span("agree"):
+            with strategy.clock.span("agree"):
                 raise_together(self.group.comm, self.error)
         leaves_out = self._leaves_out(number, step)
         flags = self.flags(leaves_out)
@@ -388,7 +387,7 @@ class Fit:
             strategy.replica.undo()
             reduce_left_out_step(strategy, self._share, flags, self.meter.last())
         else:
-            strategy.step(flags)
+            strategy.core(flags)
         if (step + 1) % self._read_every == 0 or step + 1 == self.batches.steps:
             self.read_flags()
         strategy.count_step()
@@ -429,11 +428,11 @@ class Fit:
 
     def _compute(self, shares: Iterator[Batch]) -> None:
         strategy = self.strategy
-        with strategy.span("data"):
+        with strategy.clock.span("data"):
             batch = self._fetch(shares)
             self._share = batch.share
-        with strategy.span("compute"):
-            strategy.compute(batch)
+        with strategy.clock.span("compute"):
+            strategy.core.compute(batch)
 
     def read_flags(self, steps: int = 1) -> None:
         """Read the flags of the last step, `steps` after the position. Raises an error of any rank on all ranks.
@@ -474,7 +473,8 @@ class Fit:
         error of a checkpoint that is being written."""
         if self.saver is not None:
             self.saver.check()
-        self.strategy.begin_step(self.batches.total(self.progress.epoch, step))
+        if self.strategy.rates_follow_batches:
+            self.strategy.rule.begin_step(self.batches.total(self.progress.epoch, step))
         self.callbacks.batch_begin(step)
 
     def end_batch(self, step: int) -> None:

@@ -250,7 +250,7 @@ def _loader_error(strategy: Strategy, given: Given, settings: Mapping[str, Any])
         )
     if given.weights is not None:
         return ArgumentError("fit: sample_weight is for arrays: a loader gives weights in its batches, (x, y, weights)")
-    if reason := strategy.loader_error(rows == DIVIDED):
+    if reason := strategy.fit_error(None, rows):
         return ArgumentError(f"fit: {reason}")
     if strategy.part is None and rows == DIVIDED and loader is not None:
         return ArgumentError(

@@ -25,7 +25,8 @@ from trainers.files.checkpoint import BEGIN
 from trainers.fit.loop import POSITION, Fit
 from trainers.group import Owner, RankGroup
 from trainers.state.adopt import Piece
-from trainers.strategies.interface import Strategy
+from trainers.strategies.interface import Strategy, outlives_ranks
+from trainers.strategies.mirrored import Mirrored
 from trainers.transforms import average
 from trainers.watching.history import History
 
@@ -140,7 +141,7 @@ class Recovery:
             elif self.owns_topology:
                 ranks.close()
             raise
-        self._active = strategy.outlives_ranks and (ranks.size > 1 or isinstance(ranks, JoiningRank | ElasticWorld))
+        self._active = outlives_ranks(strategy) and (ranks.size > 1 or isinstance(ranks, JoiningRank | ElasticWorld))
         if self._active:
             strategy.recoverable = strategy.replica.undoable = True
         if ranks is not first:
@@ -270,9 +271,8 @@ class Recovery:
         group.replace(topology)
         strategy.rebuild()
         group.close_owner_first()
-        if not strategy.restore() and not call.go_back():
+        if not strategy.restore(call.go_back):
             raise self._incomplete(call)
-        strategy.divide()
         call.rejoin()
 
     def _inform_joining_ranks(self, before: tuple[int, ...], during: str) -> tuple[tuple[int, ...], str]:
@@ -395,13 +395,20 @@ class EditCall(Call[None]):
     def _run(self) -> None:
         strategy, topology = self._strategy, self._strategy.group.topology
         if not strategy.recoverable:
-            strategy.edit(self._change)
+            self._edit(None)
             return
         before: list[Piece] = []
-        outcome = attempt(topology, lambda: strategy.edit(self._change, before))
+        outcome = attempt(topology, lambda: self._edit(before))
         if topology.finished(outcome.failure is None):
             outcome.result()
             return
         if before:
             strategy.saved = before
         raise outcome.failure or RankLostError("a rank failed before all ranks had made the change")
+
+    def _edit(self, before: list[Piece] | None) -> None:
+        strategy = self._strategy
+        if not isinstance(strategy, Mirrored):
+            text = "has no edit(); change the model before you make the trainer, or use load()"
+            raise ArgumentError(f"a {strategy.name} {text}")
+        strategy.edit(self._change, before)

@@ -86,8 +86,6 @@ class Target(Protocol):
     @property
     def owners(self) -> Owners: ...
 
-    def snapshot(self, memory: Arrays) -> Arrays: ...
-
     def load_state(self, step: int, state: Arrays) -> None: ...
 
 
@@ -202,6 +200,13 @@ def mirror(target: Target, whole: bool = True, root: int = 0) -> None:
     adopt_whole(target, state if is_root else None, live=is_root)
 
 
+def complete(target: Target) -> None:
+    """Load the complete state into rank 0's replica. Collective."""
+    if target.owners.kind != "replicated":
+        state = target.owners.gather_state(together(target.group.comm, target.replica.state))
+        target.group.on_one(lambda: target.replica.load_state(state))
+
+
 def copy_state(target: Target, on_all: bool) -> Arrays:
     """Return a copy of the complete state, as `save` would write it, on rank 0, and {} elsewhere. Collective.
 
@@ -209,7 +214,7 @@ def copy_state(target: Target, on_all: bool) -> Arrays:
     """
     target.group.enter("a copy of the state")
     if not on_all:
-        return target.snapshot({})
+        return target.owners.snapshot({}, target.group.rank == 0)
     return target.owners.gather_state(together(target.group.comm, lambda: target.replica.snapshot({})))
 
 

@@ -17,6 +17,8 @@ from allreduce.transport.control import combine, on_all
 from allreduce.transport.shared_segment import CommonSegment
 from trainers.replica import Slices
 
+INNER = "inner."  # prefix, in a rank's local state, of the entries that owners add
+
 
 class Owners:
     """The ranks that hold and update the parameters: here every rank holds and updates all of them.
@@ -61,6 +63,27 @@ class Owners:
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `state` (this rank's replica state) with the parts that other ranks hold filled in. Collective."""
         return dict(state)
+
+    def shared_state(self) -> dict[str, np.ndarray]:
+        """Return copies of state of these owners that is not the replica's, equal on all ranks, for checkpoints. Local.
+        Strategy.load_state takes it with the replica's."""
+        return {}
+
+    def local_state(self) -> dict[str, np.ndarray]:
+        """Return state that differs between ranks and is not in Replica.local_state, for checkpoints. Local. The names
+        begin with INNER."""
+        return {}
+
+    def load_local_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Load a result of `local_state`, of any owners. Local. Raises ModelFileError if it is of another model."""
+
+    def reset(self) -> None:
+        """Reset this state, because another model was loaded. Local, called on all ranks."""
+
+    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
+        """Return a copy of the complete state on rank 0 (wanted=True), and {} elsewhere. Collective. memory: see
+        Replica.snapshot."""
+        raise NotImplementedError
 
     def not_replicated(self) -> dict[str, str]:
         """Return the state entries that are not equal copies on all ranks: {name: reason as text}. Local."""

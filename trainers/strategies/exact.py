@@ -10,7 +10,7 @@ M. Li et al.: EasyScale: Elastic training with consistent accuracy and improved 
 workers are threads, of a fixed number, with a fixed order of additions; here there is no order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,23 +31,23 @@ from trainers.strategies.step import ReducedStep
 
 
 class ExactStep(ReducedStep):
-    """A step that sums the gradients of micro-batches exactly. backend: has exact sums."""
+    """A step that sums the gradients of micro-batches exactly. backend: has exact sums. sizes: returns the rows of a
+    whole batch, the same on all ranks, and of a micro-batch."""
 
     backend: Any
 
-    def __init__(self, strategy: Strategy, backend: AllReduce) -> None:
+    def __init__(self, strategy: Strategy, backend: AllReduce, sizes: Callable[[], tuple[int, int]]) -> None:
         super().__init__(strategy, backend)
+        self._sizes = sizes
         self._rows: list[np.ndarray] = []  # memory for the gradients of all micro-batches of a step but the last one
         self._terms: list[np.ndarray] = []  # this rank's gradients of the current step
         self._count = 1  # micro-batches of a batch
         self._values = np.zeros((0, len(self.replica.metrics) + 1))  # their metrics and mean weights, times their share
         self._checked = False  # whether it is known that batches change no buffers that ranks do not average
 
-    def plan(self, rows: int, micro_batch: int) -> None:
-        """Divide the next batch into micro-batches. rows: of a whole batch, the same on all ranks. Local."""
-        self._count = -(-rows // micro_batch)
-
     def compute(self, batch: Batch | None) -> None:
+        rows, micro_batch = self._sizes()
+        self._count = -(-rows // micro_batch)
         count = 0 if batch is None else len(batch.seeds)
         self._terms, self._values = [], np.zeros((count, len(self.replica.metrics) + 1))
         super().compute(batch)
@@ -160,30 +160,25 @@ class ExactMirrored(Mirrored):
             return super()._make_backend()
         return backend_for(self._given, self.group.topology, self._update_name, exact=True)
 
-    def options_error(self, options: StepOptions) -> str:
-        if options.accumulate > 1:
+    def fit_error(self, options: StepOptions | None, rows: str | None) -> str:
+        if rows == "divided":
+            text = "exact=True divides every batch into micro-batches, which must not depend on the ranks"
+            return f'{text}: use rows="whole", or leave it out'
+        if options is not None and options.accumulate > 1:
             return (
                 f"Accumulate({options.accumulate}) with exact=True, which computes batches in micro-batches already: "
                 "give micro_batch to the trainer, and leave out Accumulate"
             )
         return ""
 
-    def loader_error(self, divided: bool) -> str:
-        text = 'exact=True divides every batch into micro-batches, which must not depend on the ranks: use rows="whole"'
-        return f"{text}, or leave it out" if divided else ""
-
     def make_meter(self, batches: BatchSource) -> Any:
         self._batches = batches
         return super().make_meter(batches)
 
     def _make_step(self) -> ReducedStep:
-        return ExactStep(self, self._backend)
-
-    def compute(self, batch: Batch | None) -> None:
-        assert isinstance(self.core, ExactStep)
-        self.core.plan(self._batches.batch_size, self.micro_batch)
-        super().compute(batch)
+        return ExactStep(self, self._backend, lambda: (self._batches.batch_size, self.micro_batch))
 
     def add_up(self, terms: np.ndarray, count: int) -> np.ndarray:
+        """As ExactStep.add_up."""
         assert isinstance(self.core, ExactStep)
         return self.core.add_up(terms, count)

@@ -1,29 +1,23 @@
 """The `Strategy` interface, and `EpochRun`, the part of a fit that a strategy uses."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import numpy as np
-
 from allreduce import notices
-from allreduce.arrays import dtypes
+from allreduce.backend import AllReduce
 from allreduce.topology import Topology
-from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
-from allreduce.transport.control import combine, together
 from trainers import stopwatch
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Hold, Replica, Rows, form_error
+from trainers.replica import Hold, Replica, form_error
 from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.state.owners import Owners
 from trainers.stopwatch import Stopwatch
 from trainers.strategies.rule import StepOptions, UpdateRule
 from trainers.watching.meter import Meter
-
-INNER = "inner."  # prefix, in a rank's local state, of the optimizer's state that differs between ranks (local SGD)
 
 
 class EpochRun(Protocol):
@@ -68,6 +62,19 @@ class EpochRun(Protocol):
     def discard_if_unusable(self, gradients: Any, replica: Replica) -> bool: ...
 
 
+class StepRun(Protocol):
+    """A step of all ranks; trainers.strategies.step.Step documents the members."""
+
+    buffer: Any
+
+    @property
+    def local_gradients(self) -> Any: ...
+
+    def compute(self, batch: Batch | None) -> None: ...
+
+    def __call__(self, flags: tuple[float, ...]) -> None: ...
+
+
 class Strategy:
     """Computes and applies training steps on the ranks of a group, and knows which rank holds which part of the state.
 
@@ -84,20 +91,23 @@ class Strategy:
 
     Class attributes:
     synchronous: whether all ranks take every step together, so that a checkpoint can be written between two steps.
+    rates_follow_batches: whether a rank has the learning rates of a step when it begins a batch of it.
     mirrors: "step" or "epoch": all ranks have equal parameters after each step, or after each epoch.
     divides_state: whether a rank may hold a part of the state that other ranks lack, until `close`.
     rebuildable: whether the strategy can be created again on the remaining ranks after a failure.
     """
 
     synchronous = True
+    rates_follow_batches = True
     mirrors = "step"
     divides_state = True
     rebuildable = True
     # this rank's pieces of the state during a recovery (the list may be empty); None otherwise
     saved: list[Piece] | None = None
     micro_batch: int | None = None  # rows of the parts of a batch whose gradients are summed exactly, if they are
+    allreduce: AllReduce | None = None  # the backend that sums the gradients of all ranks, if one does
     group: RankGroup
-    clock: Stopwatch  # adds up the seconds that this rank waits for other ranks
+    clock: Stopwatch  # adds up the seconds that this rank waits for other ranks; has the trace of a fit
 
     def __init__(self, replica: Replica, name: str) -> None:
         self.replica, self.name = replica, name
@@ -107,7 +117,6 @@ class Strategy:
         self.steps = 0
         self.measured: Any = None
         self.stop_training = self.cut_short = self.closed = self.recoverable = False
-        self.trace: Trace | None = None
 
     # Construction
 
@@ -157,64 +166,23 @@ class Strategy:
         """The ranks that hold the parameters; between `connect` and `close`."""
         raise NotImplementedError
 
-    @property
-    def holds_replica(self) -> bool:
-        """Whether this strategy's trainer is the last one that was made on the replica. Local."""
-        return self.replica.hold.holder is self
-
     # A step
 
-    def compute(self, batch: Batch | None) -> None:
-        """Compute the gradients of `batch`, or zeros if `batch` is None. Local; may raise any exception."""
-        raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
-
-    def step(self, flags: tuple[float, ...]) -> None:
-        """Combine the gradients that `compute` left on each rank, and update the parameters. Collective.
-
-        flags: this rank's values of FLAGS, in that order. On the CPU nothing is updated when a rank sets "failed".
-
-        Leaves in `measured` the metrics, averaged over the global batch, then the sums of the flags over the ranks: the
-        same bits on all ranks. `clock` runs while this rank waits for others.
-        """
+    @property
+    def core(self) -> StepRun:
+        """The step of a strategy whose ranks take every step together; between `connect` and `close`."""
         raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
 
     def count_step(self) -> None:
         """Count one step that all ranks have taken or left out. Local."""
         self.steps += 1
 
-    @property
-    def local_gradients(self) -> Any:
-        """This rank's gradients of the current step, 1-D, before they are averaged; None if it computes none."""
-        return None
-
-    @property
-    def local_rows(self) -> Sequence[Rows]:
-        """This rank's sparse gradients of the current step, one for each of the replica's `tables`, before they are
-        averaged."""
-        return ()
-
-    @property
-    def sent_dtype(self) -> np.dtype:
-        """The dtype in which gradients are sent to other ranks."""
-        return dtypes.parse(self.replica.gradient_dtype)
-
     # An epoch
 
-    def options_error(self, options: StepOptions) -> str:
-        """Return why this strategy can't train with these options of a fit, as text; "" if it can. Local."""
+    def fit_error(self, options: StepOptions | None, rows: str | None) -> str:
+        """Return why this strategy can't train with these options of a fit, or with a loader of these rows, as text; ""
+        if it can. Local."""
         return ""
-
-    def begin_step(self, total: int) -> None:
-        """Set the learning rates of the step after `total` steps of the training. Local."""
-        self.rule.begin_step(total)
-
-    def loader_error(self, divided: bool) -> str:
-        """Return why this rank can't train with a loader, as text; "" if it can. divided: each rank has its own rows.
-        Local."""
-        return ""
-
-    def begin_fit(self) -> None:
-        """Reset the state of the last fit; called once, before the first epoch of a fit. Local."""
 
     def run_epoch(self, run: EpochRun, number: int) -> None:
         """Run the steps of epoch `number` (0, 1, ...) on this rank. Collective. The fit raises errors kept in
@@ -225,83 +193,16 @@ class Strategy:
         """Return this strategy's logs of an epoch, after all ranks have finished its steps. Collective."""
         return {}
 
-    def add_up(self, terms: np.ndarray, count: int) -> np.ndarray:
-        """Return the sum of the rows of all ranks, float64. terms: (k, length), this rank's rows; count: of rows of all
-        ranks, for exact sums. Collective."""
-        return combine(self.group.comm, terms.sum(axis=0), "sum metrics")
-
     def make_meter(self, batches: BatchSource) -> Any:
-        """Create the object that accumulates the metrics of an epoch: a Meter, or an object like it. Local."""
+        """Create the object that accumulates the metrics of an epoch: a Meter, or an object like it. Called at the
+        beginning of a fit. Local."""
         return Meter(self.replica.metrics, batches.sizes, self.measured.dtype, self.replica.device)
-
-    def selections(self) -> dict[str, str]:
-        """Return the backend and update that this job uses, {"allreduce": "ring", ...}, for checkpoints. Collective."""
-        return {}
-
-    def record(self, trace: Trace | None) -> None:
-        """Record this rank's spans in `trace` from now on; None ends the recording. Local."""
-        self.trace = self.clock.trace = trace
-
-    def span(self, kind: str) -> AbstractContextManager[None]:
-        """Context manager: record the block as a span of this kind ("data", "compute", "update", ...) if a trace is
-        set. Local."""
-        return nullcontext() if self.trace is None else self.trace.span(kind)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Context manager: all replicas have the moving average of the parameters in their place. Collective."""
-        try:
-            together(self.group.comm, lambda: self.replica.use_average(self.owners.own_part))
-            self.owners.share_parameters()
-            yield
-        except BaseException as error:
-            self.replica.use_parameters()
-            if self.group.all_raise(error):
-                self.owners.share_parameters()
-            raise
-        self.replica.use_parameters()
-        self.owners.share_parameters()
 
     def end_round(self) -> None:
         """Make the parameters of all ranks equal, if ranks have taken steps on their own since they were. Called before
         anything looks at the model. Collective."""
 
     # State distributed over the ranks
-
-    def shared_state(self) -> Arrays:
-        """Return copies of the state of the strategy itself, equal on all ranks, for checkpoints; `load_state` takes it
-        with the replica's. Local."""
-        return {}
-
-    def local_state(self) -> Arrays:
-        """Return the state that differs between ranks, for checkpoints: the replica's, and the strategy's. Local."""
-        return self.replica.local_state()
-
-    def load_local_state(self, state: Arrays) -> None:
-        """Load a result of `local_state`, of any strategy. Raises ModelFileError if it is of another model. Local."""
-        self.replica.load_local_state({name: array for name, array in state.items() if not name.startswith(INNER)})
-
-    def reset(self) -> None:
-        """Reset the state of the strategy itself, because another model was loaded. Local, called on all ranks."""
-        self.load_own_state({})
-
-    def complete(self) -> None:
-        """Load the complete state into rank 0's replica. Collective."""
-        state = self.owners.gather_state(together(self.group.comm, self.replica.state))
-        self.group.on_one(lambda: self.replica.load_state(state))
-
-    def snapshot(self, memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return a copy of the complete state on rank 0, and {} on other ranks. Collective. memory: see
-        Replica.snapshot."""
-        self.complete()
-        return together(self.group.comm, lambda: {} if self.group.rank else self.replica.snapshot(memory))
-
-    def own_state(self) -> dict[str, np.ndarray]:
-        """Return a copy of the state that differs between ranks and is not the replica's: error feedback. Local."""
-        return {}
-
-    def load_own_state(self, state: dict[str, np.ndarray]) -> None:
-        """Load a result of `own_state`; {} resets it. Local. Raises OptionError if it is of another model."""
 
     def load_state(self, step: int, state: Arrays) -> None:
         """Load the complete state after `step` steps into the replica. Local; all ranks load the same state. Removes
@@ -312,20 +213,7 @@ class Strategy:
         if rates is not None and rates.tolist() != self.replica.learning_rates:
             self.replica.learning_rates = rates.tolist()
 
-    def edit(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
-        """Call `change()`, which edits the parameters in place, on every rank, or on one rank per node if its ranks
-        share them. Collective.
-
-        before: a list; this rank's pieces of the state before the change are appended to it.
-        """
-        raise ArgumentError(f"a {self.name} has no edit(); change the model before you make the trainer, or use load()")
-
     # Recovery after failures
-
-    @property
-    def outlives_ranks(self) -> bool:
-        """Whether the other ranks survive a failed one, and this strategy can be created again on them."""
-        return self.rebuildable and ulfm.in_force()
 
     def rescue(self) -> None:
         """Keep this rank's pieces of the state, and drop everything made on the old ranks. Local.
@@ -338,16 +226,18 @@ class Strategy:
         """Create again, on the group's new ranks, everything that depends on the ranks. Collective."""
         raise NotImplementedError
 
-    def restore(self) -> bool:
-        """Load the newest state that the ranks hold completely, and set `steps`. Returns False if there is none.
-        Collective."""
+    def restore(self, go_back: Callable[[], bool]) -> bool:
+        """Load the newest state that the ranks hold completely, and set `steps`. If there is none, call `go_back`,
+        which loads an earlier one; returns False if it can't. Collective."""
         raise NotImplementedError
-
-    def divide(self) -> None:
-        """Divide the state among the ranks again, after all ranks have loaded the same one. Collective."""
 
     def commit(self) -> None:
         """Drop the pieces that `rescue` kept: the recovery is over. Local."""
+
+
+def outlives_ranks(strategy: Strategy) -> bool:
+    """Whether the other ranks survive a failed one, and `strategy` can be created again on them. Local."""
+    return strategy.rebuildable and ulfm.in_force()
 
 
 def replica_error(replica: Replica, strategy: Strategy) -> ArgumentError | None:

@@ -9,7 +9,7 @@ The state of the inner optimizer (momentum, Adam's moments) stays on each rank; 
 DiLoCo. A checkpoint has that of every rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ from trainers.local_sgd.outer import LocalOptions
 from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit
 from trainers.replica import check_divisible, copied
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
-from trainers.strategies.interface import INNER, EpochRun
+from trainers.state.owners import INNER
+from trainers.strategies.interface import EpochRun
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.rule import FLAGS, WEIGHT, StepOptions
 from trainers.strategies.step import ReducedStep, StepOwners
@@ -46,6 +47,22 @@ class LocalOwners(StepOwners):
 
     def not_replicated(self) -> dict[str, str]:
         return dict.fromkeys(self._replica.changing, "each rank keeps that of its own inner steps")
+
+    def shared_state(self) -> Arrays:
+        momentum = self._rounds.memory.momentum
+        return {} if momentum is None else {OUTER: np.array(_on_host(momentum))}
+
+    def local_state(self) -> Arrays:
+        state, updated = self._replica.state(), self._replica.changing
+        return {f"{INNER}{name}": np.array(array) for name, array in state.items() if name in updated}
+
+    def load_local_state(self, state: Mapping[str, np.ndarray]) -> None:
+        inner = {name.removeprefix(INNER): array for name, array in state.items() if name.startswith(INNER)}
+        if inner:
+            self._replica.load_state(copied(self._replica.state(), {}) | inner)
+
+    def reset(self) -> None:
+        self._rounds.load(None, self._rounds.done)
 
     def begin_change(self) -> None:
         self._rounds.restart()
@@ -100,8 +117,8 @@ class LocalSGD(Mirrored):
             )
         return None
 
-    def options_error(self, options: StepOptions) -> str:
-        if options.ema is not None:
+    def fit_error(self, options: StepOptions | None, rows: str | None) -> str:
+        if options is not None and options.ema is not None:
             return (
                 f"EMA({options.ema}) with sync_every={self.local.sync_every}: between two averages the ranks have "
                 "different parameters; leave out one of them"
@@ -206,7 +223,7 @@ class LocalSGD(Mirrored):
             exists = run.batches.coming > 0
         if exists:
             run.begin_batch(step)
-        with self.span("data"):
+        with self.clock.span("data"):
             batch = run.check_batch(next(shares))
         took = batch.own > 0 and self._update_alone(run, batch)
         if exists:
@@ -217,7 +234,7 @@ class LocalSGD(Mirrored):
         """Update the replica with rows of this rank. Returns False if they were discarded. Local; may raise any
         exception."""
         replica, metrics = self.replica, len(self.replica.metrics)
-        with self.span("compute"):
+        with self.clock.span("compute"):
             values = self.rule.gradients(batch, 1.0, self._gradients)
         if run.discard_if_unusable(self._gradients, replica):
             return False
@@ -226,7 +243,7 @@ class LocalSGD(Mirrored):
         self.rule.weigh(self.measured, [self._gradients[: self._trained]])
         replica.keep_still(self.rule.unused)
         self._added[-1][:] = [*self.measured[:metrics] * batch.share, batch.share]
-        with self.span("update"):
+        with self.clock.span("update"):
             self.rule.apply([self._gradients[: self._trained]])
             self._parameters[self._trained :] = self._gradients[self._trained :]  # statistics, if there are any
         return True
@@ -284,44 +301,15 @@ class LocalSGD(Mirrored):
         if self._rounds is not None and self._rounds.begun:
             self._run_round(self._rounds.end)
 
-    @property
-    def local_gradients(self) -> Any:
-        return self._gradients
-
-    # The state
-
-    def shared_state(self) -> Arrays:
-        momentum = self.rounds.memory.momentum
-        return {} if momentum is None else {OUTER: np.array(_on_host(momentum))}
-
-    def local_state(self) -> Arrays:
-        state, updated = self.replica.state(), self.replica.changing
-        inner = {f"{INNER}{name}": np.array(array) for name, array in state.items() if name in updated}
-        return super().local_state() | inner
-
-    def load_local_state(self, state: Arrays) -> None:
-        inner = {name.removeprefix(INNER): array for name, array in state.items() if name.startswith(INNER)}
-        if inner:
-            self.replica.load_state(copied(self.replica.state(), {}) | inner)
-        super().load_local_state(state)
-
-    def edit(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
-        self.end_round()
-        super().edit(change, before)
-
-    def reset(self) -> None:
-        super().reset()
-        self.rounds.load(None, self.rounds.done)
-
     # Recovery after failures: all ranks go back to the parameters after the last outer step, at the last meeting
 
     def pieces(self) -> list[Piece]:
         state, start = self.replica.snapshot({}), self.rounds.memory.start[: self._trained]
         state["parameters"] = start.astype(state["parameters"].dtype)
-        state |= {RATES: np.array(self.replica.learning_rates), **self.shared_state()}
+        state |= {RATES: np.array(self.replica.learning_rates), **self.owners.shared_state()}
         return [Piece(self.steps, self.steps, 0, 1, {}, state, self.rounds.done)]
 
-    def restore(self) -> bool:
+    def _adopt_newest(self) -> bool:
         joins = self.group.previous[self.group.rank] == JOINED
         own = [] if joins else self.saved or []
         info = [self.steps, self._met.tolist(), max((each.serial for each in own), default=0)]

@@ -1,7 +1,7 @@
 """The strategy of MirroredTrainer: average the gradients, then update all replicas, or one slice a rank."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,19 +11,16 @@ from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce, Config
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
-from allreduce.tracing.recorder import Recorder, record
-from allreduce.tracing.trace import Trace
 from allreduce.transport.control import all_values, together
 from trainers.arguments import name_error
 from trainers.backends import LOST_RESIDUALS, UPDATES, allocate_own, backend_for, bind_own, compress_error
-from trainers.data import Batch
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica, Rows
+from trainers.replica import Replica
 from trainers.replicas import malloc
 from trainers.state import backup
 from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
-from trainers.strategies.interface import Strategy, replica_error
+from trainers.strategies.interface import Strategy, outlives_ranks, replica_error
 from trainers.strategies.rule import FLAGS
 from trainers.strategies.sharded import SliceOwners
 from trainers.strategies.step import ReducedStep, StepOwners
@@ -54,7 +51,6 @@ class Mirrored(Strategy):
         self.allreduce: AllReduce | None = None
         self._core: ReducedStep | None = None
         self._carried: dict[str, np.ndarray] = {}  # during a recovery: the backend's state on the old ranks
-        self._recorder: Recorder | None = None  # records the backend's calls in the trace
 
     # Construction
 
@@ -98,7 +94,7 @@ class Mirrored(Strategy):
         self._make_buffer()
         # evaluate and predict divide the rows among the ranks, so replicas must be equal before the first fit
         mirror(self)
-        self.divide()
+        self._divide()
 
     def _make_backend(self) -> AllReduce:
         topology, config = self.group.topology, self._given
@@ -137,7 +133,8 @@ class Mirrored(Strategy):
     def owners(self) -> StepOwners:
         return self.core.owners
 
-    def divide(self) -> None:
+    def _divide(self) -> None:
+        """Divide the state among the ranks, which all have the same one, if it is to be divided. Collective."""
         if self._update_name == "sharded" and self.group.size > 1:
             self.core.owners = self._divided(self.core)
 
@@ -147,7 +144,7 @@ class Mirrored(Strategy):
 
     def _effective_copies(self) -> int:
         """Return the number of ranks that keep each slice: 1 instead of 2 if a failure ends the job anyway. Local."""
-        if self._copies == 2 and not self.outlives_ranks:
+        if self._copies == 2 and not outlives_ranks(self):
             notices.once(self.group.rank, backup.NO_BACKUP)
             return 1
         return self._copies
@@ -169,18 +166,12 @@ class Mirrored(Strategy):
     def _drop_buffer(self) -> None:
         """Drop the buffer, and bind the replica to memory of its own. Local."""
         if self._core is not None:
-            if self.holds_replica:
+            if self.replica.hold.holder is self:
                 bind_own(self.replica, allocate_own(self.replica))
             self._core.drop()
         self._core = self.measured = None
 
     # A step
-
-    def compute(self, batch: Batch | None) -> None:
-        self.core.compute(batch)
-
-    def step(self, flags: tuple[float, ...]) -> None:
-        self.core(flags)
 
     def count_step(self) -> None:
         super().count_step()
@@ -188,44 +179,15 @@ class Mirrored(Strategy):
             self._last = np.array(self.measured)
         self.owners.set_steps(self.steps)
 
-    @property
-    def local_gradients(self) -> Any:
-        return self.core.local_gradients
-
-    @property
-    def local_rows(self) -> Sequence[Rows]:
-        return self.rule.tables.local_rows
-
-    @property
-    def sent_dtype(self) -> np.dtype:
-        return self._backend.compression.sent(super().sent_dtype)
-
-    def selections(self) -> dict[str, str]:
-        return {"allreduce": self._backend.chosen(self.buffer), "update": self.owners.kind}
-
-    def record(self, trace: Trace | None) -> None:
-        self.trace = trace
-        observers = self._backend.observers
-        if self._recorder in observers:
-            observers.remove(self._recorder)
-        self._recorder = None if trace is None else record(self._backend, trace)
-
     # The state
 
-    def complete(self) -> None:
-        if self.owners.kind != "replicated":
-            super().complete()
-
-    def snapshot(self, memory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return self.owners.snapshot(memory, self.group.rank == 0)
-
-    def own_state(self) -> dict[str, np.ndarray]:
-        return self._backend.state()
-
-    def load_own_state(self, state: dict[str, np.ndarray]) -> None:
-        self._backend.load_state(state)
-
     def edit(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
+        """Call `change()`, which edits the parameters in place, on every rank, or on one rank per node if its ranks
+        share them. Collective.
+
+        before: a list; this rank's pieces of the state before the change are appended to it.
+        """
+        self.end_round()
         group, owners, once = self.group, self.owners, self.owners.shares_parameters
         group.enter("edit")
         if before is not None:
@@ -249,8 +211,8 @@ class Mirrored(Strategy):
         if self.saved is None:
             self.saved = self.pieces()
             self._carried = self._backend.state()
-        if self.trace is not None:
-            self.group.topology.unregister(self.trace)  # the trace continues on the new ranks
+        if self.clock.trace is not None:
+            self.group.topology.unregister(self.clock.trace)  # the trace continues on the new ranks
         self.abandon()
         self._owns_backend = True  # `rebuild` creates a backend that belongs to this strategy
         self._given = self._config
@@ -263,7 +225,14 @@ class Mirrored(Strategy):
             self._backend.load_state(self._carried)
             notices.once(self.group.rank, LOST_RESIDUALS)
 
-    def restore(self) -> bool:
+    def restore(self, go_back: Callable[[], bool]) -> bool:
+        done = self._adopt_newest() or go_back()
+        if done:
+            self._divide()
+        return done
+
+    def _adopt_newest(self) -> bool:
+        """Load the newest state that the ranks hold completely. Returns False if there is none. Collective."""
         if self.group.previous[self.group.rank] == JOINED:
             self.saved = []  # a rank that joins has nothing of this training
         updated = any(piece.first > self.steps for piece in self.saved or [])

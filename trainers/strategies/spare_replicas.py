@@ -36,7 +36,7 @@ class First(Policy):
         of ranks for which a step does not wait. first: the first step. steps: of the epoch; None if they are not known.
     divided: whether the ranks have different rows, of a stream: the epoch then ends when all streams have. holders:
         returns the number of ranks that have rows of a step; None for a stream.
-    begin_step: sets the learning rates of a step of the epoch. span: as Strategy.span.
+    begin_step: sets the learning rates of a step of the epoch. span: as Stopwatch.span.
 
     A push carries the metrics of a rank's rows; whether it has gradients for each of Replica.optional; the mean weight
     that its loss has counted; the rank's share of the batch, by which gradients and all numbers before are multiplied;
@@ -149,7 +149,7 @@ class First(Policy):
 class SpareReplicas(ServerStrategy):
     """The strategy of SpareReplicasTrainer. spare: the number of ranks for which a step does not wait."""
 
-    synchronous = False
+    synchronous = rates_follow_batches = False  # the chief sets the rates of the step that it takes
     thread = "serve"
 
     def __init__(self, replica: Replica, name: str, spare: int) -> None:
@@ -200,11 +200,9 @@ class SpareReplicas(ServerStrategy):
         if self.group.rank == CHIEF:
             self._own_parameters[:] = self._parameters
 
-    def begin_fit(self) -> None:
+    def make_meter(self, batches: BatchSource) -> Any:
         self._begun = -1
-
-    def begin_step(self, total: int) -> None:
-        """Does nothing: the chief sets the learning rates of the step that it takes."""
+        return super().make_meter(batches)
 
     def run_epoch(self, run: EpochRun, number: int) -> None:
         batches = run.batches
@@ -242,7 +240,7 @@ class SpareReplicas(ServerStrategy):
             divided=batches.divided,
             holders=None if batches.streams else partial(self._holders, batches),
             begin_step=lambda step: self.rule.begin_step(begun + step),
-            span=self.span,
+            span=self.clock.span,
         )
         future = queue.submit(partial(Server(mailbox, shard).serve, policy, range(self.group.size)))
         try:
@@ -304,7 +302,7 @@ class SpareReplicas(ServerStrategy):
         """Compute this rank's gradients of `step` of epoch `number` into `gradients`, and set `_values`. Returns the
         kind of the push. May raise any exception."""
         self._values[:] = 0
-        with self.span("data"):
+        with self.clock.span("data"):
             batch = self._batch(run.batches, number, step)
         if batch is None:
             return ENDED
@@ -314,7 +312,7 @@ class SpareReplicas(ServerStrategy):
             return NOTHING
         own = self._values[:-1]
         share = 1.0 if run.batches.divided else batch.share
-        with self.span("compute"):
+        with self.clock.span("compute"):
             metrics = self.rule.gradients(run.check_batch(batch), share, gradients, replica)
             own[:] = [*metrics, *~self.rule.unused, self.rule.weight / share, 1.0]
         own *= batch.share

@@ -30,14 +30,15 @@ class Step:
     buffer: 1-D array: the gradients of this rank. measured: its metrics and FLAGS, and after the reduction their sums
         over the ranks. ahead: whether they are reduced before the gradients, on their own, and not as the end of the
         buffer.
-    owners: update the parameters.
+    owners: update the parameters. computes: whether this rank has gradients.
     """
 
     owners: Owners
+    computes = True
 
     def __init__(self, strategy: Strategy, buffer: Any, measured: Any, ahead: bool) -> None:
         self.replica, self.rule = strategy.replica, strategy.rule
-        self.comm, self.clock, self.span = strategy.group.comm, strategy.clock, strategy.span
+        self.comm, self.clock, self.span = strategy.group.comm, strategy.clock, strategy.clock.span
         self.buffer, self.measured, self._ahead = buffer, measured, ahead
         self._length = self.replica.gradient_length
 
@@ -50,8 +51,8 @@ class Step:
 
     @property
     def local_gradients(self) -> Any:
-        """See Strategy.local_gradients."""
-        return self.gradients
+        """This rank's gradients of the current step, 1-D, before they are averaged; None if it computes none."""
+        return self.gradients if self.computes else None
 
     def trained(self, part: Slices | None = None) -> list[Any]:
         """Return the gradients of the trained parameters, or of a part of them: views of the buffer. Local."""
@@ -59,8 +60,8 @@ class Step:
         return [self.buffer[each] for each in slices_of(trained)]
 
     def compute(self, batch: Batch | None) -> None:
-        """As Strategy.compute."""
-        if batch is None:
+        """Compute the gradients of `batch`, or zeros if `batch` is None. Local; may raise any exception."""
+        if batch is None or not self.computes:
             self.buffer[:] = 0
             self.measured[: len(self.replica.metrics)] = 0
             self.rule.take_none()
@@ -81,8 +82,14 @@ class Step:
     # The step
 
     def __call__(self, flags: tuple[float, ...]) -> None:
-        """As Strategy.step. Each rank has weighted its gradients and metrics by its share of the batch already, so
-        their sum is the mean over samples."""
+        """Combine the gradients that `compute` left on each rank, and update the parameters. Collective.
+
+        flags: this rank's values of FLAGS, in that order. On the CPU nothing is updated when a rank sets "failed".
+
+        Each rank has weighted its gradients and metrics by its share of the batch already, so their sum is the mean
+        over samples. Leaves in `measured` the metrics of the global batch, then the sums of the flags over the ranks:
+        the same bits on all ranks. `clock` runs while this rank waits for others.
+        """
         self.measured[len(self.replica.metrics) :] = flags
         if self._ahead:
             self._add_up_measured()
@@ -229,8 +236,6 @@ class StepOwners(Owners):
         return [Piece(self._since, self._steps, 0, self._step.buffer.size, {}, self._replica.snapshot({}))]
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        """Return a copy of the replica's complete state on rank 0 (wanted=True), and {} elsewhere. Collective. memory:
-        see Replica.snapshot."""
         return together(self._comm, lambda: self._replica.snapshot(memory) if wanted else {})
 
     def close(self) -> None:

@@ -4,18 +4,19 @@ import csv
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
 from typing import Any, Protocol
 
 import numpy as np
 
+from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica, Rows
+from trainers.replica import Replica
 from trainers.state.adopt import Target
 
 Logs = Mapping[str, Any]
@@ -28,15 +29,11 @@ class StrategyView(Target, Protocol):
     """The part of a strategy that callbacks use; see trainers.strategies.interface.Strategy."""
 
     mirrors: str
+    rule: Any
+    allreduce: AllReduce | None
 
     @property
-    def local_gradients(self) -> Any: ...
-
-    @property
-    def local_rows(self) -> Sequence[Rows]: ...
-
-    @property
-    def sent_dtype(self) -> np.dtype: ...
+    def core(self) -> Any: ...
 
 
 class FitView(Protocol):

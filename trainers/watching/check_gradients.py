@@ -55,10 +55,11 @@ class CheckGradients(Callback):
 
     @property
     def _check(self) -> GradientCheck:
-        """The check, created in the first step: a joining rank has no backend, and so no `sent_dtype`, earlier."""
+        """The check, created in the first step: a joining rank has no backend earlier."""
         if self._made is None:
-            replica, sent = self.trainer.replica, self.trainer.strategy.sent_dtype
-            dense = GradientArray(_spans(replica), dtypes.parse(replica.gradient_dtype), sent)
+            replica, backend = self.trainer.replica, self.trainer.strategy.allreduce
+            own = dtypes.parse(replica.gradient_dtype)
+            dense = GradientArray(_spans(replica), own, own if backend is None else backend.compression.sent(own))
             sizes = [each.rows * math.prod(each.shape) for each in replica.tables]
             tables = [
                 checks.table(each.name, size, dtypes.parse(each.dtype))
@@ -70,7 +71,7 @@ class CheckGradients(Callback):
     def before_update(self, epoch: int, batch: int) -> bool:
         check, strategy = self._check, self.trainer.strategy
         check.begin()
-        gradients, rows = strategy.local_gradients, strategy.local_rows
+        gradients, rows = strategy.core.local_gradients, strategy.rule.tables.local_rows
         if gradients is not None:
             check.check_array(0, gradients)
         for number, brought in enumerate(rows, 1):

@@ -11,10 +11,11 @@ from mpi4py import MPI
 import allreduce
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.group import broadcast_arrays
+from trainers.recovery import recovery
 from trainers.replica import copied
 from trainers.state.adopt import Arrays, Piece, adopt_whole, copy_state, newest
 from trainers.state.backup import Backup, holders
-from trainers.strategies.interface import Strategy
+from trainers.strategies import mirrored
 
 LENGTH = 3  # elements that a rank owns
 
@@ -126,7 +127,8 @@ def test_the_state_from_before_an_edit_outlives_its_backups(
     several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An edit that a failure ends is undone from it; by then two backups of the edited state were made."""
-    monkeypatch.setattr(Strategy, "outlives_ranks", True)  # as under ULFM, without which there are no backups
+    for module in (mirrored, recovery):  # as under ULFM, without which there are no backups
+        monkeypatch.setattr(module, "outlives_ranks", lambda strategy: True)
     with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat, update="sharded", copies=2) as trainer:
         strategy, before = trainer.strategy, list[Piece]()
         parameters = trainer.replica.state()["parameters"].copy()
@@ -148,8 +150,8 @@ def test_memory_that_rank_0_lacks_for_the_state_of_all(
             if several.rank == 0:
                 patch.setattr("trainers.strategies.sharded.reserved", lacking)
             with pytest.raises(MemoryError, match="rank 0: no room"):
-                trainer.strategy.snapshot({})
-        state = trainer.strategy.snapshot({})
+                trainer.strategy.owners.snapshot({}, trainer.rank == 0)
+        state = trainer.strategy.owners.snapshot({}, trainer.rank == 0)
         assert set(state) == (set(network.state()) if several.rank == 0 else set())
 
 
@@ -178,7 +180,8 @@ def test_a_load_that_finds_no_state_leaves_the_live_pieces(
 ) -> None:
     """The rank with the state has failed, say: the ranks continue, and the next failure finds all pieces of the live
     state."""
-    monkeypatch.setattr(Strategy, "outlives_ranks", True)  # as under ULFM, without which there are no backups
+    for module in (mirrored, recovery):  # as under ULFM, without which there are no backups
+        monkeypatch.setattr(module, "outlives_ranks", lambda strategy: True)
     with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat, update="sharded", copies=2) as trainer:
         before = len(trainer.strategy.pieces())
         assert not adopt_whole(trainer.strategy, None)

@@ -19,6 +19,7 @@ from trainers import EMA, ClipNorm, Loader, MirroredTrainer
 from trainers.callbacks import CheckGradients
 from trainers.errors import ArgumentError, DivergedError
 from trainers.replicas.numpy.network import NumpyNetwork
+from trainers.state.adopt import complete
 
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
@@ -47,7 +48,7 @@ def fitted(make: Callable[[], Any], topology: Any, epochs: int = EPOCHS, **optio
             x, y, epochs=epochs, batch_size=BATCH, progress=False, validation_data=(x[:57], y[:57]), **fit
         )
         assert len(set(trainer.parameters_sha256())) == 1
-        trainer.strategy.complete()
+        complete(trainer.strategy)
         state = trainer.replica.state() if trainer.rank == 0 else {}
     digest = hashlib.sha256()
     for name in sorted(state):

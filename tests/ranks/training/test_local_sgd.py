@@ -300,7 +300,7 @@ def test_a_checkpoint_is_a_model_and_of_one_outer_optimizer(
     with MirroredTrainer(network(), "ring", flat, **given) as trainer:
         fitted(trainer, epochs=2, checkpoint=str(folder))
         expected = trainer.replica.parameters.copy()
-        outer = trainer.strategy.shared_state()
+        outer = trainer.strategy.owners.shared_state()
     assert list(outer) == ["trainer.outer_momentum"]
     assert np.abs(outer["trainer.outer_momentum"]).max() > 0
     if flat.rank == 0:
@@ -320,9 +320,9 @@ def test_a_checkpoint_without_an_outer_momentum(flat: allreduce.Topology, folder
         fitted(trainer, epochs=1, checkpoint=str(folder))
     with MirroredTrainer(network(), "ring", flat, sync_every=3, outer_optimizer="diloco") as trainer:
         fitted(trainer, epochs=1)
-        assert trainer.strategy.shared_state()["trainer.outer_momentum"].any()
+        assert trainer.strategy.owners.shared_state()["trainer.outer_momentum"].any()
         fitted(trainer, epochs=1, checkpoint=str(folder), resume=True)
-        assert not trainer.strategy.shared_state()["trainer.outer_momentum"].any()
+        assert not trainer.strategy.owners.shared_state()["trainer.outer_momentum"].any()
 
 
 def test_steps_before_an_error_count_in_the_next_average(flat: allreduce.Topology) -> None:
@@ -349,13 +349,13 @@ def test_another_number_of_ranks_resumes(flat: allreduce.Topology, folder: Path)
     given: dict[str, Any] = {"sync_every": 4, "outer_optimizer": "diloco"}
     with MirroredTrainer(network(optimizer="adam"), "ring", flat, **given) as trainer:
         fitted(trainer, epochs=2, checkpoint=str(folder))
-        outer = trainer.strategy.shared_state()["trainer.outer_momentum"]
+        outer = trainer.strategy.owners.shared_state()["trainer.outer_momentum"]
     alone = flat.split(flat.rank)
     mine = folder.parent / str(flat.rank)
     shutil.copytree(folder, mine)
     with MirroredTrainer(network(seed=9, optimizer="adam"), "ring", alone, **given) as trainer:
         fitted(trainer, epochs=2, checkpoint=str(mine), resume=True)
-        assert np.array_equal(trainer.strategy.shared_state()["trainer.outer_momentum"], outer)
+        assert np.array_equal(trainer.strategy.owners.shared_state()["trainer.outer_momentum"], outer)
         assert len(fitted(trainer, checkpoint=str(mine), resume=True)) == EPOCHS
     alone.close()
 

@@ -1,7 +1,7 @@
 """Base of the strategies with servers: roles of the ranks, flat buffers of parameters and gradients, collecting the
 state."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica, Slices, check_divisible
 from trainers.replicas import malloc
-from trainers.state.adopt import Piece, mirror, newest
+from trainers.state.adopt import Piece, complete, mirror, newest
 from trainers.state.owners import Owners
 from trainers.strategies import alike
 from trainers.strategies.interface import EpochRun, Strategy, replica_error
@@ -241,7 +241,7 @@ class ServerStrategy(Strategy, Owners):
             together(self.group.comm, self._bind)
             self._make_endpoints()
 
-    def restore(self) -> bool:
+    def restore(self, go_back: Callable[[], bool]) -> bool:
         """Load the servers' parameters on all ranks. Raises RankLostError on all ranks if a server, or every worker,
         has failed. Collective."""
         if self._why_it_ends:
@@ -262,10 +262,6 @@ class ServerStrategy(Strategy, Owners):
     def computing(self) -> tuple[int, ...]:
         """The ranks that compute, worker by worker."""
         return tuple(rank for ranks in self.workers for rank in ranks)
-
-    @property
-    def local_gradients(self) -> Any:
-        return None if self.part is None else self._gradients
 
     def _halt(self, run: EpochRun) -> int:
         """Whether, and why, this rank asks to end the epoch: 0, STOP or FAILED; see Header."""
@@ -331,6 +327,10 @@ class ServerStrategy(Strategy, Owners):
 
     def synchronize_state(self) -> None:
         self._worker.fence()
+
+    def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
+        complete(self)
+        return together(self.group.comm, lambda: self.replica.snapshot(memory) if wanted else {})
 
     def not_replicated(self) -> dict[str, str]:
         return dict.fromkeys([*self.replica.changing, LEARNING_RATES], "only the servers have the current values")

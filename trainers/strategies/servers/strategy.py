@@ -18,7 +18,7 @@ from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun, Strategy
-from trainers.strategies.rule import WEIGHT, sum_of_squares, sum_over_ranks
+from trainers.strategies.rule import WEIGHT, StepOptions, sum_of_squares, sum_over_ranks
 from trainers.strategies.servers.asynchronous import (
     HOW_FAR,
     Asynchronous,
@@ -244,8 +244,8 @@ class ParameterServers(ServerStrategy):
         self.part = computing.index(rank) if rank in computing else None
         self.parts = len(computing)
 
-    def loader_error(self, divided: bool) -> str:
-        if self.updates == "async" and self._options.ranks_per_worker > 1:
+    def fit_error(self, options: StepOptions | None, rows: str | None) -> str:
+        if rows is not None and self.updates == "async" and self._options.ranks_per_worker > 1:
             return (
                 'updates="async" with ranks_per_worker divides each part of a batch among the ranks of a worker, so it '
                 'needs all rows: arrays or a data set; with a loader use ranks_per_worker=1, or updates="sync"'
@@ -274,6 +274,10 @@ class SynchronousServers(ParameterServers):
         self._squares: float | None = None  # of all gradients of this step, added up, if they are clipped
         self._collected: list[np.ndarray] = []  # `_summands` between the exchange and the end of a step, else []
 
+    @property
+    def core(self) -> ServerStep:
+        return self._step
+
     def make_meter(self, batches: BatchSource) -> Any:
         self._meter = Strategy.make_meter(self, batches)
         return self._meter
@@ -284,19 +288,12 @@ class SynchronousServers(ParameterServers):
     def _make_endpoints(self) -> None:
         super()._make_endpoints()
         self._step = ServerStep(self, self._gradients, self.measured, ahead=True)
-        self._step.owners = self
+        self._step.owners, self._step.computes = self, self.part is not None
 
     def _unbind_replica(self, state: dict[str, np.ndarray] | None) -> None:
         super()._unbind_replica(state)
         self._step.drop()
         del self._step
-
-    def compute(self, batch: Batch | None) -> None:
-        # a server gets batches too, and computes none
-        self._step.compute(batch if self.part is not None else None)
-
-    def step(self, flags: tuple[float, ...]) -> None:
-        self._step(flags)
 
     # The servers as owners, in the order of a step
 
@@ -363,8 +360,9 @@ class AsynchronousServers(ParameterServers):
         super().__init__(replica, name, options)
         self._ledger = EpochLedger()
 
-    def begin_fit(self) -> None:
+    def make_meter(self, batches: BatchSource) -> Any:
         self._ledger = EpochLedger()
+        return super().make_meter(batches)
 
     def _assign(self, group: RankGroup) -> None:
         super()._assign(group)
@@ -445,7 +443,7 @@ class AsynchronousServers(ParameterServers):
         def update() -> None:
             run.begin_batch(step)
             self.replica.keep_still(message.measures[len(self.replica.metrics) :] == 0)
-            with self.span("update"):
+            with self.clock.span("update"):
                 shard.apply(message.body, factor)
             metrics = len(self.replica.metrics)
             self.measured[:metrics] = message.measures[:metrics]
@@ -527,13 +525,13 @@ class AsynchronousServers(ParameterServers):
         """Compute this rank's gradients and metrics of part `number`, weighted by its share of the part's rows. Returns
         the rows of the part; 0 if there are none or the gradients are discarded. May raise any exception."""
         step = number // self.parts
-        with self.span("data"):
+        with self.clock.span("data"):
             batch = rows.take(number)
         if not batch.rows:
             return 0
         run.begin_batch(step)
         measured = self.measured[: len(self.replica.metrics)]
-        with self.span("compute"):
+        with self.clock.span("compute"):
             measured[:] = self.rule.gradients(run.check_batch(batch), batch.share, self._gradients)
         if run.discard_if_unusable(self._gradients, self.replica):
             return 0
