@@ -227,8 +227,8 @@ class Recovery:
 
         def repair(topology: Topology) -> None:
             nonlocal before, during
-            self._repair(call, topology, joins)
-            before, during = self._inform_joining_ranks(before, during)
+            before, during = self._meet(topology, joins, before, during)
+            self._repair(call, topology)
             if not self._continues:
                 call.save_before_stop()
 
@@ -260,31 +260,31 @@ class Recovery:
         self.owns_topology = True
         return group.topology
 
-    def _repair(self, call: Call[ResultT], topology: Topology, joins: bool) -> None:
-        """Load the newest state, and bring all ranks to the call's position. Collective.
+    def _meet(
+        self, topology: Topology, joins: bool, before: tuple[int, ...], during: str
+    ) -> tuple[tuple[int, ...], str]:
+        """Mark the ranks that join. Return the ranks before the failure and their call, as a rank that was there knows
+        them; ranks that join also receive the failures so far. Collective.
 
         joins: this rank has joined since the call began, so it has no state if another rank fails during the recovery.
         """
+        rows = all_values(topology.world, [joins, before, during, self.failures], "learn which ranks join")
+        marked = zip(rows, topology.previous_ranks, strict=True)
+        topology.previous_ranks = tuple(JOINED if row[0] else old for row, old in marked)
+        _, ranks, during, failures = min(rows, key=lambda row: bool(row[0]))
+        if joins:
+            self.failures = [Failure(tuple(failed), *rest) for failed, *rest in failures]
+        return tuple(ranks), during
+
+    def _repair(self, call: Call[ResultT], topology: Topology) -> None:
+        """Load the newest state, and bring all ranks to the call's position. Collective."""
         strategy, group = self._strategy, self._strategy.group
-        joined = all_values(topology.world, joins, "learn which ranks join")
-        topology.previous_ranks = tuple(JOINED if joined[r] else old for r, old in enumerate(topology.previous_ranks))
         group.replace(topology)
         strategy.rebuild()
         group.close_owner_first()
         if not strategy.restore(call.go_back):
             raise self._incomplete(call)
         call.rejoin()
-
-    def _inform_joining_ranks(self, before: tuple[int, ...], during: str) -> tuple[tuple[int, ...], str]:
-        """Return the ranks before the failure and their call; joining ranks receive both. Collective."""
-        group = self._strategy.group
-        if JOINED not in group.previous:
-            return before, during
-        infos = all_values(group.comm, [before, during, self.failures], "inform joining ranks of the failures")
-        ranks, during, failures = next(info for info, old in zip(infos, group.previous, strict=True) if old != JOINED)
-        if group.previous[group.rank] == JOINED:
-            self.failures = [Failure(tuple(failed), *rest) for failed, *rest in failures]
-        return tuple(ranks), during
 
     def _incomplete(self, call: Call[ResultT]) -> RankLostError:
         way = "this fit has no checkpoint to go back to; fit(..., checkpoint=...) writes checkpoints"
