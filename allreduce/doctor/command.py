@@ -52,9 +52,8 @@ class Check(NamedTuple):
     """A part of the examination."""
 
     area: str  # the heading of its findings
-    gather: Callable[[Topology, str], Any]  # returns this rank's facts; gets the host name of rank 0
+    gather: Callable[[Topology], Any]  # returns this rank's facts
     judge: Callable[[Sequence[Rank], Needs], Iterable[Finding]]  # pure; Rank.facts holds this check's facts
-    collective: bool = False  # `gather` is collective, so an error in it ends the examination
 
 
 CHECKS = {
@@ -64,7 +63,6 @@ CHECKS = {
     "gpus": Check("GPUs", host.gather_gpus, host.judge_gpus),
     "versions": Check("versions", host.gather_versions, host.judge_versions),
     "network": Check("network", network.gather, network.judge),
-    "clocks": Check("clocks", network.compare_clocks, network.judge_clocks, collective=True),
 }
 FAILED = "failed"  # in place of the facts of a check that failed
 
@@ -128,19 +126,17 @@ def examine(topology: Topology, needs: Needs, seconds: float, show_progress: Sho
     comm = topology.private()
     show_progress("checking each rank")
     hosts = all_values(comm, socket.gethostname(), "gather host names")
-    facts = {key: _gathered(check, topology, hosts[0]) for key, check in CHECKS.items()}
+    facts = {key: _gathered(check, topology) for key, check in CHECKS.items()}
     ranks = ranks_of(hosts, all_values(comm, [topology.node_index, facts], "gather the facts of all ranks"))
     results = pairs.measure_all(topology, [rank.node for rank in ranks], seconds, show_progress)
     return Examination(ranks, judge(ranks, needs, results), results)
 
 
-def _gathered(check: Check, topology: Topology, first: str) -> Any:
+def _gathered(check: Check, topology: Topology) -> Any:
     """Return a check's facts on this rank, or its error: if it were raised, the other ranks would wait for this one."""
     try:
-        return check.gather(topology, first)
+        return check.gather(topology)
     except Exception as error:
-        if check.collective:
-            raise
         return {FAILED: f"{type(error).__name__}: {error}"}
 
 
@@ -221,7 +217,6 @@ def as_json(title: str, found: Examination) -> str:
         "exit_code": exit_code(found.findings),
         "findings": [finding._asdict() for finding in found.findings],
         "ranks": [rank._asdict() for rank in found.ranks],
-        "clocks_ahead_s": found.ranks[0].facts["clocks"],
         "pairs": [
             {"ranks": pair[:2], "latency_s": pair.latency, "bytes_per_s": pair.bandwidth}
             for pair in found.results.measured

@@ -57,7 +57,7 @@ THREADS = {getattr(MPI, f"THREAD_{name}"): f"MPI_THREAD_{name}" for name in ("SI
 FIRST_WITH_ULFM = 5  # of Open MPI
 
 
-def gather_mpi(topology: Topology, first: str) -> dict[str, Any]:
+def gather_mpi(topology: Topology) -> dict[str, Any]:
     launch = launcher.unrecognized_launch(topology.size)
     return {
         "library": mpi_library(),
@@ -99,7 +99,7 @@ TRIED = {"torch": ("2.7.0", "2.13.0", "2.15.0")}  # versions tested with this ve
 SAME = "install the same on all hosts: one environment in a folder that all of them see, or one container image"
 
 
-def gather_versions(topology: Topology, first: str) -> dict[str, Any]:
+def gather_versions(topology: Topology) -> dict[str, Any]:
     """Return the versions of installed packages that ranks should have in common, and the CPU. Imports nothing."""
     installed = {
         name.lower(): distribution.version
@@ -144,7 +144,7 @@ def _minor(version: str) -> tuple[int, ...]:
 # Cores
 
 
-def gather_cores(topology: Topology, first: str) -> dict[str, Any]:
+def gather_cores(topology: Topology) -> dict[str, Any]:
     return {"cores": cores(), "of": os.cpu_count() or 1, "quota": proc.core_quota(), "threads": _threads()}
 
 
@@ -226,7 +226,7 @@ ELEMENT = 4  # bytes of a float32
 COPIES = 4  # of the parameters' bytes on every rank: parameters, gradients, and the two moments of Adam
 
 
-def gather_memory(topology: Topology, first: str) -> dict[str, Any]:
+def gather_memory(topology: Topology) -> dict[str, Any]:
     shared = shutil.disk_usage(SHARED_MEMORY)
     free = {"shared_path": SHARED_MEMORY, "shared_bytes": shared.total, "shared_free": shared.free}
     return {**free, "available": proc.available_bytes(), "cma": topology.cma.works}
@@ -293,7 +293,7 @@ PRESENT = Path("/proc/driver/nvidia/gpus")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def gather_gpus(topology: Topology, first: str) -> dict[str, Any]:
+def gather_gpus(topology: Topology) -> dict[str, Any]:
     found: dict[str, Any] = {"devices": [], "driver": None, "trouble": "", "cupy": None, "mine": None}
     found["present"] = len(list(PRESENT.iterdir())) if PRESENT.is_dir() else 0
     found["visible"] = os.environ.get(VISIBLE)

@@ -1,10 +1,9 @@
-"""Checks of the network between hosts: shared networks, resolvable host names, clocks."""
+"""Checks of the network between hosts: shared networks, InfiniBand."""
 
 import ipaddress
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +12,8 @@ from typing import Any, TypedDict
 from allreduce.doctor.findings import EXTRA, Finding, Needs, Rank, by_node, ok, some, warning
 from allreduce.process import variables
 from allreduce.topology import Topology
-from allreduce.tracing import clocks
 
-NAME_SECONDS = 3.0  # for the answer of a name server
 INFINIBAND = Path("/sys/class/infiniband")
-SKEW_SECONDS = 0.1
-BILLION = 1e9
 PATIENCE_SECONDS = 12.0
 
 
@@ -31,24 +26,19 @@ class Interface(TypedDict):
     speed: int | None  # Mb/s, where the system knows it
 
 
-def gather(topology: Topology, first: str) -> dict[str, Any] | None:
-    """Return the facts of each node's first rank; None on other ranks. first: the host name of rank 0."""
+def gather(topology: Topology) -> dict[str, Any] | None:
+    """Return the facts of each node's first rank; None on other ranks."""
     if topology.node_rank:
         return None
     return {
-        "name": socket.gethostname(),
         "interfaces": interfaces(),
         "infiniband": sorted(each.name for each in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else [],
-        "resolves": resolved(socket.gethostname()),
-        "first": first,
-        "first_resolves": resolved(first),
     }
 
 
 def judge(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     leaders = _leaders(ranks)
-    several = len(by_node(ranks)) > 1
-    if leaders and several:
+    if len(by_node(ranks)) > 1 and leaders:
         if all(rank.facts["interfaces"] is not None for rank in leaders):
             yield _common(leaders)
             yield from _same_addresses(leaders)
@@ -61,8 +51,6 @@ def judge(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
             yield warning("InfiniBand", f"missing on {some(lacking, ', ')}", advice)
         elif having:
             yield ok("InfiniBand", ", ".join(having[0].facts["infiniband"]))
-    if leaders:
-        yield _names(leaders, several)
 
 
 def link_speed(ranks: Sequence[Rank]) -> float | None:
@@ -127,49 +115,6 @@ def _same_addresses(leaders: Sequence[Rank]) -> Iterator[Finding]:
         yield warning("same addresses", f"{text} ({', '.join(names)})", advice)
 
 
-def _names(leaders: Sequence[Rank], several: bool) -> Finding:
-    """Check host names, which gloo and PyTorch's stores use; MPI does not."""
-    facts, first = leaders[0].facts, leaders[0].facts["first"]
-    if not several and facts["resolves"]:
-        return ok("host names", f"{facts['name']} is {facts['resolves']}")
-    for fails, text, advice in (
-        (
-            lambda own: not own["resolves"],
-            "its own host name does not resolve",
-            "PyTorch's gloo and TCPStore use host names: add `ADDRESS NAME` of each host to /etc/hosts of all",
-        ),
-        (
-            lambda own: not own["first_resolves"],
-            f"the name of rank 0's host, {first}, does not resolve",
-            f"PyTorch's stores are on {first}: give its address (MASTER_ADDR), or name it in /etc/hosts",
-        ),
-        (
-            lambda own: ipaddress.ip_address(own["resolves"]).is_loopback,
-            "its own host name resolves to a loopback address (127...)",
-            "gloo would listen on loopback only: set GLOO_SOCKET_IFNAME, or fix /etc/hosts",
-        ),
-    ):
-        if hosts := [rank.host for rank in leaders if fails(rank.facts)]:
-            return warning("host names", f"{some(hosts, ', ')}: {text}", advice)
-    return ok("host names", f"every host resolves its own, and that of rank 0 ({first})")
-
-
-def resolved(name: str) -> str:
-    """Return the IPv4 address of a host name; "" if it has none, or none in time."""
-    found: list[str] = []
-
-    def ask() -> None:
-        try:
-            found.append(socket.gethostbyname(name))
-        except (OSError, UnicodeError):
-            return
-
-    asking = threading.Thread(target=ask, daemon=True)  # gethostbyname has no time limit
-    asking.start()
-    asking.join(NAME_SECONDS)
-    return found[0] if found else ""
-
-
 def interfaces() -> list[Interface] | None:
     """Return this host's interfaces with IPv4; None without psutil."""
     try:
@@ -188,31 +133,6 @@ def interfaces() -> list[Interface] | None:
         for each in addresses
         if each.family == socket.AF_INET
     ]
-
-
-# Clocks
-
-
-def compare_clocks(topology: Topology, first: str) -> list[float]:
-    """Return the seconds by which each node's clock is ahead of rank 0's, on rank 0; [] elsewhere. Collective."""
-    comm = topology.cross  # of the first ranks of nodes
-    if topology.node_rank or comm.size == 1:
-        return []
-    return [offset.ahead / BILLION for offset in clocks.compare(comm, time.time_ns)]
-
-
-def judge_clocks(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
-    hosts = [here[0].host for here in sorted(by_node(ranks), key=lambda here: here[0].node)]
-    ahead = dict(zip(hosts, ranks[0].facts, strict=False))
-    wrong = [f"{host} by {skew:+.3g} s" for host, skew in ahead.items() if abs(skew) > SKEW_SECONDS]
-    most = max(map(abs, ahead.values()), default=0.0)
-    if wrong:
-        advice = "run chronyd or ntpd on all hosts: times of files, logs and deadlines are wrong by as much"
-        yield warning("skew", f"clocks differ from that of {hosts[0]}: {some(wrong)}", advice)
-    elif most:
-        yield ok("skew", f"at most {1000 * most:.3g} ms between hosts")
-    else:
-        yield ok("skew", "no difference that can be measured" if ahead else "one host has one clock")
 
 
 # Before the ranks are connected

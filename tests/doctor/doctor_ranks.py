@@ -15,7 +15,6 @@ LINK: Any = {"name": "eth0", "address": "10.0.0.1", "network": "10.0.0.0/24", "s
 
 def facts_of(node: int, node_rank: int) -> dict[str, Any]:
     """Return the facts of a rank on a good host, in a cluster of such hosts."""
-    reached = {"name": f"host{node}", "first": "host0", "resolves": f"10.0.0.{node + 1}", "first_resolves": "10.0.0.1"}
     interfaces = [LINK | {"address": f"10.0.0.{node + 1}"}]
     return {
         "mpi": {
@@ -35,8 +34,7 @@ def facts_of(node: int, node_rank: int) -> dict[str, Any]:
             "cpu": "EPYC",
             "kernels": "C",
         },
-        "network": None if node_rank else {**reached, "interfaces": interfaces, "infiniband": []},
-        "clocks": [],
+        "network": None if node_rank else {"interfaces": interfaces, "infiniband": []},
     }  # fmt: skip
 
 
