@@ -59,10 +59,15 @@ class Replica(ABC):
     updated: names in `others` of the entries that an update changes: the elementwise arrays, and step counts.
     allocates: whether a step allocates and frees memory; the trainer then tells malloc to keep freed memory.
     essentials: names in `config` whose values a saved model must share to be restored here.
-    tables: the tables that are trained by sparse gradients; `state()["parameters"]` does not contain them.
+    tables: the tables that are trained by sparse gradients; the parameters do not contain them.
+    sparse_gradients: of each table, from the last `gradients`, times `share`; indices may be unsorted and repeated.
+    sparse_sums: their sums over all ranks, set by the trainer before `update`; each index occurs once.
     notices: texts that the trainer logs once, on rank 0, when it is made: what is slow here, for example.
     counts: whether the loss may ignore rows, or weigh them by their targets; see `counted`.
-    optional: the number of parameters, if a batch may leave some of them without a gradient; else 0. See `unused`.
+    optional: the number of parameters, if a batch may leave some of them without a gradient; else 0.
+    unused: which of the `optional` parameters the last `gradients` left without a gradient: one bool for each.
+    still: set by the trainer before `update`, which leaves these parameters and their optimizer state as they are: no
+        rank has a gradient for them. One bool for each of the `optional` parameters.
     takes_weights: whether rows may have weights. If not, the methods get no argument `weights`, and may lack it.
     undoable: set by the trainer if a batch may be repeated or left out, or is computed in micro-batches; the replica
         then keeps the data of `undo`.
@@ -95,9 +100,13 @@ class Replica(ABC):
     allocates: bool = True
     essentials: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
+    sparse_gradients: Sequence[Rows] = ()
+    sparse_sums: Sequence[Rows] = ()
     notices: tuple[str, ...] = ()
     counts: bool = False
     optional: int = 0
+    unused: np.ndarray = np.zeros(0, bool)
+    still: np.ndarray = np.zeros(0, bool)
     takes_weights: bool = False
     undoable: bool = False
     average: Average | None = None
@@ -158,28 +167,13 @@ class Replica(ABC):
         """Seed all random numbers that `gradients` draws. By default those of Python, NumPy and PyTorch."""
         seed_generators(number)
 
-    def redirect(self, buffer: Any) -> bool:
-        """Write the next gradients to `buffer`, of the bound buffer's kind; `update` still reads the bound one.
+    def redirect(self, buffer: Any, adds: bool = False) -> bool:
+        """Write the next gradients to `buffer`, of the bound buffer's kind, or add them to it; `update` still reads the
+        bound one.
 
-        Returns False, and changes nothing, if this replica always writes to the bound buffer.
+        Returns False, and changes nothing, if this replica always overwrites the bound buffer, or can't add.
         """
         return False
-
-    def accumulate(self, adds: bool) -> bool:
-        """Add the next gradients to the bound buffer (True), or overwrite it again (False).
-
-        Returns False, and changes nothing, if this replica always overwrites it.
-        """
-        return False
-
-    def sparse_gradients(self) -> list[Rows]:
-        """Return the sparse gradient of each of `tables` from the last `gradients`, times `share`. Indices may be
-        unsorted and repeated."""
-        return []
-
-    def take_sparse(self, sums: list[Rows]) -> None:  # noqa: B027, nothing to do without tables
-        """Store the sparse gradients summed over all ranks, one for each of `tables`, for the next `update`. Each index
-        occurs once."""
 
     def counted(self, y: Tree) -> float:
         """Return the weight that the loss counts in rows with these targets, if the loss `counts`.
@@ -189,15 +183,6 @@ class Replica(ABC):
         the mean weight of a row. Rows that are all ignored have the weight 0, the loss 0, and gradients of zeros.
         """
         return float(row_count(y))
-
-    def unused(self) -> np.ndarray:
-        """Return which of the `optional` parameters the last `gradients` left without a gradient: one bool for each, in
-        their order."""
-        return np.zeros(self.optional, bool)
-
-    def keep_still(self, still: np.ndarray) -> None:  # noqa: B027, nothing to do where all parameters have gradients
-        """Let the next updates leave these parameters as they are, and their optimizer state: one bool for each of the
-        `optional` parameters. The caller knows that no rank has a gradient for them."""
 
     def undo(self) -> None:  # noqa: B027, nothing to do where `gradients` changes nothing but gradients
         """Undo the changes of the last `gradients` to anything but the gradients (statistics, random state).
@@ -305,13 +290,9 @@ class Replica(ABC):
     def refresh(self) -> None:  # noqa: B027, nothing to do where parameters are views
         """Reload the bound parameters into the model, after other replicas have updated their slices."""
 
-    def edited(self) -> str:
-        """Return the name of a bound parameter that was edited in place since `accept_edits`; "" if none was, or edits
-        can't be detected."""
-        return ""
-
-    def accept_edits(self) -> None:  # noqa: B027, nothing to do where edits can't be seen
-        """Accept all edits of parameters until now."""
+    def versions(self) -> Mapping[str, int]:
+        """Return how often each bound parameter was edited in place, by name; {} if that can't be known."""
+        return {}
 
     @abstractmethod
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> Any:

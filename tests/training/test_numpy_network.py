@@ -380,7 +380,7 @@ def test_gradients_of_a_table_are_finite_differences() -> None:
     network.scale_input(0.5, 2.0)
     network.bind(None, np.zeros(network.gradient_length, np.float32))
     network.gradients(WORDS, CLASSES, 0.5)
-    ((indices, values),) = network.sparse_gradients()
+    ((indices, values),) = network.sparse_gradients
     found = np.zeros_like(network.table)
     np.add.at(found, indices, values)
     assert not found[6].any()  # a word that does not occur
@@ -392,14 +392,14 @@ def test_gradients_of_a_table_are_finite_differences() -> None:
         network.table[place] += 0.01
         assert found[place] == pytest.approx(0.5 * (losses[0] - losses[1]) / 0.02, rel=0.02, abs=1e-4)
     network.gradients(WORDS[:0], CLASSES[:0], 0.0)
-    assert network.sparse_gradients()[0][1].shape == (0, 4)
+    assert network.sparse_gradients[0][1].shape == (0, 4)
 
 
 def test_a_network_with_a_table_is_saved_and_loaded(tmp_path: Path) -> None:
     network = EmbeddingNetwork([4, 3], words=7, seed=1)
     before = network.table.copy()
     network.gradients(WORDS, CLASSES, 1.0)
-    network.take_sparse([(np.array([2]), np.ones((1, 4), np.float32))])
+    network.sparse_sums = [(np.array([2]), np.ones((1, 4), np.float32))]
     network.update()
     np.testing.assert_allclose(network.table[2], before[2] - 0.1)
     network.learning_rates = [0.25, 0.75]

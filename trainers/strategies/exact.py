@@ -74,7 +74,7 @@ class ExactStep(ReducedStep):
                 self.replica.undo()  # each micro-batch begins with the statistics of the step's start
             self.replica.seed(seed)
             self._values[number, :-1] = self._compute_term(part, share, self._terms[number])
-            self.rule.unused &= self.replica.unused()
+            self.rule.unused &= self.replica.unused
 
     def _compute_term(self, part: Data, share: float, memory: np.ndarray) -> Any:
         """Write the gradients of a micro-batch to `memory`; return its metrics. Local."""

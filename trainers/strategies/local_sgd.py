@@ -241,7 +241,7 @@ class LocalSGD(Mirrored):
         self.measured[:metrics] = [float(value) for value in values]
         self.measured[metrics + WEIGHT] = self.rule.weight
         self.rule.weigh(self.measured, [self._gradients[: self._trained]])
-        replica.keep_still(self.rule.unused)
+        replica.still = self.rule.unused
         self._added[-1][:] = [*self.measured[:metrics] * batch.share, batch.share]
         with self.clock.span("update"):
             self.rule.apply([self._gradients[: self._trained]])

@@ -115,8 +115,8 @@ class UpdateRule:
         self.weight = share * mean_weight(replica, batch.data)
         if count < 2:
             values = gradients_of(replica, batch.data, share)
-            self.unused = replica.unused()
-            self.tables.take(replica.sparse_gradients())
+            self.unused = replica.unused
+            self.tables.take(replica.sparse_gradients)
             return values
         self.unused = np.ones(replica.optional, bool)
         means: Any = 0.0
@@ -128,18 +128,17 @@ class UpdateRule:
                 if number:
                     replica.undo()  # each micro-batch begins with the statistics of the step's start
                 values = self._add(replica, sliced(batch.data, span), share * part, memory, number == 0)
-                self.unused = self.unused & replica.unused()
+                self.unused = self.unused & replica.unused
                 means = means + part * (values if gpu.is_gpu_array(values) else np.asarray(values, np.float64))
-                sparse.append([(_copy(rows), _copy(values)) for rows, values in replica.sparse_gradients()])
+                sparse.append([(_copy(rows), _copy(values)) for rows, values in replica.sparse_gradients])
         finally:
-            replica.accumulate(False)
             replica.redirect(memory)
         self.tables.take([_joined(of_table) for of_table in zip(*sparse, strict=True)])
         return means
 
     def _add(self, replica: Replica, data: Data, share: float, memory: Any, first: bool) -> Any:
         """Add the gradients of a micro-batch to `memory`, or overwrite it if it is the first one."""
-        if first or replica.accumulate(True):
+        if first or replica.redirect(memory, adds=True):
             return gradients_of(replica, data, share)
         if self._scratch is None or self._scratch.shape != memory.shape:
             self._scratch = memory * 0
@@ -182,11 +181,11 @@ class UpdateRule:
             return
         may_be = self._asks is not False if measured is None else measured[len(replica.metrics) + UNUSED]
         if not may_be:
-            replica.keep_still(np.zeros(replica.optional, bool))
+            replica.still = np.zeros(replica.optional, bool)
             return
         used = (~self.unused).astype(np.int64)
         combine(comm, used, "learn which parameters no rank has used")
-        replica.keep_still(used == 0)
+        replica.still = used == 0
         if measured is None and self._asks is None:
             self._asks = not used.all()
 

@@ -59,6 +59,7 @@ class SliceOwners(StepOwners):
         shared, allocate = self._node.arrays, self._backend.allocate
         self._array: Any = shared[dtype] if shared else allocate(size, dtype, device=replica.device)
         self._backup: Backup | None = None
+        self._versions: dict[str, int] = {}  # of the parameters, when the ranks last had the same
         self._changing = False  # between `begin_change` and `synchronize_state`
         try:
             together(comm, self._bind)
@@ -190,7 +191,7 @@ class SliceOwners(StepOwners):
         over the node."""
         if self._node.arrays:
             self._node.fence()
-            self._replica.accept_edits()
+            self._versions = dict(self._replica.versions())
 
     def begin_change(self) -> None:
         """As Owners.begin_change: other ranks may write into the shared segment before this rank does."""
@@ -211,7 +212,11 @@ class SliceOwners(StepOwners):
 
     def check_edits(self) -> None:
         """Raise ArgumentError, on this rank only, if parameters that ranks share were edited in place. Local."""
-        if self._node.arrays and (name := self._replica.edited()):
+        if not self._node.arrays or not self._versions:
+            return
+        if name := next(
+            (name for name, edits in self._replica.versions().items() if edits != self._versions[name]), ""
+        ):
             raise ArgumentError(
                 f'{name} was edited in place (p.mul_(...), say), and with update="sharded" the parameters of all ranks '
                 "of a node are the same memory, so it may have been edited several times; load the model again, and "

@@ -1,5 +1,7 @@
 """The sparse gradients of a replica's tables, and their sums over the ranks."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from allreduce.backend import AllReduce
@@ -14,10 +16,10 @@ class SparseGradients:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self.local_rows: list[Rows] = []
+        self.local_rows: Sequence[Rows] = []
         self.sums: list[Rows] = []
 
-    def take(self, rows: list[Rows]) -> None:
+    def take(self, rows: Sequence[Rows]) -> None:
         """Take this rank's sparse gradients of this step. Local."""
         self.local_rows = rows
 
@@ -30,12 +32,13 @@ class SparseGradients:
         if tables := self._replica.tables:
             local = zip(tables, self.local_rows, strict=True)
             self.sums = [backend.sparse(*rows, table.rows, "sum") for table, rows in local]
-            self._replica.take_sparse(self.sums)
+            self._replica.sparse_sums = self.sums
 
     def scale(self, factor: float) -> None:
         """Multiply the sums of this step. Local."""
         if self._replica.tables:
-            self._replica.take_sparse([(rows, values * values.dtype.type(factor)) for rows, values in self.sums])
+            scaled = [(rows, values * values.dtype.type(factor)) for rows, values in self.sums]
+            self._replica.sparse_sums = scaled
 
 
 def _no_rows(table: Table) -> Rows:

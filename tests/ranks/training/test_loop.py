@@ -175,7 +175,7 @@ def test_running_statistics_of_micro_batches_are_averaged(flat: allreduce.Topolo
 class Fixed(NumpyNetwork):
     """A replica whose gradients always go to the bound buffer."""
 
-    def redirect(self, buffer: Any) -> bool:
+    def redirect(self, buffer: Any, adds: bool = False) -> bool:
         return False
 
 

@@ -55,7 +55,7 @@ class KerasReplica(FlatReplica):
         self._trained = _trained_of(model)
         self.counts = getattr(self._loss, "ignore_class", None) is not None
         self.optional, self._compared = len(self._trained), False  # whether the loss of parts of a batch was compared
-        self._unused = self._still = np.zeros(self.optional, bool)
+        self.unused = self.still = np.zeros(self.optional, bool)
         self.gradient_dtype = keras.backend.standardize_dtype(self._trained[0].dtype)
         self._statistics = _statistics_of(model, self.gradient_dtype)
         self._layout = Layout(each.shape for each in [*self._trained, *self._statistics])
@@ -82,7 +82,7 @@ class KerasReplica(FlatReplica):
     def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
         if row_count(x) == 0:
             self._buffer[:] = 0
-            self._unused = np.ones(self.optional, bool)
+            self.unused = np.ones(self.optional, bool)
             return [0.0] * len(self.metrics)
         self._refresh_model()
         if self.undoable:
@@ -90,7 +90,7 @@ class KerasReplica(FlatReplica):
         weight = self._mean_weight(y)
         x, y, weights = self._inputs(x, y, weights)
         values, gradients = self._computing.gradients(x, y, weights, share * weight)
-        self._unused = np.array([each is None for each in gradients])
+        self.unused = np.array([each is None for each in gradients])
         statistics = [array_of(each) * np.asarray(share, self.gradient_dtype) for each in self._statistics]
         self._layout.write([*gradients, *statistics], self._buffer)
         return [values[0] * weight, *values[1:]]
@@ -103,12 +103,6 @@ class KerasReplica(FlatReplica):
         """Return the factor that makes Keras' mean over the targets that are not ignored the sum, per row."""
         return self.counted(y) / row_count(y) if self.counts else 1.0
 
-    def unused(self) -> np.ndarray:
-        return self._unused
-
-    def keep_still(self, still: np.ndarray) -> None:
-        self._still = still
-
     def undo(self) -> None:
         if self._before:
             self._set(self._shared.values(), self._before)
@@ -117,11 +111,11 @@ class KerasReplica(FlatReplica):
     def update(self, part: Slices = ALL) -> None:
         self._before = []
         if self.memory is None:
-            self._optimizer.update(self._buffer, self._still)
+            self._optimizer.update(self._buffer, self.still)
             self._load_statistics(self._buffer)
             return
         part = slice(0, self.gradient_length) if part == ALL else part
-        self._optimizer.update_slice(single(self._parameters_in(part)), self.memory, self._buffer, self._still)
+        self._optimizer.update_slice(single(self._parameters_in(part)), self.memory, self._buffer, self.still)
         statistics = single(self._statistics_in(part))
         self.memory[statistics] = self._buffer[statistics]
 

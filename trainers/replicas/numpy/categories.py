@@ -67,9 +67,10 @@ class CategoryNetwork(NumpyNetwork):
         super().bind(parameters, gradients)
         self._written = gradients
 
-    def redirect(self, buffer: Any) -> bool:
-        self._written = buffer
-        return super().redirect(buffer)
+    def redirect(self, buffer: Any, adds: bool = False) -> bool:
+        redirected = super().redirect(buffer, adds)
+        self._written = buffer if redirected else self._written
+        return redirected
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         tables = {f"category {number}": (rows, vector) for number, (rows, vector) in enumerate(self.embedded, 1)}

@@ -43,8 +43,8 @@ class EmbeddingNetwork(NumpyNetwork):
         self.tables = (Table(TABLE, self.words, (self.sizes[0],)),)
         drawn = np.random.default_rng([seed, self.words]).standard_normal((self.words, self.sizes[0]), FLOAT)
         self.table = self._xp.asarray(drawn)
-        self._found: Rows = (self._xp.zeros(0, np.int64), self._xp.zeros((0, self.sizes[0]), FLOAT))
-        self._sums = self._found
+        none: Rows = (self._xp.zeros(0, np.int64), self._xp.zeros((0, self.sizes[0]), FLOAT))
+        self.sparse_gradients = self.sparse_sums = [none]
 
     @classmethod
     def _check_saved(cls, sizes: list[int], names: dict[str, Any], state: dict[str, np.ndarray]) -> None:
@@ -62,18 +62,13 @@ class EmbeddingNetwork(NumpyNetwork):
         self.optimizer.lr, self.table_lr = rates
 
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float, weights: np.ndarray | None = None) -> Any:
-        self._found = tuple(part[:0] for part in self._found)  # empty, in case the batch has no rows
+        rows, values = self.sparse_gradients[0]
+        self.sparse_gradients = [(rows[:0], values[:0])]  # in case the batch has no rows
         return super().gradients(x, y, share, weights)
-
-    def sparse_gradients(self) -> list[Rows]:
-        return [self._found]
-
-    def take_sparse(self, sums: list[Rows]) -> None:
-        (self._sums,) = sums
 
     def update(self, part: Slices = ALL) -> None:
         super().update(part)
-        rows, sums = self._sums
+        ((rows, sums),) = self.sparse_sums
         self.table[rows] -= self.table.dtype.type(self.table_lr) * sums
 
     def others(self) -> dict[str, np.ndarray]:
@@ -118,4 +113,4 @@ class EmbeddingNetwork(NumpyNetwork):
         words = self._batch.shape[1]
         gradients = self._xp.dot(delta, self._layers[0][0].T)
         gradients *= self._scale / words
-        self._found = self._batch.reshape(-1), self._xp.repeat(gradients, words, axis=0)
+        self.sparse_gradients = [(self._batch.reshape(-1), self._xp.repeat(gradients, words, axis=0))]

@@ -181,7 +181,9 @@ class NumpyNetwork(FlatReplica):
         self._layers, self._gradient_layers = self._views(self.memory), self._views(gradients)
         self.optimizer.bind(self._xp, self.memory, gradients)
 
-    def redirect(self, buffer: Any) -> bool:
+    def redirect(self, buffer: Any, adds: bool = False) -> bool:
+        if adds:
+            return False
         self._gradient_layers = self._views(buffer)
         return True
 

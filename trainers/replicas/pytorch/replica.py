@@ -91,11 +91,10 @@ class TorchReplica(FlatReplica):
         self._length = self._optimizer.layout.length
         self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
         self._buffers = Buffers(module)
-        self._versions: dict[Tensor, int] = {}
         self._adds = False  # whether gradients are added to the buffer
         self.counts, self._classes = row_losses.counts(loss), 0  # 0: not known before the first output
         self.optional, self._compared = len(self._trained), False  # whether the loss of parts of a batch was compared
-        self._unused = self._still = np.zeros(self.optional, bool)
+        self.unused = self.still = np.zeros(self.optional, bool)
         self._parameters: Tensor | None = None  # the memory of `bind`, and the view of each parameter there
         self._parameter_views: list[Tensor] = []
         self._use(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._device.device))
@@ -110,13 +109,10 @@ class TorchReplica(FlatReplica):
             self._move_parameters(flat)
         self._use(buffer)
 
-    def redirect(self, buffer: Any) -> bool:
+    def redirect(self, buffer: Any, adds: bool = False) -> bool:
+        self._adds = adds
         self._views = views(self._tensor(buffer), [*self._trained, *self._statistics])
         self._attach()
-        return True
-
-    def accumulate(self, adds: bool) -> bool:
-        self._adds = adds
         return True
 
     def _use(self, buffer: Tensor) -> None:
@@ -142,11 +138,11 @@ class TorchReplica(FlatReplica):
         if row_count(x) == 0:
             self._buffer.zero_()
             self._attach()
-            self._unused = np.ones(self.optional, bool)
+            self.unused = np.ones(self.optional, bool)
             return self._device.numbers([torch.zeros(())] * len(self.metrics))
         if self._adds:
             self._attach()  # autograd adds to these views
-        for parameter, unused in zip(self._trained, self._unused, strict=True):
+        for parameter, unused in zip(self._trained, self.unused, strict=True):
             if unused or not self._adds:
                 parameter.grad = None  # so that autograd stores its gradient instead of adding to an old one
         if self.undoable:
@@ -156,7 +152,7 @@ class TorchReplica(FlatReplica):
         loss = self._mean_loss(output, target, weights)
         (loss * share).backward()
         with torch.no_grad():
-            self._unused = np.array([each.grad is None for each in self._trained])
+            self.unused = np.array([each.grad is None for each in self._trained])
             for parameter, view in zip(self._trained, self._views, strict=False):
                 if parameter.grad is not view:
                     view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
@@ -176,12 +172,6 @@ class TorchReplica(FlatReplica):
         held = getattr(y, "counted", None)  # of a result of `stage`
         return row_losses.counted(self.loss, self._host_target(y)) if held is None else held
 
-    def unused(self) -> np.ndarray:
-        return self._unused
-
-    def keep_still(self, still: np.ndarray) -> None:
-        self._still = still
-
     def undo(self) -> None:
         self._buffers.restore()
 
@@ -191,7 +181,7 @@ class TorchReplica(FlatReplica):
         with self._device.ordered_with_cupy():
             if part == ALL:
                 self._load_statistics(self._buffer)
-                self._optimizer.step(None, self._still)
+                self._optimizer.step(None, self.still)
                 return
             if self._parameters is None:
                 raise ArgumentError("call bind(parameters, gradients) before update(part)")
@@ -206,7 +196,7 @@ class TorchReplica(FlatReplica):
             statistics = self._statistics_in(part)
             for each in slices_of(statistics):
                 self._parameters[each] = self._buffer[each]
-            self._optimizer.step(self._parameters_in(part), self._still)
+            self._optimizer.step(self._parameters_in(part), self.still)
 
     def refresh(self) -> None:
         self._buffers.forget()
@@ -214,13 +204,8 @@ class TorchReplica(FlatReplica):
             self._device.torch_after_cupy()
             self._load_statistics(self._parameters)
 
-    def edited(self) -> str:
-        named = self.module.named_parameters()
-        names = (name for name, each in named if changes_of(each) != self._versions.get(each))
-        return next(names, "") if self._versions else ""
-
-    def accept_edits(self) -> None:
-        self._versions = {each: changes_of(each) for each in self.module.parameters()}
+    def versions(self) -> Mapping[str, int]:
+        return {name: changes_of(each) for name, each in self.module.named_parameters()}
 
     @torch.no_grad()
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> list[float]:
@@ -281,7 +266,6 @@ class TorchReplica(FlatReplica):
                 for group, value in zip(self.optimizer.param_groups, state[name].tolist(), strict=True):
                     group[key] = tuple(value) if isinstance(value, list) else _number(value, group[key])
         self._store_statistics()
-        self.accept_edits()
 
     def local_state(self) -> dict[str, np.ndarray]:
         """Return PyTorch's random state, and the buffers that are not averaged (`state` contains rank 0's)."""

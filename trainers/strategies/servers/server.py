@@ -112,7 +112,7 @@ class Shard:
         means: of the metrics; then, for each of Replica.optional, 0 if no rank has a gradient for it; the mean weight.
         """
         metrics = len(self._replica.metrics)
-        self._replica.keep_still(means[metrics:-1] == 0)
+        self._replica.still = means[metrics:-1] == 0
         measured = np.zeros(metrics + len(FLAGS))
         measured[:metrics], measured[metrics + WEIGHT] = means[:metrics], means[-1]
         self._rule.weigh(measured, [self.trained_gradients])

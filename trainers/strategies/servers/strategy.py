@@ -442,7 +442,7 @@ class AsynchronousServers(ParameterServers):
 
         def update() -> None:
             run.begin_batch(step)
-            self.replica.keep_still(message.measures[len(self.replica.metrics) :] == 0)
+            self.replica.still = message.measures[len(self.replica.metrics) :] == 0
             with self.clock.span("update"):
                 shard.apply(message.body, factor)
             metrics = len(self.replica.metrics)
