@@ -23,8 +23,8 @@ from benchmarks.lib import cli, timing
 from benchmarks.lib.outputs import Screen
 from benchmarks.lib.sizes import layers
 from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
-from trainers.backends import UPDATES
 from trainers.files import checkpoint as files
+from trainers.options.average import UPDATES
 
 FEATURES, CLASSES = 512, 10
 PLAIN, WRITES, DURING = "no checkpoint", "the step that writes", "while it is written"

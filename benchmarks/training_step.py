@@ -45,6 +45,7 @@ from benchmarks.lib.contenders import join
 from benchmarks.lib.machine import peak_memory, trim
 from benchmarks.lib.networks import Trained, convolutional, one_thread, perceptron
 from benchmarks.lib.outputs import Screen
+from trainers import Sharded
 from trainers.pytorch import MirroredOptimizer
 from trainers.replicas import malloc
 
@@ -56,7 +57,7 @@ MIRRORED: dict[str, dict[str, Any]] = {  # options of MirroredOptimizer
     "replicated, overlap": {"update": "replicated", "overlap": True},
     "sharded": {"update": "sharded", "overlap": False},
     "sharded, overlap": {"update": "sharded", "overlap": True},
-    "sharded, copies=2": {"update": "sharded", "overlap": False, "copies": 2},  # with mpirun --with-ft ulfm
+    "sharded, copies=2": {"update": Sharded(copies=2), "overlap": False},  # with mpirun --with-ft ulfm
 }
 WAYS = {
     "ddp": (DDP_NOTHING, BARE, DDP_GLOO, DDP_OURS),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from trainers.data import Samples
     from trainers.fit.checkpointing import Checkpoint
     from trainers.fit.shards import load_shards
-    from trainers.local_sgd.outer import OuterSGD
     from trainers.mirrored import MirroredTrainer
+    from trainers.options.average import Exact, LocalSGD, OuterSGD, Sharded
     from trainers.options.loader import Loader
     from trainers.options.transforms import EMA, Accumulate, ClipNorm, Schedule, SkipNotFinite
     from trainers.parameter_server import ParameterServerTrainer
@@ -44,8 +44,10 @@ __all__ = [
     "EnsembleModel",
     "EnsembleTrainer",
     "Epoch",
+    "Exact",
     "History",
     "Loader",
+    "LocalSGD",
     "MirroredTrainer",
     "NumpyNetwork",
     "OuterSGD",
@@ -53,6 +55,7 @@ __all__ = [
     "Replica",
     "Samples",
     "Schedule",
+    "Sharded",
     "SkipNotFinite",
     "SpareReplicasTrainer",
     "Terminated",
@@ -76,15 +79,18 @@ _MODULES = {
     "EnsembleModel": "trainers.apps.ensemble.model",
     "EnsembleTrainer": "trainers.apps.ensemble.ensemble",
     "Epoch": "trainers.watching.history",
+    "Exact": "trainers.options.average",
     "History": "trainers.watching.history",
     "Loader": "trainers.options.loader",
+    "LocalSGD": "trainers.options.average",
     "MirroredTrainer": "trainers.mirrored",
     "NumpyNetwork": "trainers.replicas.numpy.network",
-    "OuterSGD": "trainers.local_sgd.outer",
+    "OuterSGD": "trainers.options.average",
     "ParameterServerTrainer": "trainers.parameter_server",
     "Replica": "trainers.replica",
     "Samples": "trainers.data",
     "Schedule": "trainers.options.transforms",
+    "Sharded": "trainers.options.average",
     "SkipNotFinite": "trainers.options.transforms",
     "SpareReplicasTrainer": "trainers.spare_replicas",
     "Terminated": "trainers.recovery.terminating",

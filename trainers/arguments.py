@@ -35,6 +35,15 @@ REPLACED = {
     "validation_rows": "validation_data=Loader(data, rows={})",
     "validation_steps": "validation_data=Loader(data, rows=..., steps={})",
     "stream": "progress=stream",
+    "exact": "average=Exact()",
+    "micro_batch": "average=Exact(micro_batch={})",
+    "sync_every": "average=LocalSGD({})",
+    "outer_optimizer": "average=LocalSGD(steps, outer={})",
+    "fragments": "average=LocalSGD(steps, fragments={})",
+    "fragment_sync_delay": "average=LocalSGD(steps, delay={})",
+    "fragment_update_alpha": "average=LocalSGD(steps, alpha={})",
+    "copies": "update=Sharded(copies={})",
+    "shard": "update=Sharded(shard={})",
 }
 
 

@@ -12,13 +12,10 @@ from allreduce.backend import AllReduce, Config
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import combine, on_all
-from trainers.arguments import integer_error
 from trainers.replica import Replica
 
-UPDATES = ("replicated", "sharded")
 # A training that is repeated or resumed gives the same bits, so "auto" measures nothing that could change them.
 SETTINGS_OF_AUTO = {"measure": False}
-MICRO_BATCH = 8  # rows, with exact=True
 LOST_RESIDUALS = (
     "the error feedback of failed ranks (the part of their gradients that compression had not sent yet) is lost; "
     "training continues with the error feedback of the remaining ranks"
@@ -128,21 +125,14 @@ def compress_error(backend: Any, compress: Given) -> OptionError | None:
     )
 
 
-def exact_error(exact: Any, micro_batch: Any, local: bool, backend: Any, compress: Given) -> str:
-    """Return the error text if these options of an exact training are invalid, or "". local: for local SGD. Local."""
-    if exact is not True:
-        wrong = exact is not False or micro_batch is not None
-        return wrong * (f"exact={exact!r}: use True or False" if exact else "micro_batch needs exact=True")
-    if local:
-        return "exact=True and sync_every exclude each other: ranks that train on their own rows differ"
-    if text := integer_error("micro_batch", micro_batch, 1, optional=True):
-        return text
+def exact_error(backend: Any, compress: Given) -> str:
+    """Return why an exact training can't use these, as text; "" if it can. Local."""
     if compress is not None:
-        return f"exact=True and compress={compress!r} exclude each other; leave one out"
+        return f"Exact and compress={compress!r} exclude each other; leave one out"
     sums = getattr(backend, "sums_terms", False) or (isinstance(backend, Config) and backend.options.get("exact"))
     if isinstance(backend, AllReduce | Config) and not sums:
         return (
-            f"exact=True: {backend!r} does not sum exactly; pass its name, or create it with "
+            f"Exact: {backend!r} does not sum exactly; pass its name, or create it with "
             f"allreduce.create({backend.name!r}, topology, exact=True)"
         )
     return ""

@@ -187,8 +187,8 @@ def changed_alone(before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarr
         follows = name.startswith("random") or name.endswith(COUNTERS)
         if not follows and not np.array_equal(array, after[name], equal_nan=array.dtype.kind == "f"):
             return (
-                f"exact=True: {name} changes in training on each rank, and is not averaged, so the training "
-                "would depend on the ranks; leave out exact=True, or that part of the model"
+                f"Exact: {name} changes in training on each rank, and is not averaged, so the training "
+                "would depend on the ranks; leave out Exact, or that part of the model"
             )
     return ""
 

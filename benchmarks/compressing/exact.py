@@ -18,7 +18,7 @@ from allreduce.transport.control import on_all_ranks, root_value
 from benchmarks.lib import timing
 from benchmarks.lib.columns import columns
 from benchmarks.lib.outputs import Screen
-from trainers import MirroredTrainer, NumpyNetwork, datasets
+from trainers import Exact, MirroredTrainer, NumpyNetwork, datasets
 from trainers.datasets.dataset import Dataset
 
 NODES = ("flat", "nodes")
@@ -91,7 +91,7 @@ def _trained(topology: Topology, cell: Cell, epochs: int, data: Dataset) -> Cell
 def _fit(part: Topology, cell: Cell, epochs: int, data: Dataset) -> dict[str, Any]:
     network = NumpyNetwork([data.features, *LAYERS, len(data.classes)], optimizer="adam", seed=1)
     network.scale_input(data.shift, data.scale)
-    options: dict[str, Any] = {"update": cell.update, "exact": True, "micro_batch": MICRO_BATCH}
+    options: dict[str, Any] = {"update": cell.update, "average": Exact(micro_batch=MICRO_BATCH)}
     try:
         with MirroredTrainer(network, cell.backend, part, **options) as trainer:
             begin = time.perf_counter()
@@ -135,7 +135,7 @@ def run_steps(
 ) -> None:
     """Time the steps of trainings that are exact, with each micro-batch, and not. They take turns. Collective."""
     options: dict[str, dict[str, Any]] = {PLAIN: {}}
-    options |= {f"micro_batch={rows}": {"exact": True, "micro_batch": rows} for rows in args.micro_batches}
+    options |= {f"micro_batch={rows}": {"average": Exact(micro_batch=rows)} for rows in args.micro_batches}
     random = np.random.default_rng(0)
     sizes = [FEATURES, *args.layers, CLASSES]
     x = random.standard_normal(((1 + TIMED) * args.batch, FEATURES), np.float32)

@@ -3,7 +3,7 @@
 A method is written as parts with "+" between them:
 
     none, bfloat16, int8, float8, powersgd:4, auto    MirroredOptimizer(compress=...)
-    sync:50, diloco:50                                MirroredOptimizer(sync_every=50), outer_optimizer="diloco"
+    sync:50, diloco:50                                MirroredOptimizer(average=LocalSGD(50)), outer="diloco"
     sync:50+int8, diloco:50+streamed                  with compressed averages; with fragments that are sent meanwhile
     ddp, ddp+fp16, ddp+powersgd:4, ddp+postlocal:50   DistributedDataParallel with gloo, and PyTorch's own hooks
 
@@ -40,7 +40,7 @@ from benchmarks.lib import hosts
 from benchmarks.lib.contenders import join
 from benchmarks.lib.networks import Trained, perceptron
 from benchmarks.lib.outputs import Screen
-from trainers import datasets
+from trainers import LocalSGD, datasets
 from trainers.datasets.__main__ import enlarged
 from trainers.pytorch import MirroredOptimizer
 
@@ -137,10 +137,10 @@ class Method:
             "compress": compression(self.compress or PLAIN, WARMUP if self.interval is None else 0)
         }
         if self.interval is not None:
-            found |= {"sync_every": self.interval, "outer_optimizer": self.outer}
+            found["average"] = LocalSGD(self.interval, self.outer)
         if self.streamed and self.interval is not None:
-            found["fragments"] = self.interval // every
-            found |= {"fragment_sync_delay": min(DELAY, every - 1), "fragment_update_alpha": ALPHA}
+            streamed = self.interval // every, min(DELAY, every - 1), ALPHA
+            found["average"] = LocalSGD(self.interval, self.outer, *streamed)
         return found
 
 

@@ -6,7 +6,7 @@ mpirun --with-ft ulfm -n 4 python run_survive_fit.py
 import os
 import signal
 
-from trainers import MirroredTrainer, NumpyNetwork, datasets
+from trainers import MirroredTrainer, NumpyNetwork, Sharded, datasets
 from trainers.callbacks import Callback
 
 
@@ -21,7 +21,7 @@ class KillRankOne(Callback):
 data = datasets.load("digits")
 network = NumpyNetwork([data.features, 32, len(data.classes)])
 network.scale_input(data.shift, data.scale)
-with MirroredTrainer(network, update="sharded", copies=2, on_failure="continue") as trainer:
+with MirroredTrainer(network, update=Sharded(copies=2), on_failure="continue") as trainer:
     trainer.fit(data.x_train, data.y_train, epochs=8, batch_size=100, callbacks=[KillRankOne()])
     if trainer.rank == 0:
         print(f"{trainer.size} ranks at the end; failed: {trainer.failures[0].ranks}")

@@ -19,6 +19,7 @@ from benchmarks.compressing.speed import Cost
 from benchmarks.lib import hosts
 from tests import launch
 from tests.conftest import JobRunner, lacking
+from trainers import LocalSGD
 
 OnHosts = Callable[[list[str], Path], dict[str, Any]]
 COSTS = [
@@ -123,8 +124,7 @@ def test_methods_of_training() -> None:
     assert training.parse("powersgd:4", 5).options(5) == {"compress": PowerSGD(4, start_powerSGD_iter=2)}
     streamed = training.parse("diloco:50+int8+streamed", 5)
     assert streamed.options(5) == {
-        "compress": Quantized("int8"), "sync_every": 50, "outer_optimizer": "diloco", "fragments": 10,
-        "fragment_sync_delay": 2, "fragment_update_alpha": 0.5,
+        "compress": Quantized("int8"), "average": LocalSGD(50, outer="diloco", fragments=10, delay=2, alpha=0.5),
     }  # fmt: skip
     assert (streamed.evaluated_every(5), training.parse("sync:50", 5).evaluated_every(5)) == (5, 50)
 

@@ -1,4 +1,4 @@
-"""A training with exact=True in which ranks kill themselves; the last line has the SHA-256 of every remaining rank."""
+"""A training with Exact in which ranks kill themselves; the last line has the SHA-256 of every remaining rank."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers import MirroredTrainer
+from trainers import Exact, MirroredTrainer, Sharded
 from trainers.callbacks import Callback
 from trainers.replicas.numpy.network import NumpyNetwork
 
@@ -31,11 +31,9 @@ x = rng.normal(size=(130, 20)).astype("float32")
 y = (x[:, 0] + x[:, 1] > 0).astype(np.int64)
 with MirroredTrainer(
     NumpyNetwork([20, 300, 30, 2], seed=1),
-    update=update,
-    copies=copies,
+    update=Sharded(copies=copies) if update == "sharded" else update,
+    average=Exact(micro_batch=5),
     on_failure="continue" if dies else None,
-    exact=True,
-    micro_batch=5,
 ) as trainer:
     history = trainer.fit(x, y, epochs=5, batch_size=37, progress=False, callbacks=[Dies()])
     found = trainer.parameters_sha256()

@@ -11,7 +11,7 @@ from allreduce.transport import ulfm
 from tests.backends import ON_CPU, SHARDED
 from tests.sequences.calls import Calls, FailureError, Folder, Side
 from tests.sequences.models import OPTIMIZERS, Model, State, numpy_network
-from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, Sharded, SpareReplicasTrainer
 from trainers.trainer import Trainer
 
 Make = Callable[..., Trainer]
@@ -106,7 +106,7 @@ class Making(Calls):
 
     def _sharded(self) -> tuple[str, Make]:
         backend, copies = self.pick(*SHARDED), self.pick(1, 1, 2)
-        options = {"update": "sharded", "copies": min(copies, self.size)}
+        options = {"update": Sharded(copies=min(copies, self.size))}
         return f"MirroredTrainer({backend}, {options})", lambda replica, ranks, **more: MirroredTrainer(
             replica, backend, ranks, **options, **more
         )

@@ -10,7 +10,18 @@ import pytest
 from mpi4py import MPI
 
 from allreduce import Topology
-from trainers import EMA, Accumulate, Checkpoint, ClipNorm, Loader, MirroredTrainer, NumpyNetwork, Schedule, arguments
+from trainers import (
+    EMA,
+    Accumulate,
+    Checkpoint,
+    ClipNorm,
+    Loader,
+    LocalSGD,
+    MirroredTrainer,
+    NumpyNetwork,
+    Schedule,
+    arguments,
+)
 from trainers.callbacks import Callback, EarlyStopping, Prometheus, Timeline
 from trainers.errors import ArgumentError
 from trainers.recovery.terminating import Terminated
@@ -96,7 +107,7 @@ def test_arguments_take_integers_and_flags_of_numpy() -> None:
     Prometheus(port=one)  # type: ignore[arg-type]
     Timeline("trace.json", most=one)  # type: ignore[arg-type]
     with Topology(MPI.COMM_SELF) as topology:
-        MirroredTrainer(NumpyNetwork([4, 3]), topology=topology, sync_every=one).close()  # type: ignore[arg-type]
+        MirroredTrainer(NumpyNetwork([4, 3]), topology=topology, average=LocalSGD(one)).close()  # type: ignore[arg-type]
 
 
 class Signal(Callback):

@@ -16,7 +16,7 @@ import allreduce
 from allreduce import Topology, notices
 from tests import launch
 from tests.conftest import JobRunner, in_one_job, lacking
-from trainers import NumpyNetwork, datasets
+from trainers import NumpyNetwork, Sharded, datasets
 from trainers.cli import check, main
 from trainers.cli.options import BY_NAME, MIRRORED, STRATEGIES, Option, Strategy, make_trainer, parse
 from trainers.cli.roles import Roles
@@ -490,13 +490,13 @@ def test_backups_are_copies_beside_the_original(backups: int, monkeypatch: pytes
     monkeypatch.setitem(STRATEGIES, MIRRORED, Strategy(lambda *_, **given: given, ""))  # type: ignore[arg-type]
     options = parse(["--update", "sharded", "--backups", str(backups)], True)
     given: Any = make_trainer(options, NumpyNetwork([4, 3]), Topology(), 0)
-    assert given["copies"] == backups + 1
+    assert given["update"] == (Sharded(copies=2) if backups else "sharded")
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (["--backups", "1"], '^--backups 1: copies=2: with update="replicated" all ranks have the whole state'),
+        (["--backups", "1"], "^--backups 1: with --update replicated all ranks have the whole state"),
         (["--strategy", "spare_replicas", "--backup-workers", "9"], "^--backup-workers 9: spare must be an integer"),
     ],
 )

@@ -17,14 +17,13 @@ from allreduce.arrays import compression as compressions
 from allreduce.errors import AllReduceError
 from allreduce.topology import Topology
 from trainers import callbacks, checks, datasets
-from trainers.backends import UPDATES
 from trainers.central_storage import CentralStorageTrainer
 from trainers.datasets.parser import RankParser
 from trainers.errors import ArgumentError
 from trainers.fit.checkpointing import period
 from trainers.fit.weights import BALANCED
-from trainers.local_sgd.outer import OUTER
 from trainers.mirrored import MirroredTrainer
+from trainers.options.average import OUTER, UPDATES, Average, Exact, LocalSGD, Sharded
 from trainers.options.transforms import EMA, SHAPES, Accumulate, ClipNorm, Schedule, Transform
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import ON_FAILURE
@@ -401,34 +400,37 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             f"{', '.join(compressions.NAMES[:-1])} (any rank), or auto, which measures",
         ),
         Option(
-            "exact", strategies=(MIRRORED,),
+            "exact", strategies=(MIRRORED,), argument="",
             help="the bits of the training depend on nothing but the data: equal on any number of ranks, with every "
             "backend, after failures; slower",
         ),
         Option(
-            "micro_batch", "N", integer(1), default_text="8", strategies=(MIRRORED,), needs={"exact": ()},
+            "micro_batch", "N", integer(1), default_text="8", strategies=(MIRRORED,), argument="",
+            needs={"exact": ()},
             help="rows whose gradients are computed together; the same on any number of ranks",
         ),
         Option(
             "sync_every", "H", integer(1), default_text="gradients are averaged in every step", strategies=(MIRRORED,),
+            argument="",
             help="local SGD: every rank trains on its own rows for H steps, then the parameters are averaged; sends "
             "1/H of the bytes, for slow networks",
         ),
         Option(
-            "outer_optimizer", choices=tuple(OUTER), default="average", strategies=(MIRRORED,), needs=LOCAL,
+            "outer_optimizer", choices=tuple(OUTER), default="average", strategies=(MIRRORED,), argument="",
+            needs=LOCAL,
             help="average: the parameters become the ranks' mean; diloco: an outer step with Nesterov's momentum on "
             "the ranks' averaged change, for H of 50 to 500",
         ),
         Option(
-            "fragments", "N", integer(1), default=1, strategies=(MIRRORED,), needs=LOCAL,
+            "fragments", "N", integer(1), default=1, strategies=(MIRRORED,), argument="", needs=LOCAL,
             help="average the parameters in N fragments, one after the other within H steps",
         ),
         Option(
-            "fragment_sync_delay", "N", integer(0), default=0, strategies=(MIRRORED,), needs=LOCAL,
+            "fragment_sync_delay", "N", integer(0), default=0, strategies=(MIRRORED,), argument="", needs=LOCAL,
             help="begin the average of a fragment N steps before it is applied, while the steps go on",
         ),
         Option(
-            "fragment_update_alpha", "X", fraction, default=0.0, strategies=(MIRRORED,), needs=LOCAL,
+            "fragment_update_alpha", "X", fraction, default=0.0, strategies=(MIRRORED,), argument="", needs=LOCAL,
             help="the share of a rank's own parameters when an average is applied",
         ),
         Option(
@@ -703,6 +705,11 @@ def _check_values(options: argparse.Namespace) -> None:
     """Raise ArgumentError for values that contradict each other."""
     if options.stale == "drop" and options.max_staleness is None:
         raise ArgumentError("--stale drop needs --max-staleness N: gradients of a larger staleness are dropped")
+    if options.backups and options.strategy == MIRRORED and options.update != "sharded":
+        raise ArgumentError(
+            f"--backups {options.backups}: with --update {options.update or 'replicated'} all ranks have the whole "
+            "state; leave out --backups, or use --update sharded"
+        )
     given = [each.flag for each in OPTIONS["network"] if getattr(options, each.name) is not None]
     if options.load and given:
         raise ArgumentError(f"--load takes the network and its optimizer from the file; leave out {', '.join(given)}")
@@ -744,7 +751,23 @@ def trainer_options(options: argparse.Namespace) -> dict[str, Any]:
         if options.strategy in option.strategies and option.argument != "":
             value = getattr(options, option.name)
             given[option.argument or option.name] = option.to_argument(value) if option.to_argument else value
+    if options.strategy == MIRRORED:
+        given["average"] = _average(options)
+        if given.pop("copies") == 2:
+            given["update"] = Sharded(copies=2)
     return given
+
+
+def _average(options: argparse.Namespace) -> Average | None:
+    """Return the trainer's argument `average`. Raises ArgumentError."""
+    if options.exact and options.sync_every is not None:
+        raise ArgumentError("--exact can't be used with --sync-every: ranks that train on their own rows differ")
+    if options.exact:
+        return Exact() if options.micro_batch is None else Exact(options.micro_batch)
+    if options.sync_every is None:
+        return None
+    fragments = options.fragments, options.fragment_sync_delay, options.fragment_update_alpha
+    return LocalSGD(options.sync_every, options.outer_optimizer, *fragments)
 
 
 def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:

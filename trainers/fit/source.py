@@ -209,7 +209,7 @@ def _arrays(given: Given) -> Arrays:
 
 def _of_shards(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> ShardBatches:
     if strategy.micro_batch is not None:
-        raise ArgumentError("fit: exact=True takes all rows on every rank, so not shards, of which each rank has some")
+        raise ArgumentError("fit: Exact takes all rows on every rank, so not shards, of which each rank has some")
     others = {"y": given.y, "sample_weight": given.weights, "class_weight": settings.get("class_weight")}
     others |= {"collate": given.collate, "rows": given.rows}
     if names := [name for name, value in others.items() if value is not None]:

@@ -5,7 +5,7 @@
     start = outer optimizer's step(start, delta)
     parameters = alpha * parameters + (1 - alpha) * start
 
-`trainers.local_sgd.outer` names the papers. Nothing here knows a framework: arrays are of NumPy or CuPy, or tensors.
+`trainers.options.average` names the papers. Nothing here knows a framework: arrays are of NumPy or CuPy, or tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from allreduce.arrays.chunks import chunk
 from allreduce.transport.control import combine, raise_together
-from trainers.local_sgd.outer import AVERAGE, LocalOptions, OuterSGD
+from trainers.options.average import AVERAGE, LocalSGD, OuterSGD
 
 BLOCK = 1 << 16  # elements that an outer step updates at a time: its arrays fit the cache
 COUNT = "count the inner steps of a round"
@@ -116,7 +116,7 @@ class Rounds:
 
     def __init__(
         self,
-        options: LocalOptions,
+        options: LocalSGD,
         comm: MPI.Intracomm,
         arrays: Sequence[Any],
         memory: Memory,
@@ -144,7 +144,7 @@ class Rounds:
         for array in self._arrays:
             for start, stop in _blocks(at, at + len(array), span, trained):
                 here, own = slice(start, stop), slice(start - at, stop - at)
-                outer = self.options.outer if start < trained else AVERAGE
+                outer = self.options.outer_sgd if start < trained else AVERAGE
                 momentum = self.memory.momentum[here] if outer.momentum else None
                 parts.append(Part(array[own], self.memory.start[here], momentum, self.memory.delta[here], outer))
             at += len(array)
@@ -169,7 +169,7 @@ class Rounds:
         self._position += 1
         for fragment in self.fragments:
             fragment.weight += weight
-        if self.left == self.options.fragment_sync_delay > 0:
+        if self.left == self.options.delay > 0:
             self.begin()
 
     def discount(self, steps: int) -> None:
@@ -218,7 +218,7 @@ class Rounds:
         Collective."""
         if self._flight is None:
             self.begin(active)
-        self._land(self.options.fragment_update_alpha)
+        self._land(self.options.alpha)
         self._next = (self._next + 1) % len(self.fragments)
         self._position = 0
         self.begun = not self.options.equal_after

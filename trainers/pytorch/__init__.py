@@ -13,7 +13,7 @@ except ImportError as error:
         'pip install ".[torch]" in the checkout'
     ) from error
 
-from trainers.local_sgd.outer import OuterSGD
+from trainers.options.average import OuterSGD
 from trainers.pytorch.buckets import GradientError
 from trainers.pytorch.optimizer import MirroredOptimizer
 from trainers.pytorch.report import Report

@@ -125,14 +125,14 @@ class Assembly:
     def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, device: Host) -> None:
         """Create the Reducer, with the buckets of dense and sparse gradients. Collective."""
         threaded: bool | str = self.options.overlap
-        if self.options.local.fragment_sync_delay and threaded == "auto":
+        if self.options.local and self.options.local.delay and threaded == "auto":
             threaded = True  # averages of a fragment run while the steps go on
         queue, during = group.queue(number, self.topology, threaded, device.kind == "cuda")
         self._cleanup.callback(queue.drop)
         sparse = sparse_parameters(self.optimizer, self.model)
         given = self.trained, sparse, self.options, self.backend, comm, queue, during, group, number
         self._tensors = (
-            self.options.update == "sharded" and division_of(self.optimizer, self.options.shard)[0] == TENSORS
+            self.options.sharded is not None and division_of(self.optimizer, self.options.sharded.shard)[0] == TENSORS
         )
         self.reducer = Reducer(*given, self.model, self._tensors)
         self._cleanup.callback(self.reducer.close)
@@ -143,11 +143,11 @@ class Assembly:
         options, before = self.options, vars(self).get("owners")
         kernels = Kernels(self.optimizer, comm)
         given = self.optimizer, self.model, self.trained, options, self.reducer, self.buffers, kernels
-        if options.local.asked:
+        if options.local:
             return LocalSteps(*given, before=before, backend=self.backend)
-        if options.update != "sharded" or not self.reducer.parameters:
+        if options.sharded is None or not self.reducer.parameters:
             return TorchOwners(*given, before=before)
-        copies = options.copies
+        copies = options.sharded.copies
         if copies == 2 and not ulfm.in_force():
             notices.once(comm.rank, NO_BACKUP)
             copies = 1
@@ -250,7 +250,13 @@ def _backend(options: Options, topology: Topology, device: Host) -> AllReduce:
         with own_gpu(device):
             if (backend := connected_nccl(given, topology, options.compress)) is not None:
                 return backend
-    return backend_for(given, topology, options.update, options.compress, exact=options.exact)
+    return backend_for(
+        given,
+        topology,
+        options.update_name,
+        options.compress,
+        exact=options.exact is not None,
+    )
 
 
 def warn_of_threads(topology: Topology) -> None:

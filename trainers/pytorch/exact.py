@@ -1,4 +1,4 @@
-"""MirroredOptimizer(exact=True): the gradients of each micro-batch are one term of an exact sum.
+"""MirroredOptimizer(average=Exact()): the gradients of each micro-batch are one term of an exact sum.
 
 Micro-batch m of a step has the same rows on any number of ranks. The rank that has it computes its gradients alone,
 with the buffers of the step's start and with random numbers that follow from m. All terms of all ranks are then summed
@@ -18,7 +18,6 @@ from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
 from allreduce.transport.control import agree, combine, on_all_ranks
 from trainers.arguments import is_integer
-from trainers.backends import MICRO_BATCH
 from trainers.checks import GradientCheck, changed_alone
 from trainers.data import keeping_generators, micro_batches_of, seed_generators, seed_of
 from trainers.pytorch.buckets import Bucket, DenseBucket, Gradient, GradientError, changed
@@ -26,12 +25,12 @@ from trainers.replicas.pytorch.replica import Buffers, batch_norms, running_stat
 from trainers.replicas.pytorch.tensors import as_array, host_view
 
 OUTSIDE = (
-    "exact=True: backward outside of a micro-batch; call it in `for rows in optimizer.micro_batches(len(x))`, which "
+    "Exact: backward outside of a micro-batch; call it in `for rows in optimizer.micro_batches(len(x))`, which "
     "divides a batch among the ranks"
 )
-NOT_BEGUN = "exact=True: there are no gradients: run `for rows in optimizer.micro_batches(len(x))` before each step"
+NOT_BEGUN = "Exact: there are no gradients: run `for rows in optimizer.micro_batches(len(x))` before each step"
 LEFT = (
-    "exact=True: the loop over micro_batches() did not end before the next call (an exception, break, or step() or "
+    "Exact: the loop over micro_batches() did not end before the next call (an exception, break, or step() or "
     "zero_grad() inside of the loop), so this batch has no average; all ranks may go on with the next one"
 )
 
@@ -52,9 +51,9 @@ class MicroBatches:
         gradients: Sequence[Gradient],
         flats: dict[str, Tensor],
         backend: AllReduce,
-        size: int | None,
+        size: int,
     ) -> None:
-        self._module, self._gradients, self._flats, self._size = module, gradients, flats, size or MICRO_BATCH
+        self._module, self._gradients, self._flats, self._size = module, gradients, flats, size
         self._backend: Any = backend
         self._buffers, self._checked = Buffers(module), False
         self._memory: list[dict[str, Tensor]] = []  # for the gradients of a micro-batch each

@@ -1,4 +1,4 @@
-"""MirroredOptimizer(sync_every=H): inner steps of the plain optimizer, and rounds that average the parameters."""
+"""MirroredOptimizer(average=LocalSGD(H)): inner steps of the plain optimizer, and rounds of averages."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -57,6 +57,8 @@ class LocalSteps(TorchOwners):
         self.taken = 0
         self.rows: float | None = None
         self._compared = 0.0  # mean inner steps of the ranks at the last comparison
+        local = options.local
+        assert local is not None
         length = sum(each.numel() for each in trained.values())
         wide = any(each.dtype == torch.float64 for each in trained.values())
         delta = allocate_flat(backend, length, "float64" if wide else "float32", self.reducer.device)
@@ -65,7 +67,7 @@ class LocalSteps(TorchOwners):
             parts.append(Part(name, start, tuple(each.shape)))
             start += each.numel()
         backend.describe(delta.array, parts)
-        momentum = torch.zeros_like(delta.tensor) if options.local.outer.momentum else None
+        momentum = torch.zeros_like(delta.tensor) if local.outer_sgd.momentum else None
         memory = Memory(torch.zeros_like(delta.tensor), momentum, delta.tensor)
         self._spans = {part.name: slice(part.start, part.stop) for part in parts}
         # the elements of a dense tensor in the order of its memory, without a copy
@@ -73,7 +75,7 @@ class LocalSteps(TorchOwners):
         self._addresses = [each.data_ptr() for each in flat]
         self._backend, self._delta, self._sent = backend, delta.array, 0
         self._futures: list[Future] = []  # of averages that have not been counted in the reducer's clock
-        self.rounds = Rounds(options.local, self.reducer.comm, flat, memory, self._average, self._submit)
+        self.rounds = Rounds(local, self.reducer.comm, flat, memory, self._average, self._submit)
         if isinstance(before, LocalSteps):
             self.rounds.load(before.rounds.memory.momentum, before.rounds.done)
             self.taken = before.taken
@@ -125,7 +127,7 @@ class LocalSteps(TorchOwners):
             self.buffers.restore()
         self.taken += taken
         weight, self.rows = 1.0 if self.rows is None else self.rows, None
-        if self.rounds.left <= 1 + self.options.local.fragment_sync_delay:
+        if self.rounds.left <= 1 + self.rounds.options.delay:
             self._check_memory()
         self.rounds.count_step(weight if taken else 0.0)
         if self.rounds.due:

@@ -66,7 +66,7 @@ class MirroredOptimizer(Optimizer):
 
     @with_options(Options)
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
-        self.optimizer, self.model, self.update = optimizer, model, options.update
+        self.optimizer, self.model, self.update = optimizer, model, options.update_name
         self._parts = Assembly(optimizer, model, options)
         weakref.finalize(self, self._parts.dropped).atexit = False
         # creates the hooks of torch.optim.Optimizer; all other attributes are the wrapped optimizer's
@@ -113,7 +113,7 @@ class MirroredOptimizer(Optimizer):
 
         Call it before clipping if a rank may not have called backward, and always with update="sharded".
 
-        With sync_every: end the round, so that all ranks have the averaged parameters; `.grad` stays this rank's.
+        With LocalSGD: end the round, so that all ranks have the averaged parameters; `.grad` stays this rank's.
         """
         with self._parts.usable():
             self._parts.owners.synchronize()
@@ -125,7 +125,7 @@ class MirroredOptimizer(Optimizer):
         it between backward and step(), instead of `torch.nn.utils.clip_grad_norm_`. With update="sharded" it needs no
         `synchronize()`: a rank adds up the squares of its slices, and a message of 8 bytes a rank adds up those of all.
 
-        With sync_every: it scales this rank's own gradients. Raises OptionError for a `max_norm` that is not > 0.
+        With LocalSGD: it scales this rank's own gradients. Raises OptionError for a `max_norm` that is not > 0.
         """
         if not (is_number(max_norm) or max_norm == float("inf")) or max_norm <= 0:
             raise OptionError(f"max_norm must be a number > 0, got {max_norm!r}")
@@ -133,7 +133,7 @@ class MirroredOptimizer(Optimizer):
             return self._parts.owners.clip(max_norm)
 
     def micro_batches(self, rows: int, mine: Sequence[int] | None = None, seed: int | None = None) -> Iterator[slice]:
-        """Yield the rows of each micro-batch of this rank; then average the gradients. For exact=True. Collective.
+        """Yield the rows of each micro-batch of this rank; then average the gradients. For Exact. Collective.
 
         With a whole batch, the same on all ranks, in x and y: `for rows in optimizer.micro_batches(len(x)):
         loss(model(x[rows]), y[rows]).backward()`, then `optimizer.step()`. The loss is the mean over these rows.
@@ -154,7 +154,7 @@ class MirroredOptimizer(Optimizer):
         """
         micro_batches, reducer = self._parts.reducer.micro_batches, self._parts.reducer
         if micro_batches is None:
-            raise OptionError("micro_batches() needs MirroredOptimizer(..., exact=True)")
+            raise OptionError("micro_batches() needs MirroredOptimizer(..., average=Exact())")
         with self._parts.usable():
             reducer.forget(release=True)
             seed = self._parts.owners.all_steps if seed is None else seed
@@ -163,7 +163,7 @@ class MirroredOptimizer(Optimizer):
 
     def _refuse_if_exact(self, call: str) -> None:
         if self._parts.options.exact:
-            raise OptionError(f"exact=True excludes {call}")
+            raise OptionError(f"Exact excludes {call}")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -189,7 +189,7 @@ class MirroredOptimizer(Optimizer):
         accumulation it is the number of rows of all parts. Any weight is allowed; 0 takes part and counts nothing. For
         a loss that weighs or ignores rows give the weight that it has counted: `rows((y != -100).sum().item())`.
         Costs one small message in the background; with equal numbers the result has the same bits as without this call.
-        An error in the numbers is raised by all ranks when they average. With sync_every it is the weight of this step
+        An error in the numbers is raised by all ranks when they average. With LocalSGD it is the weight of this step
         in the round, and the call is local; make it on all ranks or on none.
         """
         self._refuse_if_exact("rows(): micro_batches() weights each micro-batch by its rows")
@@ -247,8 +247,8 @@ class MirroredOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of the plain optimizer, equal on all ranks. Collective when sharded.
 
-        With sync_every it is collective, ends the round, and is this rank's own, since the inner optimizer's state
-        differs between ranks. It also has the outer momentum, with exact=True the number of steps, the default seed of
+        With LocalSGD it is collective, ends the round, and is this rank's own, since the inner optimizer's state
+        differs between ranks. It also has the outer momentum, with Exact the number of steps, the default seed of
         `micro_batches`; the plain optimizer loads it too.
         """
         owners = self._parts.owners
@@ -279,7 +279,7 @@ class MirroredOptimizer(Optimizer):
         Load the model before it is passed to MirroredOptimizer, or inside of `editing()`. Create schedulers first,
         because their constructors set the learning rate; then load the optimizer, then the schedulers.
 
-        state_dict: may be None on other ranks than 0, so that only one needs to read the file. With sync_every a rank
+        state_dict: may be None on other ranks than 0, so that only one needs to read the file. With LocalSGD a rank
             that passes its own `state_dict` loads that one; the outer momentum is rank 0's.
         """
         with self._parts.usable():
@@ -303,7 +303,7 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def steps(self) -> int:
-        """The number of steps that this optimizer has done, the same on all ranks; this rank's own with sync_every."""
+        """The number of steps that this optimizer has done, the same on all ranks; this rank's own with LocalSGD."""
         return self._parts.owners.steps
 
     @property

@@ -25,12 +25,12 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
 from trainers import checks
 from trainers.arguments import POSITIVE, is_integer, known_only, name_error
-from trainers.backends import UPDATES, compress_error, exact_error
+from trainers.backends import compress_error, exact_error
 from trainers.checks import MAJORITY
-from trainers.local_sgd.outer import LocalOptions, OuterSGD
+from trainers.options.average import REPLICATED, SHARDED, Average, Exact, LocalSGD, Sharded, choice_error, sharded_of
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
-from trainers.replicas.pytorch.division import AUTO, SHARDS, division_of
+from trainers.replicas.pytorch.division import division_of
 from trainers.replicas.pytorch.replica import NO_MOMENTUM, batch_norms
 from trainers.replicas.pytorch.tensors import DTYPES, is_dense
 from trainers.state import backup
@@ -45,27 +45,28 @@ GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so its b
 class Options:
     """allreduce: a backend's name, or a backend, which the caller closes.
     topology: the ranks. By default those of a given backend, or all of MPI.COMM_WORLD.
-    update: "replicated": every rank updates all parameters. "sharded": every rank updates its own part, which divides
-        the update's time and the optimizer's memory by the number of ranks.
-    shard: with update="sharded". "elements": a rank updates an equal slice, which may end inside of a tensor; for
-        optimizers that update each element independently of the others. "tensors": a rank updates whole tensors, for
-        optimizers that update each tensor independently of the others (Muon). Its share is then at most 1.2 times the
-        mean, or the largest tensor, unless there are very few tensors. "auto": elements for the classes in
-        trainers.pytorch.ELEMENTWISE, tensors for those in TENSORWISE, and for other classes if a trial on small tensors
-        shows that they treat tensors one by one. By elements, SGD, Adam and AdamW use PyTorch's fused implementation,
-        whose last bits may differ, unless they were made with fused= or foreach=. A trial on a few elements tests it
-        for each dtype and the optimizer's options (PyTorch 2.13's fused SGD does not update 16-bit parameters). If the
-        trial fails, fused=True is replaced in `param_groups`, with a warning.
+    update: "replicated": every rank updates all parameters. "sharded", or a Sharded: every rank updates its own part,
+        which divides the update's time and the optimizer's memory by the number of ranks. Sharded(copies=2) needs ULFM
+        (mpirun --with-ft ulfm). Edits of parameters outside of `editing` and `load_state_dict` (call it after the
+        model's) are backed up with the next step.
+    average: None: the gradients of all ranks in every step. Exact(): each step computes its gradients inside of
+        `micro_batches`, which divides the rows of a batch among the ranks. On the CPU, without sparse gradients,
+        compress, `rows`, `join` and closures. Running statistics of batch norm are averaged too. The sharded update
+        does not select PyTorch's fused implementation.
+        LocalSGD(H): gradients are not averaged: every rank takes H steps of its own, without messages; the H-th `step`
+        averages the changes of the ranks' parameters. Ranks may pass different H: an average is weighted by the steps
+        that each rank has taken (or by `rows`), but all ranks must have the same number of rounds; `join()` allows for
+        different ones. In between, parameters differ: call `synchronize()`, which ends the round early, before you
+        evaluate or save the model; `state_dict`, `editing` and `close` do so too. Each rank saves its own `state_dict`,
+        which also holds the outer momentum. A step is collective only at the end of a round; then the ranks compare the
+        averaged parameters (check_every), and raise errors of any rank (check_gradients; "skip": a rank leaves out its
+        own step). A closure's loss is this rank's. After a failure the remaining ranks go back to the last average,
+        with rank 0's inner state. On the CPU, with update="replicated". `steps` counts this rank's.
     compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", or an object of
         options (see allreduce.create). Parameters and sparse gradients are not compressed. The values that a rank has
         not sent (its error feedback) are added to its next gradients. They differ between ranks, so state_dict() lacks
         them: each rank may save `optimizer.compression_state()`, and load it by `load_compression_state`. After a
         failure the remaining ranks keep theirs. Use it for networks between nodes.
-    copies: 2, with update="sharded" and ULFM (mpirun --with-ft ulfm): after each step another rank, on another node
-        if there is one, gets a backup of this rank's slice of parameters and state. After a failure the remaining ranks
-        have the complete state of the last finished step, unless a rank and the rank with its backup fail together.
-        Each rank needs memory for four more slices. Edits of parameters outside of `editing` and `load_state_dict`
-        (call it after the model's) are backed up with the next step.
     overlap: True: a thread reduces buckets of gradients during backward. False: all are reduced when backward ends.
         "auto": True on several nodes, on one node that has two cores for each rank, and on GPUs.
     bucket_mb, first_bucket_mb: with overlap, the minimum size of a bucket, and of the first bucket, in MiB.
@@ -80,40 +81,15 @@ class Options:
         compress="float16"). "skip": no rank takes that step (a step with a closure raises), and the model's buffers
         (running statistics of batch norm, say) get their values from before the step. Costs one reading of the
         gradients, a small message, and with "skip" a copy of the buffers.
-    exact: True: the bits of the training depend on nothing but the data and the arguments: equal on 1, 2, 3 ... ranks,
-        with every backend, for either `update`. Each step computes its gradients inside of `micro_batches`, which
-        divides the rows of a batch among the ranks; their sum is exact
-        (allreduce.algorithms.compressed.exact). The processors and the number of threads must compute alike. Memory:
-        the gradients of each micro-batch of a rank, and 8 bytes an element. On the CPU, without sparse gradients,
-        compress, sync_every, `rows`, `join` and closures. Running statistics of batch norm are averaged too. The
-        sharded update does not select PyTorch's fused implementation.
-    micro_batch: rows of a micro-batch, with exact=True; by default 8. It decides the bits.
-    sync_every: H: local SGD (Stich 2019), for slow networks. Gradients are not averaged: every rank takes H steps of
-        its own, without messages; the H-th `step` averages the changes of the ranks' parameters. Ranks may pass
-        different H: an average is weighted by the steps that each rank has taken (or by `rows`), but all ranks must
-        have the same number of rounds; `join()` allows for different ones. In between, parameters differ: call
-        `synchronize()`, which ends the round early, before you evaluate or save the model; `state_dict`, `editing` and
-        `close` do so too. The inner optimizer's state stays on each rank, as in DiLoCo, so each rank saves its own
-        `state_dict`, which also holds the outer momentum. A step is collective only at the end of a round; then the
-        ranks compare the averaged parameters (check_every), and raise errors of any rank (check_gradients; "skip": a
-        rank leaves out its own step). A closure's loss is this rank's. After a failure the remaining ranks go back to
-        the last average, with rank 0's inner state. On the CPU, with update="replicated". `steps` counts this rank's.
-    outer_optimizer: with sync_every: "average": parameters become the ranks' mean. "diloco": Nesterov's momentum 0.9,
-        learning rate 0.7, on the averaged change (Douillard et al. 2023). Or an OuterSGD.
-    fragments, fragment_sync_delay, fragment_update_alpha: with sync_every: average `fragments` slices of the parameters
-        one after the other within H steps; begin each average `fragment_sync_delay` steps before it is applied, in a
-        thread; then parameters = alpha * own + (1 - alpha) * averaged (Streaming DiLoCo, Douillard et al. 2025; the
-        names are torchft's). A fragment's delay is less than sync_every / fragments.
     trace: a file for Perfetto, written by `close`: compute, buckets, waits and updates of all ranks; or a Trace.
     """
 
     allreduce: str | AllReduce | Config = "auto"
     _: KW_ONLY
     topology: Topology | None = field(default=None, metadata={"compared": False})
-    update: str = "replicated"
-    shard: str = AUTO
+    update: str | Sharded = "replicated"
+    average: Average | None = None
     compress: Given = None  # checked by the backend
-    copies: int = 1
     overlap: bool | str = "auto"
     bucket_mb: float = 25.0
     first_bucket_mb: float = 1.0
@@ -121,32 +97,35 @@ class Options:
     on_divergence: str = "raise"
     source: str | int = MAJORITY
     check_gradients: str | None = None
-    exact: bool = False
-    micro_batch: int | None = None
-    sync_every: int | None = field(default=None, metadata={"compared": False})
-    outer_optimizer: str | OuterSGD = "average"
-    fragments: int = 1
-    fragment_sync_delay: int = 0
-    fragment_update_alpha: float = 0.0
     trace: str | os.PathLike[str] | Trace | None = field(default=None, metadata={"compared": False})
 
     @property
-    def local(self) -> LocalOptions:
-        """The options of local SGD."""
-        return LocalOptions(
-            self.sync_every,
-            self.outer_optimizer,
-            self.fragments,
-            self.fragment_sync_delay,
-            self.fragment_update_alpha,
-        )
+    def sharded(self) -> Sharded | None:
+        """The options of a sharded update; None for a replicated one."""
+        return sharded_of(self.update)
+
+    @property
+    def update_name(self) -> str:
+        """Either "replicated" or "sharded"."""
+        return SHARDED if self.sharded else REPLICATED
+
+    @property
+    def exact(self) -> Exact | None:
+        """The options of exact sums; None if gradients are not summed exactly."""
+        return self.average if isinstance(self.average, Exact) else None
+
+    @property
+    def local(self) -> LocalSGD | None:
+        """The options of local SGD; None if gradients are averaged in every step."""
+        return self.average if isinstance(self.average, LocalSGD) else None
 
     def __str__(self) -> str:
         """The options that must be alike on the ranks."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("compared", True)}
         values |= {name: float(values[name]) for name in ("bucket_mb", "first_bucket_mb")}
         values["allreduce"] = getattr(self.allreduce, "name", self.allreduce)
-        traced = ", sync_every=..." * self.local.asked + ", trace=..." * (self.trace is not None)
+        values["average"] = str(self.average)
+        traced = ", trace=..." * (self.trace is not None)
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
 
     def errors(self, ranks: int) -> Iterator[OptionError]:
@@ -157,17 +136,13 @@ class Options:
             yield OptionError(f"{self.allreduce!r} {text}")
         if twice := compress_error(self.allreduce, self.compress):
             yield twice
-        if wrong := self.local.error():
-            yield OptionError(wrong)
-        yield from self._update_errors()
-        if refused := backup.copies_error(self.copies, ranks, goes_on=False):
+        if self.sharded and (refused := backup.copies_error(self.sharded.copies, ranks, goes_on=False)):
             yield OptionError(str(refused))
         if wrong := checks.options_error(1, self.on_divergence, self.source, ranks):
             yield OptionError(wrong)
 
     def _value_errors(self) -> Iterator[str]:
-        yield name_error("update", self.update, UPDATES)
-        yield name_error("shard", self.shard, SHARDS)
+        yield choice_error(self.update, self.average)
         if self.overlap not in (True, False, "auto"):
             yield f'overlap={self.overlap!r} is unknown; use True, False or "auto"'
         for name in ("bucket_mb", "first_bucket_mb"):
@@ -175,18 +150,6 @@ class Options:
         if not is_integer(self.check_every, 0):
             yield f"check_every must be an integer >= 0 (0: never), got {self.check_every!r}"
         yield name_error("check_gradients", self.check_gradients, checks.ANSWERS, optional=True)
-
-    def _update_errors(self) -> Iterator[OptionError]:
-        sharded = self.update == "sharded"
-        if self.local.asked and sharded:
-            yield OptionError(
-                f'sync_every={self.sync_every} with update="sharded": ranks that train on their own need all '
-                'parameters and the whole optimizer; use update="replicated"'
-            )
-        if not sharded and self.shard != AUTO:
-            yield OptionError(f'shard="{self.shard}" needs update="sharded"; give it, or leave out shard')
-        if not sharded and self.copies == 2:
-            yield OptionError(f'copies=2: with update="{self.update}" all ranks have the whole state; leave out copies')
 
     def for_survivors(self, ranks: int, source: str | int) -> "Options":
         """Return the options with which the optimizer is created again on `ranks` ranks after a failure."""
@@ -197,8 +160,8 @@ class Options:
                     f"{given!r} was not made by allreduce.create(), so it can't be made again without the failed rank"
                 )
             given = given.config
-        copies = self.copies if ranks > 1 else 1
-        return replace(self, allreduce=given, topology=None, trace=None, source=source, copies=copies)
+        update = replace(self.sharded, copies=1) if self.sharded and ranks == 1 else self.update
+        return replace(self, allreduce=given, topology=None, trace=None, source=source, update=update)
 
 
 GivenT = ParamSpec("GivenT")
@@ -329,42 +292,41 @@ def _errors_of_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceE
         yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it too; close() that one")
 
 
-def _local_errors(trained: dict[str, Parameter], local: LocalOptions, overlap: bool | str) -> Iterator[OptionError]:
-    if local.fragment_sync_delay and overlap is False:
+def _local_errors(trained: dict[str, Parameter], local: LocalSGD, overlap: bool | str) -> Iterator[OptionError]:
+    if local.delay and overlap is False:
         yield OptionError(
-            f"fragment_sync_delay={local.fragment_sync_delay} averages during the next steps, in a thread, which "
+            f"delay={local.delay} of LocalSGD averages during the next steps, in a thread, which "
             "overlap=False forbids; leave out one of them"
         )
     if wrong := local.length_error(sum(each.numel() for each in trained.values())):
         yield OptionError(wrong)
     for name, each in trained.items():
         if each.device.type != "cpu":
-            yield OptionError(f"sync_every averages parameters on the CPU, and {name} is on {each.device}")
+            yield OptionError(f"LocalSGD averages parameters on the CPU, and {name} is on {each.device}")
         if not is_dense(each):
-            yield OptionError(f"sync_every: {name} has strides {each.stride()}, with gaps or overlaps in its memory")
+            yield OptionError(f"LocalSGD: {name} has strides {each.stride()}, with gaps or overlaps in its memory")
 
 
 def _exact_errors(
     trained: dict[str, Parameter], sparse: set[int], model: Module, options: Options
 ) -> Iterator[OptionError]:
-    given = options.micro_batch, options.local.asked, options.allreduce, options.compress
-    if wrong := exact_error(options.exact, *given):
-        yield OptionError(wrong)
     if not options.exact:
         return
+    if wrong := exact_error(options.allreduce, options.compress):
+        yield OptionError(wrong)
     if any(each.momentum is None for each in batch_norms(model)):
         yield OptionError(NO_MOMENTUM)
     for name, each in trained.items():
         if each.device.type != "cpu":
-            yield OptionError(f"exact=True trains on the CPU, and {name} is on {each.device}")
+            yield OptionError(f"Exact trains on the CPU, and {name} is on {each.device}")
         if id(each) in sparse:
-            yield OptionError(f"exact=True: {name} has sparse gradients, which are not exact; use sparse=False")
+            yield OptionError(f"Exact: {name} has sparse gradients, which are not exact; use sparse=False")
 
 
 def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Iterator[OptionError]:
     sparse = sparse_parameters(optimizer, model)
     trained = split_frozen(optimizer, model)[0]
-    if options.local.asked:
+    if options.local:
         yield from _local_errors(trained, options.local, options.overlap)
     yield from _exact_errors(trained, sparse, model, options)
     dense = [name for name, each in trained.items() if id(each) not in sparse]
@@ -374,9 +336,9 @@ def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Ite
             f"SparseAdam needs sparse gradients, and {dense[0]} gets dense ones: only nn.Embedding(sparse=True) keeps "
             "sparse ones; use Adam, or give dense and sparse parameters an optimizer, and a MirroredOptimizer, each"
         )
-    if dense and options.update == "sharded" and (reason := division_of(optimizer, options.shard)[1]):
+    if dense and options.sharded and (reason := division_of(optimizer, options.sharded.shard)[1]):
         yield OptionError(reason)
-    if dense and rest and options.copies == 2:
+    if dense and rest and options.sharded and options.sharded.copies == 2:
         yield OptionError(
             f"copies=2: {rest[0]} has sparse gradients, so every rank updates it completely after the slices; after a "
             "failure it may be a step ahead of the slices. Leave out copies, or make it with sparse=False"

@@ -77,7 +77,7 @@ class Kernels:
 class Kept:
     """The facts that owners keep when others replace them after a failure.
 
-    skipped: the number of steps that were left out. earlier: with exact=True, the steps in a loaded state_dict, less
+    skipped: the number of steps that were left out. earlier: with Exact, the steps in a loaded state_dict, less
     this optimizer's own before it. lost: parts of the state could not be recovered. recovered: during a recovery, the
     complete state of all ranks.
     """
@@ -323,7 +323,7 @@ class TorchOwners(Owners):
 
     def report(self, backend: str) -> Report:
         """Return the cost of averaging so far. Local."""
-        return self.reducer.report(backend, self.options.update)
+        return self.reducer.report(backend, self.options.update_name)
 
     def end_round(self) -> None:
         """End a round of local SGD. Collective."""

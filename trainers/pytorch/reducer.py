@@ -77,13 +77,13 @@ class Reducer:
         gradients. Each has a bucket of its own, after the dense ones; all ranks get its averages (never SCATTERED).
     options: of the MirroredOptimizer. update="sharded": reduce_scatter instead of all_reduce: each rank gets the
         averages of the part of each bucket that it owns (SCATTERED), not of the whole bucket (AVERAGED).
-        With sync_every no gradients are averaged: there are no buckets and no hooks.
+        With LocalSGD no gradients are averaged: there are no buckets and no hooks.
     backend: allocates the buffers and reduces them. comm: used in the queue only.
     queue: runs the reductions, in one order on all ranks. during: whether it does so during backward.
     group, number: the optimizers on these ranks, and the number of this one. model: of the parameters.
     tensors: with update="sharded", whether a rank updates whole tensors, not slices.
 
-    micro_batches: the terms of a step with exact=True, else None.
+    micro_batches: the terms of a step with Exact, else None.
     state: LOCAL: this rank's gradients may not be averaged yet. SCATTERED: averages in this rank's part of each bucket,
         meaningless values elsewhere. AVERAGED: averages everywhere. While SCATTERED, read only the slices
         `bucket.owned` of dense buckets; `.grad` of a sparse parameter is averaged whole.
@@ -106,11 +106,11 @@ class Reducer:
         self._queue, self.during, self.comm, self.group, self.number = queue, during, comm, group, number
         self.device, self.guard = devices.device_of(trained.values()), partial(surviving, group)
         self.ranks, self._same_data = comm.size, SameData(backend)  # also known after close()
-        averaged = {} if options.local.asked else trained
+        averaged = {} if options.local else trained
         dense = [(name, each) for name, each in averaged.items() if id(each) not in sparse]
         rows = [(name, each) for name, each in averaged.items() if id(each) in sparse]
         self.parameters = [each for _, each in dense]
-        scatter = options.update == "sharded" and bool(dense)
+        scatter = options.sharded is not None and bool(dense)
         limits = (options.first_bucket_mb * MIB, options.bucket_mb * MIB) if during else (math.inf, math.inf)
         sizes = [(each.numel(), DTYPES[each.dtype], each.element_size()) for each in self.parameters]
         self.plan, lengths = plan_buckets(sizes, *limits)
@@ -128,7 +128,7 @@ class Reducer:
         ]
         self.micro_batches: MicroBatches | None = None
         if options.exact:
-            self.micro_batches = MicroBatches(model, self.gradients, self.flats, backend, options.micro_batch)
+            self.micro_batches = MicroBatches(model, self.gradients, self.flats, backend, options.exact.micro_batch)
             self.dense: list[DenseBucket] = [ExactBucket(*part, micro_batches=self.micro_batches) for part in parts]
         else:
             self.dense = [DenseBucket(*part) for part in parts]

@@ -97,8 +97,8 @@ class Report:
     exposed: the part during which this rank only waited.
     waiting: the time until the other ranks began the same call. It comes from the ranks' different speeds, and is not
         counted in `communication`.
-    bytes: the total size of the dense gradients that were averaged; with sync_every, of the parameters' changes.
-    buckets: the size of each bucket of dense gradients (with sync_every, of each fragment) in bytes, in the order in
+    bytes: the total size of the dense gradients that were averaged; with LocalSGD, of the parameters' changes.
+    buckets: the size of each bucket of dense gradients (with LocalSGD, of each fragment) in bytes, in the order in
         which they are reduced.
     """
 

@@ -124,7 +124,7 @@ class ShardedOptimizer(TorchOwners):
         plain = not any(group.get(key) for key in ("differentiable", "capturable"))
         numbers = not any(isinstance(value, Tensor) for key, value in group.items() if key != "params")
         on_host = self.reducer.device.kind == "cpu"  # on a GPU fused updates have other states
-        # exact=True, or whole tensors: the bits of the replicated update
+        # Exact, or whole tensors: the bits of the replicated update
         free &= self.reducer.micro_batches is None and not self._tensors
         if not (type(self.plain) in fused.KINDS and free and plain and numbers and on_host):
             return {}

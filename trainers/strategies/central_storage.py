@@ -18,6 +18,7 @@ from allreduce.transport.control import root_value, together
 from trainers.arguments import is_integer, name_error
 from trainers.errors import ArgumentError
 from trainers.group import broadcast_arrays
+from trainers.options.average import Sharded
 from trainers.replica import Replica
 from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.central import Central
@@ -36,7 +37,8 @@ class CentralStorage(Mirrored):
     """
 
     def __init__(self, replica: Replica, name: str, storage: int, device: str | None, copies: int) -> None:
-        super().__init__(replica, name, None, None, "sharded", copies=copies)
+        super().__init__(replica, name, None, None, Sharded())
+        self._copies = copies
         self.storage, self._device = storage, device
 
     def describe(self) -> str:

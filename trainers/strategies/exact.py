@@ -1,4 +1,4 @@
-"""The strategy of MirroredTrainer(exact=True): the bits of a training depend on nothing but its data and arguments.
+"""The strategy of MirroredTrainer(average=Exact()): bits depend on nothing but the data and the arguments.
 
 Every batch is divided into micro-batches of `micro_batch` rows, the last one perhaps shorter. Micro-batch m of a batch
 has the same rows on any number of ranks, and the rank that has it computes its gradients alone: with the parameters,
@@ -17,14 +17,14 @@ import numpy as np
 
 from allreduce.backend import AllReduce, Config
 from allreduce.topology import Topology
-from trainers.backends import MICRO_BATCH, backend_for, exact_error
+from trainers.backends import backend_for, exact_error
 from trainers.checks import changed_alone
 from trainers.data import Batch, BatchSource, Data, row_count
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
+from trainers.options.average import Exact
 from trainers.replica import gradients_of
 from trainers.strategies.interface import Strategy
-from trainers.strategies.local_sgd import LocalOptions
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.rule import WEIGHT, StepOptions, mean_weight
 from trainers.strategies.step import ReducedStep
@@ -128,27 +128,24 @@ class ExactMirrored(Mirrored):
 
     micro_batch: int
 
-    def __init__(self, *given: Any, exact: bool, local: LocalOptions, micro_batch: int | None) -> None:
+    def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._exact, self._local = exact, local
-        self.micro_batch = MICRO_BATCH if micro_batch is None else micro_batch
+        assert isinstance(self._averaging, Exact)
+        self.micro_batch = self._averaging.micro_batch
 
     # Construction
-
-    def describe(self) -> str:
-        return f"{super().describe()[:-1]}, exact=True, micro_batch={self.micro_batch!r})"
 
     def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
         if error := super().argument_error(ranks, goes_on):
             return error
-        local, replica = self._local != LocalOptions(), self.replica
-        if wrong := exact_error(self._exact, self.micro_batch, local, self._given, self._compress):
+        replica = self.replica
+        if wrong := exact_error(self._given, self._compress):
             return ArgumentError(wrong)
         kind = type(replica).__name__
         if replica.tables:
-            return ArgumentError(f"exact=True: the tables of this {kind} have sparse gradients, which are not exact")
+            return ArgumentError(f"Exact: the tables of this {kind} have sparse gradients, which are not exact")
         if replica.device != "cpu":
-            return ArgumentError(f"exact=True trains on the CPU, and this {kind} is on {replica.device!r}")
+            return ArgumentError(f"Exact trains on the CPU, and this {kind} is on {replica.device!r}")
         return None
 
     def connect(self, group: RankGroup) -> None:
@@ -162,12 +159,12 @@ class ExactMirrored(Mirrored):
 
     def fit_error(self, options: StepOptions | None, rows: str | None) -> str:
         if rows == "divided":
-            text = "exact=True divides every batch into micro-batches, which must not depend on the ranks"
+            text = "Exact divides every batch into micro-batches, which must not depend on the ranks"
             return f'{text}: use rows="whole", or leave it out'
         if options is not None and options.accumulate > 1:
             return (
-                f"Accumulate({options.accumulate}) with exact=True, which computes batches in micro-batches already: "
-                "give micro_batch to the trainer, and leave out Accumulate"
+                f"Accumulate({options.accumulate}) with Exact, which computes batches in micro-batches already: "
+                "give Exact another micro_batch, and leave out Accumulate"
             )
         return ""
 

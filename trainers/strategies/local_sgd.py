@@ -1,4 +1,4 @@
-"""The strategy of MirroredTrainer(sync_every=H): ranks train on their own, and average their changes after H steps.
+"""The strategy of MirroredTrainer(average=LocalSGD(H)): ranks train on their own for H steps, then average.
 
 `trainers.local_sgd` has the arithmetic, and names the papers. Between two averages a rank updates its replica with the
 mean gradient over its own rows of each global batch. All ranks take the same steps, except that a rank without rows in
@@ -24,8 +24,8 @@ from allreduce.transport.control import all_values, combine, together
 from trainers.backends import allocate_own
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.local_sgd.outer import LocalOptions
 from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit
+from trainers.options.average import LocalSGD
 from trainers.replica import check_divisible, copied
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
 from trainers.state.owners import INNER
@@ -71,17 +71,18 @@ class LocalOwners(StepOwners):
         self._rounds.restart()
 
 
-class LocalSGD(Mirrored):
+class LocalMirrored(Mirrored):
     """Local SGD; see MirroredTrainer for the arguments, and the module's docstring.
 
-    given: the arguments of Mirrored. local: the options sync_every, outer_optimizer, fragment...
+    given: the arguments of Mirrored.
     """
 
     mirrors = "epoch"
 
-    def __init__(self, *given: Any, local: LocalOptions) -> None:
+    def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.local = local
+        assert isinstance(self._averaging, LocalSGD)
+        self.local = self._averaging
         self._rounds: Rounds | None = None
         self._queue: Queue | None = None  # of averages that overlap with inner steps
         self._meter: RoundMeter | None = None
@@ -95,24 +96,16 @@ class LocalSGD(Mirrored):
 
     # Construction
 
-    def describe(self) -> str:
-        return f"{super().describe()[:-1]}, sync_every={self.local.sync_every!r}, {self.local})"
-
     def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
         if error := super().argument_error(ranks, goes_on):
             return error
         replica, local = self.replica, self.local
-        if wrong := local.error() or local.length_error(replica.gradient_length):
+        if wrong := local.length_error(replica.gradient_length):
             return ArgumentError(wrong)
-        if self._update_name != "replicated":
-            return ArgumentError(
-                f'sync_every={local.sync_every} with update="{self._update_name}": ranks that train on their own need '
-                'all parameters and the whole optimizer; use update="replicated"'
-            )
         if replica.tables:
             return ArgumentError(
-                f"sync_every={local.sync_every}: this {type(replica).__name__} has sparse gradients (of its "
-                f"{replica.tables[0].name}), which are averaged in every step; leave out sync_every, or use a dense "
+                f"LocalSGD: this {type(replica).__name__} has sparse gradients (of its "
+                f"{replica.tables[0].name}), which are averaged in every step; leave out LocalSGD, or use a dense "
                 "embedding"
             )
         return None
@@ -120,7 +113,7 @@ class LocalSGD(Mirrored):
     def fit_error(self, options: StepOptions | None, rows: str | None) -> str:
         if options is not None and options.ema is not None:
             return (
-                f"EMA({options.ema}) with sync_every={self.local.sync_every}: between two averages the ranks have "
+                f"EMA({options.ema}) with LocalSGD: between two averages the ranks have "
                 "different parameters; leave out one of them"
             )
         return ""
@@ -136,11 +129,11 @@ class LocalSGD(Mirrored):
         self._trained = replica.parameter_count
         dtype = "float64" if replica.gradient_dtype == "float64" else "float32"
         # Between an inner step and the next gradients the gradient buffer is free.
-        free = not local.fragment_sync_delay and replica.gradient_dtype == dtype
+        free = not local.delay and replica.gradient_dtype == dtype
         delta = self._gradients if free else self.core.allocate(length, dtype)
         self.core.describe(delta)
         start = delta.copy()
-        memory = Memory(start, start * 0 if local.outer.momentum else None, delta)
+        memory = Memory(start, start * 0 if local.outer_sgd.momentum else None, delta)
         self._messages = self.group.topology.private()
         self._rounds = Rounds(
             local, self._messages, [self._parameters], memory, self._average, self._submit(), length - self._trained
@@ -154,7 +147,7 @@ class LocalSGD(Mirrored):
     def _submit(self) -> Submit:
         """Return how averages run: at once, or in a thread if inner steps go on meanwhile. Collective."""
         self._queue = None
-        if not self.local.fragment_sync_delay:
+        if not self.local.delay:
             return Done
         worker, name = self.group.topology.service(Worker), f"averages of {self.name}"
         try:

@@ -12,10 +12,10 @@ from allreduce.backend import AllReduce, Config
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, together
-from trainers.arguments import name_error
-from trainers.backends import LOST_RESIDUALS, UPDATES, allocate_own, backend_for, bind_own, compress_error
+from trainers.backends import LOST_RESIDUALS, allocate_own, backend_for, bind_own, compress_error
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
+from trainers.options.average import AUTO, REPLICATED, SHARDED, Average, Sharded, choice_error, sharded_of
 from trainers.replica import Replica
 from trainers.replicas import malloc
 from trainers.state import backup
@@ -38,16 +38,19 @@ class Mirrored(Strategy):
         name: str,
         given: str | AllReduce | Config | None,
         topology: Topology | None,
-        update: str = "replicated",
+        update: str | Sharded = REPLICATED,
         compress: Given = None,
-        copies: int = 1,
+        average: Average | None = None,
     ) -> None:
         super().__init__(replica, name)
         self._given, self._topology = given, topology
-        self._update_name, self._compress, self._copies = update, compress, copies
+        self._update, self._compress, self._averaging = update, compress, average
+        sharded = sharded_of(update)
+        self._update_name = SHARDED if sharded else REPLICATED
+        self._copies = sharded.copies if sharded else 1
         self._config = given.config if isinstance(given, AllReduce) else given  # to create the backend again; or None
         self._owns_backend = not isinstance(given, AllReduce)
-        self.divides_state = update == "sharded"
+        self.divides_state = sharded is not None
         self.allreduce: AllReduce | None = None
         self._core: ReducedStep | None = None
         self._carried: dict[str, np.ndarray] = {}  # during a recovery: the backend's state on the old ranks
@@ -57,19 +60,19 @@ class Mirrored(Strategy):
     def describe(self) -> str:
         given = self._given
         name = given.name if isinstance(given, AllReduce | Config) else given
-        options = f"update={self._update_name!r}, compress={self._compress!r}, copies={self._copies!r}"
+        options = f"update={self._update!r}, compress={self._compress!r}, average={self._averaging!r}"
         return f"{self.name}({type(self.replica).__name__}, {name!r}, {options})"
 
     def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
-        given, update = self._given, self._update_name
+        given = self._given
         if error := replica_error(self.replica, self):
             return error
-        if text := name_error("update", update, UPDATES):
+        if text := choice_error(self._update, self._averaging):
             return ArgumentError(text)
         if isinstance(given, AllReduce) and self._topology not in (None, given.topology):
             return ArgumentError(f"{given!r} has a topology of its own; pass the backend's name, or no topology")
-        if update != "sharded" and self._copies == 2:
-            return ArgumentError(f'copies=2: with update="{update}" all ranks have the whole state; leave out copies')
+        if (sharded := sharded_of(self._update)) and sharded.shard != AUTO:
+            return ArgumentError(f"{sharded!r}: shard is of MirroredOptimizer; give it to the replica")
         twice = None if isinstance(given, Config) else compress_error(given, self._compress)
         return twice or backup.copies_error(self._copies, ranks.size, goes_on)
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from allreduce import Topology
 from tests.faults.moments.copies import Dying
 from tests.faults.moments.training import BATCH, Deaths, data
-from trainers import CentralStorageTrainer, MirroredTrainer
+from trainers import CentralStorageTrainer, MirroredTrainer, Sharded
 from trainers.replicas.pytorch import TorchReplica
 
 EPOCHS = 3
@@ -28,7 +28,7 @@ def trained(name: str, kind: Any, ranks: Topology, moment: tuple[str, int, int] 
     module = torch.nn.Sequential(norm, torch.nn.Linear(8, 3))
     replica = TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), 0.1, momentum=0.9))
     with kind(replica, topology=ranks, **options) as trainer:
-        twice = moment is not None and "copies" in options
+        twice = moment is not None and "update" in options
         callbacks = [Dying("update") if twice else Deaths(moment)]
         trainer.fit(*data(), EPOCHS, BATCH, callbacks=callbacks, progress=False)
         mean, batches = norm.running_mean.tolist(), int(norm.num_batches_tracked)
@@ -39,7 +39,7 @@ def trained(name: str, kind: Any, ranks: Topology, moment: tuple[str, int, int] 
 def main() -> None:
     with Topology.of_survivors() as ranks:
         moment = ("batch_begin", 1, 2) if ranks.rank == 1 else None
-        trained("sharded", MirroredTrainer, ranks, moment, update="sharded", copies=2, on_failure="continue")
+        trained("sharded", MirroredTrainer, ranks, moment, update=Sharded(copies=2), on_failure="continue")
     with Topology.of_survivors() as ranks:
         moment = ("batch_begin", 1, 2) if ranks.rank == 1 else None
         trained("mirrored", MirroredTrainer, ranks, moment, on_failure="continue")

@@ -17,7 +17,7 @@ from allreduce import Topology
 from allreduce.errors import RankLostError
 from tests.faults import points
 from tests.faults.moments.training import BATCH, EPOCHS, ROWS, data, network
-from trainers import EMA, CentralStorageTrainer, ClipNorm, MirroredTrainer, Schedule
+from trainers import EMA, CentralStorageTrainer, ClipNorm, MirroredTrainer, Schedule, Sharded
 from trainers.callbacks import Callback
 
 BATCHES = ROWS // BATCH
@@ -66,7 +66,7 @@ class Dying(Callback):
 def make(kind: str, ranks: Topology) -> MirroredTrainer:
     if kind == "central":
         return CentralStorageTrainer(network(0), ranks, copies=2, on_failure="continue")
-    return MirroredTrainer(network(0), kind, ranks, update="sharded", copies=2, on_failure="continue")
+    return MirroredTrainer(network(0), kind, ranks, update=Sharded(copies=2), on_failure="continue")
 
 
 def run(kind: str, nodes: int, moment: str, dying: list[int]) -> None:

@@ -16,7 +16,7 @@ from allreduce import Topology
 from allreduce.elastic import standby
 from tests.faults.moments.training import Deaths, trained
 from tests.faults.points import die
-from trainers import CentralStorageTrainer, Checkpoint
+from trainers import CentralStorageTrainer, Checkpoint, LocalSGD
 
 WORKING = 3
 
@@ -33,7 +33,7 @@ def main(kind: str, folder: str = "") -> None:
             "rows": "whole",
         }
     if kind == "local":
-        given = {"options": {"sync_every": 4, "outer_optimizer": "diloco"}, "rows": "whole"}
+        given = {"options": {"average": LocalSGD(4, outer="diloco")}, "rows": "whole"}
     pool = Topology()
     moments = {1: ("batch_begin", 1, 2), 0: ("epoch_end", 3, 0)}
     deaths = Deaths(moments.get(pool.rank))

@@ -26,6 +26,7 @@ from allreduce.errors import RankLostError
 from tests import launch
 from tests.faults import points
 from tests.faults.points import die
+from trainers import LocalSGD, Sharded
 from trainers.pytorch import MirroredOptimizer
 
 STEPS, ROWS = 8, 24
@@ -162,7 +163,7 @@ def twice(topology: allreduce.Topology) -> MirroredOptimizer:
     """Rank 1 dies after its own update; another rank has a backup of its slice. The loop is that of replicated
     optimizers."""
     model = network(5)
-    optimizer = MirroredOptimizer(plain(model), model, topology=topology, update="sharded", copies=2)
+    optimizer = MirroredOptimizer(plain(model), model, topology=topology, update=Sharded(copies=2))
     told = []
     while optimizer.steps < STEPS:
         if optimizer.steps == 5 and topology.rank == 1 and not told:
@@ -180,11 +181,9 @@ def twice(topology: allreduce.Topology) -> MirroredOptimizer:
 def local(topology: allreduce.Topology) -> None:
     """The last rank dies in a round, and then the next one, with an average under way: they cost a round at most."""
     optimizers: list[MirroredOptimizer] = []
-    for options in ({}, {"fragments": 2, "fragment_sync_delay": 1}):
+    for average in (LocalSGD(4, outer="diloco"), LocalSGD(4, outer="diloco", fragments=2, delay=1)):
         model = network(6)
-        optimizer = MirroredOptimizer(
-            plain(model), model, topology=topology, sync_every=4, outer_optimizer="diloco", **options
-        )
+        optimizer = MirroredOptimizer(plain(model), model, topology=topology, average=average)
         dies, told = topology.rank == topology.size - 1, []
         optimizers.append(optimizer)  # closing the last one would close the topology
         while optimizer.steps < 20:

@@ -25,6 +25,7 @@ from trainers import (
     Checkpoint,
     ClipNorm,
     Loader,
+    LocalSGD,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -106,9 +107,9 @@ def local(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     moments = {0: ("batch_begin", 1, 2), 2: ("batch_end", 3, 4), 1: ("epoch_end", 4, 0)}
     deaths = Deaths(moments.get(ranks.rank))
     deaths.reads_model = options["looks"] == "yes"
-    given: dict[str, Any] = {"sync_every": 4, "outer_optimizer": "diloco"}
+    given: dict[str, Any] = {"average": LocalSGD(4, outer="diloco")}
     if options["way"] == "streamed":
-        given |= {"fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+        given |= {"average": LocalSGD(4, outer="diloco", fragments=2, delay=1, alpha=0.5)}
     return trained(ranks, given, deaths, rows=options.get("rows"))
 
 
@@ -249,7 +250,7 @@ def trained(
     with kind(replica, topology=ranks, on_failure=on_failure, **options) as trainer:
         callbacks = [deaths, schedule()]
         given |= {"progress": False}
-        if "sync_every" not in options:  # other parameters on each rank have no average
+        if "average" not in options:  # other parameters on each rank have no average
             given |= STEP
         common: dict[str, Any] = {"callbacks": callbacks, "checkpoint": checkpoint, "resume": resume, **given}
         if rows is None:

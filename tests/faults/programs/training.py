@@ -17,6 +17,7 @@ from trainers import (
     Checkpoint,
     MirroredTrainer,
     ParameterServerTrainer,
+    Sharded,
     SpareReplicasTrainer,
 )
 from trainers.files import checkpoint
@@ -69,17 +70,16 @@ def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
 def _made(plan: Plan, topology: Topology | None) -> Trainer:
     """Return a trainer of all ranks, or of the remaining ranks if some die during its construction. Collective."""
     replica = model.replica(plan)
-    options: dict[str, Any] = {"copies": plan.copies} if plan.copies > 1 else {}
-    options["on_failure"] = "continue" if plan.goes_on else "stop"
+    options: dict[str, Any] = {"on_failure": "continue" if plan.goes_on else "stop"}
     if plan.program == "central storage":
-        return CentralStorageTrainer(replica, topology, **options)
+        return CentralStorageTrainer(replica, topology, copies=plan.copies, **options)
     if plan.program == "spare replicas":
         return SpareReplicasTrainer(replica, topology, spare=plan.spares, **options)
     if plan.program.endswith("servers"):
         options |= {"servers": plan.servers, "ranks_per_worker": plan.ranks_per_worker}
         options |= {"updates": "sync"} if plan.program == "synchronous servers" else {"max_staleness": 8}
         return ParameterServerTrainer(replica, topology, **options)
-    update = "sharded" if plan.program == "sharded" else "replicated"
+    update = Sharded(copies=plan.copies) if plan.program == "sharded" else "replicated"
     return MirroredTrainer(replica, plan.backend, topology, update=update, **options)
 
 

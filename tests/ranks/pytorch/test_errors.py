@@ -21,7 +21,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     several,
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers import CentralStorageTrainer, NumpyNetwork, ParameterServerTrainer  # noqa: E402
+from trainers import CentralStorageTrainer, NumpyNetwork, ParameterServerTrainer, Sharded  # noqa: E402
 from trainers.pytorch import GradientError, MirroredOptimizer, assembly  # noqa: E402
 
 
@@ -71,9 +71,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
         "dtype": (lambda: (sgd(half), half), {}, errors.UnsupportedDtypeError, "0.weight has dtype torch.float8_e5m2"),
         "device": (lambda: (sgd(gpu), gpu), {}, option, "0.weight is on meta"),
         "update": (fine, {"update": "half"}, option, "update='half' is unknown"),
-        "copies": (fine, {"update": "sharded", "copies": 3}, option, "copies=3: give 1, or 2"),
-        "copies of everything": (fine, {"copies": 2}, option, 'with update="replicated" all ranks have the whole'),
-        "sparse copies": (lambda: (sgd(sparse), sparse), {"update": "sharded", "copies": 2}, option, "copies=2"),
+        "sparse copies": (lambda: (sgd(sparse), sparse), {"update": Sharded(copies=2)}, option, "copies=2"),
         "overlap": (fine, {"overlap": "maybe"}, option, "overlap='maybe' is unknown"),
         "bucket": (fine, {"bucket_mb": 0}, option, "bucket_mb must be a number > 0, got"),
         "backend": (fine, {"allreduce": "rinng"}, errors.UnknownBackendError, "did you mean 'ring'?"),

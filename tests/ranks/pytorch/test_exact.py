@@ -1,4 +1,4 @@
-"""MirroredOptimizer(exact=True): a loop of the user's own has the bits of one rank."""
+"""MirroredOptimizer(average=Exact()): a loop of the user's own has the bits of one rank."""
 
 import copy
 import hashlib
@@ -18,6 +18,7 @@ from allreduce.errors import OptionError  # noqa: E402
 from tests.ranks.grid import shapes  # noqa: E402
 from tests.ranks.pytorch.trained import SIZE, SMALL_BUCKETS  # noqa: E402
 from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers import Exact  # noqa: E402
 from trainers.pytorch import GradientError, MirroredOptimizer  # noqa: E402
 
 WORLD = MPI.COMM_WORLD
@@ -67,7 +68,7 @@ def trained(kind: str, topology: allreduce.Topology, mine: Sequence[int] | None 
     """Return the SHA-256 of parameters, statistics and the generator after 4 steps, equal on all ranks."""
     model = network()
     plain = OPTIMIZERS[kind](model.parameters())
-    with MirroredOptimizer(plain, model, topology=topology, exact=True, micro_batch=MICRO, **options) as optimizer:
+    with MirroredOptimizer(plain, model, topology=topology, average=Exact(micro_batch=MICRO), **options) as optimizer:
         for x, y in batches(4):
             step(model, optimizer, x, y, mine, clips=True)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -103,7 +104,9 @@ def test_gradient_is_the_mean_over_the_rows(flat: allreduce.Topology) -> None:
     """Also of a parameter that only some micro-batches use; one that none uses keeps None."""
     model = nn.ModuleDict({name: nn.Linear(20, 1, bias=False) for name in ("all", "some", "unused")})
     x, _ = batches(1)[0]
-    with MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=1), model, exact=True, topology=flat) as optimizer:
+    with MirroredOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1), model, average=Exact(), topology=flat
+    ) as optimizer:
         for rows in optimizer.micro_batches(ROWS):
             loss = model["all"](x[rows]).mean()
             loss.backward()
@@ -117,16 +120,13 @@ def test_gradient_is_the_mean_over_the_rows(flat: allreduce.Topology) -> None:
 def test_bad_input(flat: allreduce.Topology) -> None:
     def refused(text: str, model: Any = None, **options: Any) -> None:
         model = model or network()
-        given = {"topology": flat, "exact": True, **options}
+        given = {"topology": flat, "average": Exact(), **options}
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
         found = raised_everywhere(WORLD, OptionError, lambda: MirroredOptimizer(plain, model, **given))
         assert text in found, found
 
     refused("exclude each other", compress="bfloat16")
-    refused("exclude each other", sync_every=3)
-    refused("micro_batch must be", micro_batch=0)
-    refused("needs exact=True", exact=False, micro_batch=8)
-    refused("use True or False", exact="yes")
+    refused("average=8 is unknown", average=8)
     refused("momentum=None", nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5, momentum=None)))
     refused("sparse gradients", nn.Embedding(5, 2, sparse=True))
     with allreduce.create("ring", flat) as given:
@@ -138,7 +138,7 @@ def test_misuse(flat: allreduce.Topology) -> None:
     model = network()
     (x, y), every = batches(1)[0], range(8)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    with MirroredOptimizer(plain, model, topology=flat, exact=True, micro_batch=MICRO) as optimizer:
+    with MirroredOptimizer(plain, model, topology=flat, average=Exact(micro_batch=MICRO)) as optimizer:
 
         def refused(text: str, call: Callable[[], object], kind: type[Exception] = OptionError) -> None:
             found = raised_everywhere(WORLD, kind, call)
@@ -181,7 +181,7 @@ def test_a_loop_that_is_left(leave: str, flat: allreduce.Topology) -> None:
     model = network()
     plain = OPTIMIZERS["adamw"](model.parameters())
     texts = []
-    with MirroredOptimizer(plain, model, topology=flat, exact=True, micro_batch=MICRO) as optimizer:
+    with MirroredOptimizer(plain, model, topology=flat, average=Exact(micro_batch=MICRO)) as optimizer:
         for number, (x, y) in enumerate(batches(4)):
             try:
                 for rows in optimizer.micro_batches(len(x)):
@@ -200,11 +200,11 @@ def test_a_loop_that_is_left(leave: str, flat: allreduce.Topology) -> None:
         assert optimizer.steps == 3
         state = optimizer.state_dict()
     if SIZE > 1 and not last:
-        assert f"rank {SIZE - 1}: exact=True: the loop over micro_batches() did not end" in texts[0]
+        assert f"rank {SIZE - 1}: Exact: the loop over micro_batches() did not end" in texts[0]
     assert len(texts) == 1
     with allreduce.Topology(MPI.COMM_SELF) as single:
         other = network()
-        given = {"topology": single, "exact": True, "micro_batch": MICRO}
+        given = {"topology": single, "average": Exact(micro_batch=MICRO)}
         with MirroredOptimizer(OPTIMIZERS["adamw"](other.parameters()), other, **given) as optimizer:
             for number, (x, y) in enumerate(batches(4)):
                 if number != 2:
@@ -216,7 +216,7 @@ def test_a_loop_that_is_left(leave: str, flat: allreduce.Topology) -> None:
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_a_resumed_loop_has_the_same_random_numbers(update: str, flat: allreduce.Topology) -> None:
     """The count of steps is in the state_dict, which the plain optimizer loads too; rank 0's counts."""
-    given = {"topology": flat, "exact": True, "micro_batch": MICRO, "update": update}
+    given = {"topology": flat, "average": Exact(micro_batch=MICRO), "update": update}
     model = network()
     with MirroredOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, **given) as optimizer:
         for x, y in batches(4)[:2]:
@@ -252,7 +252,7 @@ class Counting(nn.Linear):
 
 def test_buffers_that_depend_on_the_ranks_are_refused(flat: allreduce.Topology) -> None:
     model = Counting()
-    with MirroredOptimizer(torch.optim.SGD(model.parameters()), model, topology=flat, exact=True) as optimizer:
+    with MirroredOptimizer(torch.optim.SGD(model.parameters()), model, topology=flat, average=Exact()) as optimizer:
         for _ in range(2):
             text = raised_everywhere(WORLD, OptionError, lambda: step(model, optimizer, *batches(1)[0]))
             assert "mass changes in training" in text, text

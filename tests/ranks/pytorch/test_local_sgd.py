@@ -1,8 +1,9 @@
-"""MirroredOptimizer(sync_every=H): local SGD, DiLoCo and fragments, compared with a reference of all ranks."""
+"""MirroredOptimizer(average=LocalSGD(H)): local SGD, DiLoCo and fragments, compared with a reference of all ranks."""
 
 import contextlib
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     several,
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers import LocalSGD  # noqa: E402
 from trainers.errors import NotFiniteError  # noqa: E402
 from trainers.pytorch import GradientError, MirroredOptimizer, OuterSGD  # noqa: E402
 
@@ -116,24 +118,20 @@ class Reference:
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "average": ("sgd", {"sync_every": 3}, {}),
-    "every step": ("sgd", {"sync_every": 1}, {}),
-    "diloco": ("adamw", {"sync_every": 3, "outer_optimizer": "diloco"}, DILOCO),
+    "average": ("sgd", {"average": LocalSGD(3)}, {}),
+    "every step": ("sgd", {"average": LocalSGD(1)}, {}),
+    "diloco": ("adamw", {"average": LocalSGD(3, outer="diloco")}, DILOCO),
     "momentum": (
         "momentum",
-        {"sync_every": 2, "outer_optimizer": OuterSGD(0.5, 0.8, False)},
+        {"average": LocalSGD(2, outer=OuterSGD(0.5, 0.8, False))},
         {"lr": 0.5, "momentum": 0.8},
     ),
-    "fragments": ("adamw", {"sync_every": 4, "fragments": 2, "outer_optimizer": "diloco"}, {"fragments": 2, **DILOCO}),
-    "delay": ("sgd", {"sync_every": 4, "fragment_sync_delay": 2}, {"delay": 2}),
+    "fragments": ("adamw", {"average": LocalSGD(4, outer="diloco", fragments=2)}, {"fragments": 2, **DILOCO}),
+    "delay": ("sgd", {"average": LocalSGD(4, delay=2)}, {"delay": 2}),
     "streaming": (
         "adamw",
         {
-            "sync_every": 6,
-            "fragments": 2,
-            "fragment_sync_delay": 2,
-            "fragment_update_alpha": 0.5,
-            "outer_optimizer": "diloco",
+            "average": LocalSGD(6, outer="diloco", fragments=2, delay=2, alpha=0.5),
         },
         {"fragments": 2, "delay": 2, "alpha": 0.5, **DILOCO},
     ),
@@ -145,11 +143,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_as_the_reference(world: MPI.Intracomm, flat: allreduce.Topology, case: str, unequal: bool) -> None:
     """unequal: rank 0 is slow, and takes half of the others' steps in a round."""
     kind, options, given = CASES[case]
-    steps = [options["sync_every"] * (2 if unequal and rank else 1) for rank in range(SIZE)]
+    steps = [options["average"].every * (2 if unequal and rank else 1) for rank in range(SIZE)]
     reference = Reference(kind, steps, **given)
     reference.train(5)
     model = network(seed=RANK)
-    own = {**options, "sync_every": steps[RANK], "check_every": 1}
+    own: dict[str, Any] = {"average": replace(options["average"], every=steps[RANK]), "check_every": 1}
     with mirrored(OPTIMIZERS[kind](model.parameters()), model, "ring", topology=flat, **own) as optimizer:
         for step in range(reference.done[RANK]):
             inner_step(model, optimizer, step)
@@ -164,7 +162,7 @@ def test_as_the_reference(world: MPI.Intracomm, flat: allreduce.Topology, case: 
 
 def test_an_average_in_every_step_is_the_average_of_gradients(flat: allreduce.Topology) -> None:
     models = [network(), network()]
-    for model, options in zip(models, ({}, {"sync_every": 1}), strict=True):
+    for model, options in zip(models, ({}, {"average": LocalSGD(1)}), strict=True):
         with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, **options) as optimizer:
             for step in range(6):
                 inner_step(model, optimizer, step)
@@ -180,7 +178,7 @@ def test_dtypes_and_compression(
     model.append(nn.Conv2d(1, 2, 3).to(dtype).to(memory_format=torch.channels_last))
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     before = flat_of(model)
-    with mirrored(plain, model, topology=flat, sync_every=2, outer_optimizer="diloco", compress=compress) as optimizer:
+    with mirrored(plain, model, topology=flat, average=LocalSGD(2, outer="diloco"), compress=compress) as optimizer:
         for _ in range(4):
             with torch.no_grad():
                 for number, each in enumerate(model.parameters()):
@@ -196,7 +194,11 @@ def test_dtypes_and_compression(
 @several
 @pytest.mark.parametrize(
     "options",
-    [{}, {"fragments": 2, "fragment_sync_delay": 1}, {"check_every": 1}],
+    [
+        {"average": LocalSGD(4)},
+        {"average": LocalSGD(4, fragments=2, delay=1)},
+        {"average": LocalSGD(4), "check_every": 1},
+    ],
     ids=["whole", "fragments", "compared"],
 )
 def test_ranks_with_different_numbers_of_batches(
@@ -204,7 +206,7 @@ def test_ranks_with_different_numbers_of_batches(
 ) -> None:
     model = network()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrored(plain, model, topology=flat, sync_every=4, **options) as optimizer:
+    with mirrored(plain, model, topology=flat, **options) as optimizer:
         for _ in range(2):
             with optimizer.join():
                 for step in range(3 + 5 * RANK):
@@ -216,7 +218,7 @@ def test_rows_weigh_a_round(flat: allreduce.Topology) -> None:
     """A rank without rows counts nothing, and wrong numbers are raised by all ranks."""
     model = network()
     before = flat_of(model)
-    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat, sync_every=1) as optimizer:
+    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat, average=LocalSGD(1)) as optimizer:
         for each in model.parameters():
             each.grad = torch.full_like(each, RANK + 1.0)
         optimizer.rows(3 if RANK == SIZE - 1 else 0)
@@ -229,7 +231,7 @@ def test_rows_weigh_a_round(flat: allreduce.Topology) -> None:
 
 def test_a_resumed_training_has_the_same_bits(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     """Each rank keeps its own state_dict; the plain optimizer loads it too."""
-    options: dict[str, Any] = {"sync_every": 3, "outer_optimizer": "diloco", "topology": flat}
+    options: dict[str, Any] = {"average": LocalSGD(3, outer="diloco"), "topology": flat}
     model = network()
     with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, **options) as optimizer:
         for step in range(7):
@@ -255,7 +257,7 @@ def test_a_resumed_training_has_the_same_bits(world: MPI.Intracomm, flat: allred
 
 def test_editing_begins_a_round_there(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = network()
-    with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, sync_every=5) as optimizer:
+    with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, average=LocalSGD(5)) as optimizer:
         inner_step(model, optimizer, 0)
         with optimizer.editing(), torch.no_grad():
             for each in model.parameters():
@@ -283,7 +285,7 @@ def test_an_error_of_one_rank_that_the_program_catches(
             return super().step(closure)
 
     model, done = network(), list[int]()
-    with mirrored(Failing(model.parameters(), lr=0.1), model, topology=flat, sync_every=2) as optimizer:
+    with mirrored(Failing(model.parameters(), lr=0.1), model, topology=flat, average=LocalSGD(2)) as optimizer:
         for step in range(4):
             failing = step == bad_step and RANK == 0
             optimizer.zero_grad()
@@ -309,7 +311,7 @@ def test_gradients_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Top
         optimizer.step(compute if closure else None)
 
     bad = float("nan") if RANK == SIZE - 1 else 1.0
-    options: dict[str, Any] = {"topology": flat, "sync_every": 2}
+    options: dict[str, Any] = {"topology": flat, "average": LocalSGD(2)}
     model = network()
     with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, check_gradients="raise", **options) as optimizer:
         step(model, optimizer, bad)
@@ -328,10 +330,9 @@ def test_gradients_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Top
 def test_replicas_that_differ_after_a_round(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     for answer in ("raise", "copy"):
         model = network()
-        options: dict[str, Any] = {"check_every": 2, "on_divergence": answer, "source": 0, "outer_optimizer": "diloco"}
-        with mirrored(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, sync_every=2, **options
-        ) as optimizer:
+        options: dict[str, Any] = {"check_every": 2, "on_divergence": answer, "source": 0}
+        options["average"] = LocalSGD(2, outer="diloco")
+        with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options) as optimizer:
             if RANK == 1:
                 optimizer.param_groups[0]["lr"] = 0.2
 
@@ -351,7 +352,7 @@ def test_a_parameter_whose_memory_was_replaced(world: MPI.Intracomm, flat: allre
     """It can't be averaged, also not by `close`, which frees everything before it raises."""
     model = network()
     optimizer = MirroredOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, "ring", topology=flat, sync_every=2
+        torch.optim.SGD(model.parameters(), lr=0.1), model, "ring", topology=flat, average=LocalSGD(2)
     )
     inner_step(model, optimizer, 0)
     if RANK == 0:
@@ -364,15 +365,9 @@ def test_a_parameter_whose_memory_was_replaced(world: MPI.Intracomm, flat: allre
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "zero": ({"sync_every": 0}, "sync_every must be an integer >= 1, got 0"),
-    "boolean": ({"sync_every": True}, "sync_every must be an integer >= 1, got True"),
-    "text": ({"sync_every": "10"}, "sync_every must be an integer >= 1, got '10'"),
-    "outer": ({"sync_every": 2, "outer_optimizer": "adam"}, 'is unknown; use "average" or "diloco"'),
-    "many fragments": ({"sync_every": 9999, "fragments": 9999}, "this model has only"),
-    "delay": ({"sync_every": 4, "fragments": 2, "fragment_sync_delay": 2}, "less than sync_every / fragments = 2"),
-    "no thread": ({"sync_every": 4, "fragment_sync_delay": 1, "overlap": False}, "which overlap=False forbids"),
-    "alone": ({"fragment_sync_delay": 1}, "fragment_sync_delay needs sync_every"),
-    "sharded": ({"sync_every": 4, "update": "sharded"}, 'sync_every=4 with update="sharded"'),
+    "many fragments": ({"average": LocalSGD(9999, fragments=9999)}, "this model has only"),
+    "no thread": ({"average": LocalSGD(4, delay=1), "overlap": False}, "which overlap=False forbids"),
+    "sharded": ({"average": LocalSGD(4), "update": "sharded"}, 'use update="replicated"'),
 }
 
 
@@ -389,18 +384,18 @@ def test_wrong_options(world: MPI.Intracomm, flat: allreduce.Topology, case: str
 @several
 def test_ranks_with_different_outer_optimizers(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = network()
-    for name, values in (("outer_optimizer", ("average", "diloco")), ("sync_every", (4, None))):
-        options: dict[str, Any] = {"sync_every": 4, name: values[RANK > 0]}
-        make: Callable[[], Any] = lambda options=options: MirroredOptimizer(  # noqa: E731
-            torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options
+    for other in (LocalSGD(4, outer="diloco"), None):
+        average = other if RANK else LocalSGD(4)
+        make: Callable[[], Any] = lambda average=average: MirroredOptimizer(  # noqa: E731
+            torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, average=average
         )
-        assert name in raised_everywhere(world, DisagreementError, make)
+        assert f"average='{other}'" in raised_everywhere(world, DisagreementError, make)
 
 
 @several
 def test_a_training_sends_one_part_in_h(flat: allreduce.Topology) -> None:
     sent = []
-    for options in ({}, {"sync_every": 10}):
+    for options in ({}, {"average": LocalSGD(10)}):
         model = network()
         with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options) as optimizer:
             for step in range(20):

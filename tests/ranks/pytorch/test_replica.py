@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 import allreduce  # noqa: E402
 from tests.frameworks.replica_checks import STRATEGIES, as_dict, as_tuple, check_inputs, check_weights  # noqa: E402
-from trainers import CentralStorageTrainer, Loader, MirroredTrainer  # noqa: E402
+from trainers import CentralStorageTrainer, Exact, Loader, LocalSGD, MirroredTrainer  # noqa: E402
 from trainers.data import Batches  # noqa: E402
 from trainers.errors import ArgumentError, ModelFileError  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
@@ -433,10 +433,10 @@ def test_named_errors(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
                 trainer.fit(x, y, progress=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"fragments": 2, "fragment_sync_delay": 1, "outer_optimizer": "diloco"}])
+@pytest.mark.parametrize("average", [LocalSGD(4), LocalSGD(4, outer="diloco", fragments=2, delay=1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_local_sgd_averages_parameters_and_statistics(
-    world: MPI.Intracomm, flat: allreduce.Topology, dtype: torch.dtype, options: dict[str, Any]
+    world: MPI.Intracomm, flat: allreduce.Topology, dtype: torch.dtype, average: LocalSGD
 ) -> None:
     """Statistics of batch norm become the mean of the ranks', whatever the outer optimizer; replicas end up equal."""
     torch.manual_seed(1)
@@ -446,7 +446,7 @@ def test_local_sgd_averages_parameters_and_statistics(
     x = generator.normal(size=(40 * flat.size, 6)).astype(np.float32)
     y = x[:, :3].argmax(1)
     replica = TorchReplica(module, nn.CrossEntropyLoss(), optimizer)
-    with MirroredTrainer(replica, "ring", flat, sync_every=4, **options) as trainer:
+    with MirroredTrainer(replica, "ring", flat, average=average) as trainer:
         before = trainer.evaluate(x, y)["loss"]
         trainer.fit(x, y, 6, 8 * flat.size, progress=False)
         assert trainer.evaluate(x, y)["loss"] < before
@@ -467,10 +467,12 @@ def low() -> TorchReplica:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"update": "sharded"}, {"compress": "int8"}, {"exact": True}, {"sync_every": 2}], ids=str
+    "options",
+    [{}, {"update": "sharded"}, {"compress": "int8"}, {"average": Exact()}, {"average": LocalSGD(2)}],
+    ids=str,
 )
 def test_bfloat16_autocast(options: dict[str, Any], world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """Replicas have equal bits; P ranks train as one rank to bfloat16's rounding, with exact=True in every bit."""
+    """Replicas have equal bits; P ranks train as one rank to bfloat16's rounding, with Exact in every bit."""
     generator = np.random.default_rng(4)
     x = generator.normal(size=(60, 2, 4, 4)).astype("float32")
     y = x.mean((2, 3)).argmax(1)
@@ -485,10 +487,10 @@ def test_bfloat16_autocast(options: dict[str, Any], world: MPI.Intracomm, flat: 
         results.append((history.column("loss"), mine.state()["parameters"], scores["loss"], outputs))
     (losses, found, loss, outputs), (expected, there, _, _) = results
     assert found.dtype == outputs.dtype == np.float32
-    if options.get("exact"):
+    if isinstance(options.get("average"), Exact):
         assert losses == expected
         np.testing.assert_array_equal(found, there)
-    elif "sync_every" not in options:  # another training than that of one rank
+    elif not isinstance(options.get("average"), LocalSGD):  # another training than that of one rank
         np.testing.assert_allclose(losses, expected, rtol=0.02)
         np.testing.assert_allclose(found, there, atol=0.01)
     assert not (outputs.view(np.uint32) & 0xFFFF).any(), "predictions are not numbers of bfloat16"

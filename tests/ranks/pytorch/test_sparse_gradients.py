@@ -24,6 +24,7 @@ from trainers import (  # noqa: E402
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
+    Sharded,
     SpareReplicasTrainer,
 )
 from trainers.errors import ArgumentError, NotFiniteError  # noqa: E402
@@ -284,7 +285,7 @@ def test_numpy_network(flat: Topology) -> None:
         lambda given: MirroredTrainer(given, "ring", flat.split(RANK)),
         lambda given: MirroredTrainer(given, "ring", flat),
         lambda given: MirroredTrainer(given, "ring", flat, update="sharded"),
-        lambda given: MirroredTrainer(given, "auto", flat, update="sharded", copies=2),
+        lambda given: MirroredTrainer(given, "auto", flat, update=Sharded(copies=2)),
         lambda given: CentralStorageTrainer(given, flat, storage=1),
         lambda given: CentralStorageTrainer(given, flat),
     ]

@@ -17,7 +17,9 @@ from trainers import (  # noqa: E402
     Accumulate,
     CentralStorageTrainer,
     ClipNorm,
+    Exact,
     Loader,
+    LocalSGD,
     MirroredTrainer,
     ParameterServerTrainer,
     SpareReplicasTrainer,
@@ -32,7 +34,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "replicated": lambda replica, flat: MirroredTrainer(replica, "ring", flat),
     "compressed": lambda replica, flat: MirroredTrainer(replica, "ring", flat, compress="float16"),
     "sharded": lambda replica, flat: MirroredTrainer(replica, "ring", flat, update="sharded"),
-    "exact": lambda replica, flat: MirroredTrainer(replica, topology=flat, exact=True),
+    "exact": lambda replica, flat: MirroredTrainer(replica, topology=flat, average=Exact()),
     "central": lambda replica, flat: CentralStorageTrainer(replica, topology=flat),
     "servers": lambda replica, flat: ParameterServerTrainer(replica, topology=flat),
     "synchronous": lambda replica, flat: ParameterServerTrainer(replica, topology=flat, updates="sync"),
@@ -135,7 +137,7 @@ def test_a_batch_that_is_ignored_whole_is_zero(name: str, flat: allreduce.Topolo
     if name != "servers" or flat.size == 1:
         skip_if_unfit(name, flat)
     x, _ = rows(False)
-    local = lambda replica, flat: MirroredTrainer(replica, "ring", flat, sync_every=2)  # noqa: E731
+    local = lambda replica, flat: MirroredTrainer(replica, "ring", flat, average=LocalSGD(2))  # noqa: E731
     replica = made(nn.CrossEntropyLoss(), torch.optim.SGD)
     with (STRATEGIES | {"local": local})[name](replica, flat) as trainer:
         y = np.full(len(x), -100)

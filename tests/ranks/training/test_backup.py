@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from trainers import MirroredTrainer, NumpyNetwork
+from trainers import MirroredTrainer, NumpyNetwork, Sharded
 from trainers.group import broadcast_arrays
 from trainers.recovery import recovery
 from trainers.replica import copied
@@ -129,7 +129,7 @@ def test_the_state_from_before_an_edit_outlives_its_backups(
     """An edit that a failure ends is undone from it; by then two backups of the edited state were made."""
     for module in (mirrored, recovery):  # as under ULFM, without which there are no backups
         monkeypatch.setattr(module, "outlives_ranks", lambda strategy: True)
-    with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat, update="sharded", copies=2) as trainer:
+    with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat, update=Sharded(copies=2)) as trainer:
         strategy, before = trainer.strategy, list[Piece]()
         parameters = trainer.replica.state()["parameters"].copy()
         strategy.edit(lambda: trainer.replica.parameters.fill(9.0), before)
@@ -182,7 +182,7 @@ def test_a_load_that_finds_no_state_leaves_the_live_pieces(
     state."""
     for module in (mirrored, recovery):  # as under ULFM, without which there are no backups
         monkeypatch.setattr(module, "outlives_ranks", lambda strategy: True)
-    with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat, update="sharded", copies=2) as trainer:
+    with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat, update=Sharded(copies=2)) as trainer:
         before = len(trainer.strategy.pieces())
         assert not adopt_whole(trainer.strategy, None)
         after = trainer.strategy.pieces()

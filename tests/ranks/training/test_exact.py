@@ -1,4 +1,4 @@
-"""MirroredTrainer(exact=True): parameters and histories have the bits of a training on one rank."""
+"""MirroredTrainer(average=Exact()): parameters and histories have the bits of a training on one rank."""
 
 import hashlib
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from allreduce import errors
 from allreduce.errors import UnavailableError
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere
-from trainers import EMA, ClipNorm, Loader, MirroredTrainer
+from trainers import EMA, ClipNorm, Exact, Loader, MirroredTrainer
 from trainers.callbacks import CheckGradients
 from trainers.errors import ArgumentError, DivergedError
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -43,7 +43,7 @@ def fitted(make: Callable[[], Any], topology: Any, epochs: int = EPOCHS, **optio
     """Return the SHA-256 of the state and the losses of a training; both are equal on its ranks. Collective."""
     fit = {name: options.pop(name) for name in ("checkpoint", "resume") if name in options}
     x, y = data()
-    with MirroredTrainer(make(), topology=topology, exact=True, micro_batch=MICRO, **options) as trainer:
+    with MirroredTrainer(make(), topology=topology, average=Exact(micro_batch=MICRO), **options) as trainer:
         history = trainer.fit(
             x, y, epochs=epochs, batch_size=BATCH, progress=False, validation_data=(x[:57], y[:57]), **fit
         )
@@ -112,7 +112,7 @@ def test_hostile_rows(kind: str, topology_of: Callable[..., allreduce.Topology])
         places += [(topology_of(SHAPES[shape]), name, update) for name, shape, update in ways]
         for topology, name, update in places:
             network = NumpyNetwork([20, 30, 2], optimizer="momentum", activation="relu", seed=1)
-            with MirroredTrainer(network, name, topology, exact=True, micro_batch=MICRO, update=update) as trainer:
+            with MirroredTrainer(network, name, topology, average=Exact(micro_batch=MICRO), update=update) as trainer:
                 with np.errstate(all="ignore"), suppress(DivergedError):
                     trainer.fit(x, y, epochs=2, batch_size=BATCH, progress=False, **options)
                 found += trainer.parameters_sha256()
@@ -135,7 +135,7 @@ class Failing(NumpyNetwork):
 
 def test_an_error_on_one_rank(flat: allreduce.Topology) -> None:
     x, y = data()
-    with MirroredTrainer(Failing(2), topology=flat, exact=True, micro_batch=1) as trainer:
+    with MirroredTrainer(Failing(2), topology=flat, average=Exact(micro_batch=1)) as trainer:
         text = raised_everywhere(
             WORLD, ValueError, lambda: trainer.fit(x, y, epochs=1, batch_size=BATCH, progress=False)
         )
@@ -202,7 +202,7 @@ def test_augmentation_follows_the_row(flat: allreduce.Topology) -> None:
     found = []
     with allreduce.Topology(MPI.COMM_SELF) as single:
         for topology in (single, flat):
-            with MirroredTrainer(numpy_network(), topology=topology, exact=True, micro_batch=MICRO) as trainer:
+            with MirroredTrainer(numpy_network(), topology=topology, average=Exact(micro_batch=MICRO)) as trainer:
                 trainer.fit(Augmented(), epochs=2, batch_size=BATCH, progress=False)
                 found += trainer.parameters_sha256()
     assert len(set(found)) == 1
@@ -214,7 +214,7 @@ def test_statistics_that_depend_on_the_ranks_are_refused(flat: allreduce.Topolog
 
     model = torch.nn.Sequential(torch.nn.Linear(20, 5), torch.nn.BatchNorm1d(5, momentum=None), torch.nn.Linear(5, 2))
     replica = TorchReplica(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-    with MirroredTrainer(replica, topology=flat, exact=True) as trainer:
+    with MirroredTrainer(replica, topology=flat, average=Exact()) as trainer:
         x, y = np.zeros((64, 20), "float32"), np.zeros(64, int)
         text = raised_everywhere(WORLD, ArgumentError, lambda: trainer.fit(x, y, batch_size=64, progress=False))
         assert "momentum=None" in text, text
@@ -222,22 +222,19 @@ def test_statistics_that_depend_on_the_ranks_are_refused(flat: allreduce.Topolog
 
 def test_bad_input(flat: allreduce.Topology) -> None:
     def refused(text: str, kind: type[Exception] = ArgumentError, **options: Any) -> None:
-        given = {"topology": flat, "exact": True, **options}
+        given = {"topology": flat, "average": Exact(), **options}
         found = raised_everywhere(WORLD, kind, lambda: MirroredTrainer(numpy_network(), **given))
         assert text in found, found
 
     refused("exclude each other", compress="bfloat16")
-    refused("exclude each other", sync_every=3)
-    refused("micro_batch must be", micro_batch=0)
-    refused("needs exact=True", exact=False, micro_batch=8)
-    refused("use True or False", exact="yes")
+    refused("average=8 is unknown", average=8)
     with allreduce.create("ring", flat) as plain:
         refused("does not sum exactly", allreduce=plain, topology=None)
         refused("does not sum exactly", allreduce=plain.config)
     with allreduce.create("ring", flat, exact=True) as given:
         assert fitted(numpy_network, flat, allreduce=given) == alone(numpy_network)
     if SIZE > 1:
-        refused("micro_batch=", errors.DisagreementError, micro_batch=2 + WORLD.rank)
+        refused("micro_batch=", errors.DisagreementError, average=Exact(2 + WORLD.rank))
 
 
 class Padded:
@@ -271,7 +268,7 @@ def test_padding_follows_the_micro_batch(flat: allreduce.Topology) -> None:
     with allreduce.Topology(MPI.COMM_SELF) as single:
         for topology in (single, flat):
             replica = MeanNetwork([1, 9, 2], seed=1)
-            with MirroredTrainer(replica, topology=topology, exact=True, micro_batch=MICRO) as trainer:
+            with MirroredTrainer(replica, topology=topology, average=Exact(micro_batch=MICRO)) as trainer:
                 trainer.fit(Loader(Padded(), collate=Padded.collate), epochs=2, batch_size=BATCH, progress=False)
                 found += trainer.parameters_sha256()
     assert len(set(found)) == 1

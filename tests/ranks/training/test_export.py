@@ -15,7 +15,16 @@ from tests.ranks.together import raised_everywhere
 from tests.ranks.training.test_inputs import TRAINERS
 from tests.ranks.training.test_tables import rows_of
 from tests.training.test_tables import people, write
-from trainers import EMA, EmbeddingNetwork, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets, network_of
+from trainers import (
+    EMA,
+    EmbeddingNetwork,
+    LocalSGD,
+    MirroredTrainer,
+    NumpyNetwork,
+    ParameterServerTrainer,
+    datasets,
+    network_of,
+)
 from trainers.apps.export.metadata import Exported
 from trainers.cli.main import main
 from trainers.errors import ArgumentError, ExportError
@@ -26,7 +35,7 @@ X = np.random.default_rng(3).normal(size=(40, 6)).astype("float32")
 Y = X[:, :3].argmax(1)
 OTHERS = {
     "async": ParameterServerTrainer,
-    "local": lambda *given, **rest: MirroredTrainer(*given, **rest, sync_every=4),
+    "local": lambda *given, **rest: MirroredTrainer(*given, **rest, average=LocalSGD(4)),
 }
 
 

@@ -16,7 +16,9 @@ from trainers import (
     Accumulate,
     CentralStorageTrainer,
     Checkpoint,
+    Exact,
     Loader,
+    LocalSGD,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -31,7 +33,7 @@ CLASS_WEIGHT = {0: 3.0, 2: 0.5}
 TRAINERS: dict[str, Callable[..., Any]] = {
     "mirrored": functools.partial(MirroredTrainer, allreduce="ring"),
     "sharded": functools.partial(MirroredTrainer, allreduce="shared", update="sharded"),
-    "exact": functools.partial(MirroredTrainer, allreduce="ring", exact=True, micro_batch=5),
+    "exact": functools.partial(MirroredTrainer, allreduce="ring", average=Exact(micro_batch=5)),
     "central": CentralStorageTrainer,
     "servers": functools.partial(ParameterServerTrainer, updates="sync"),
     "spare": functools.partial(SpareReplicasTrainer, spare=0),
@@ -180,7 +182,7 @@ def test_local_sgd_weighs_rows(flat: allreduce.Topology) -> None:
     x, y = data()
     rows = 8 * flat.size
     found = []
-    for options in ({"sync_every": 1}, {}):
+    for options in ({"average": LocalSGD(1)}, {}):
         made = NumpyNetwork([6, 8, 3], optimizer="sgd", seed=1)
         with MirroredTrainer(made, "ring", flat, **options) as trainer:
             given = {"sample_weight": weights()[:rows], "class_weight": CLASS_WEIGHT}

@@ -19,7 +19,9 @@ from tests.ranks.training.test_fit import data, network
 from trainers import (
     CentralStorageTrainer,
     Checkpoint,
+    Exact,
     Loader,
+    LocalSGD,
     MirroredTrainer,
     ParameterServerTrainer,
     SpareReplicasTrainer,
@@ -118,7 +120,7 @@ def test_local_sgd_with_a_loader_trains_as_with_arrays(rows: str, flat: allreduc
     found = []
     for loads in (True, False):
         seen = Seen()
-        with MirroredTrainer(network(), "ring", flat, sync_every=3) as trainer:
+        with MirroredTrainer(network(), "ring", flat, average=LocalSGD(3)) as trainer:
             if loads:
                 own = batches if rows == "whole" else mine
                 history = trainer.fit(Loader(own, rows=rows), epochs=EPOCHS, callbacks=[seen], progress=False)
@@ -133,7 +135,7 @@ def test_local_sgd_ends_when_all_loaders_have_ended(flat: allreduce.Topology) ->
     """A round is 3 steps, and the loaders give 4 batches and fewer."""
     x, y = data()
     own = [(x[:4], y[:4])] * (4 if flat.rank == flat.size - 1 else 1)
-    with MirroredTrainer(network(), "ring", flat, sync_every=3) as trainer:
+    with MirroredTrainer(network(), "ring", flat, average=LocalSGD(3)) as trainer:
         history = trainer.fit(Loader(own, rows="divided"), epochs=EPOCHS, progress=False)
         assert trainer.steps == 4 * EPOCHS
         assert len(set(trainer.parameters_sha256())) == 1
@@ -418,8 +420,8 @@ def test_bad_arguments(options: dict[str, Any], text: str, flat: allreduce.Topol
 
 
 def test_exact_sums_take_whole_batches_only(flat: allreduce.Topology) -> None:
-    exact = MirroredTrainer(network(), "ring", flat, exact=True)
-    with exact as trainer, pytest.raises(ArgumentError, match="exact=True divides every batch"):
+    exact = MirroredTrainer(network(), "ring", flat, average=Exact())
+    with exact as trainer, pytest.raises(ArgumentError, match="Exact divides every batch"):
         trainer.fit(Loader([data()], rows="divided"), progress=False)
 
 
@@ -428,7 +430,7 @@ def test_exact_sums_with_a_loader_have_the_bits_of_one_rank(update: str, flat: a
     batches, found = together(batches_of(4, 2)), []
     with allreduce.Topology(MPI.COMM_SELF) as alone:
         for topology in (alone, flat):
-            with MirroredTrainer(network(), "ring", topology, update=update, exact=True, micro_batch=2) as trainer:
+            with MirroredTrainer(network(), "ring", topology, update=update, average=Exact(micro_batch=2)) as trainer:
                 history = trainer.fit(Loader(batches, rows="whole"), epochs=EPOCHS, progress=False)
                 found.append((trainer.parameters_sha256()[0], [epoch.loss for epoch in history]))
     assert found[0] == found[1]
@@ -460,7 +462,7 @@ def test_a_torch_loader_with_its_sampler(flat: allreduce.Topology) -> None:
 @pytest.mark.parametrize("kind", [*TRAINERS, "exact"])
 def test_a_loader_is_evaluated_as_all_rows_by_one_rank(kind: str, rows: str, flat: allreduce.Topology) -> None:
     """By evaluate, and after each epoch of a fit; of an endless loader the first batches, in each epoch the same."""
-    exact = functools.partial(MirroredTrainer, network(), "ring", flat, exact=True, micro_batch=2)
+    exact = functools.partial(MirroredTrainer, network(), "ring", flat, average=Exact(micro_batch=2))
     with exact() if kind == "exact" else trainer_of(kind, flat) as trainer:
         part, parts = trainer.strategy.part, trainer.strategy.parts
         divided = batches_of(parts, 1)
@@ -559,7 +561,7 @@ STRATEGIES: dict[str, Any] = TRAINERS | {
     "async": functools.partial(ParameterServerTrainer, updates="async"),
     "spare": functools.partial(SpareReplicasTrainer, spare=0),
     "spare 1": functools.partial(SpareReplicasTrainer, spare=1),
-    "local": functools.partial(MirroredTrainer, sync_every=3),
+    "local": functools.partial(MirroredTrainer, average=LocalSGD(3)),
 }
 del STRATEGIES["mirrored"], STRATEGIES["sharded"]  # see test_a_bad_loader_on_one_rank_is_one_error_on_all
 
@@ -588,7 +590,7 @@ def test_whole_batches_with_other_values_on_one_rank(
     strategy: str, epoch: int, number: int, flat: allreduce.Topology
 ) -> None:
     """Only some of the values differ. The number of rows is the same."""
-    exact = functools.partial(MirroredTrainer, allreduce="ring", exact=True, micro_batch=2)
+    exact = functools.partial(MirroredTrainer, allreduce="ring", average=Exact(micro_batch=2))
     kinds: dict[str, Any] = {**TRAINERS, **STRATEGIES, "exact": exact}
     if flat.size == 1:
         pytest.skip("needs two ranks")

@@ -22,7 +22,9 @@ from trainers import (
     Checkpoint,
     ClipNorm,
     EmbeddingNetwork,
+    Exact,
     Loader,
+    LocalSGD,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -245,7 +247,7 @@ def test_exact_bits_do_not_depend_on_the_ranks(update: str, flat: allreduce.Topo
     found = []
     with allreduce.Topology(MPI.COMM_SELF) as single:
         for topology in (single, flat):
-            with MirroredTrainer(network(), topology=topology, exact=True, update=update) as trainer:
+            with MirroredTrainer(network(), topology=topology, average=Exact(), update=update) as trainer:
                 trained = fitted(trainer, TRANSFORMS[1:])
                 found.append((trained["parameters"].tobytes(), trained["ema"].tobytes()))
                 norms = trained["history"].column("grad_norm")
@@ -268,7 +270,7 @@ def test_ranks_that_train_on_their_own_clip_their_own_gradients(flat: allreduce.
     """A tiny norm keeps every step tiny."""
     start = network("sgd").state()["parameters"].copy()
     for make in (
-        functools.partial(MirroredTrainer, sync_every=2),
+        functools.partial(MirroredTrainer, average=LocalSGD(2)),
         functools.partial(ParameterServerTrainer, updates="async"),
     ):
         with make(network("sgd"), topology=flat) as trainer:
@@ -440,8 +442,8 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
         assert trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)
         trainer.fit(x, y, 1, BATCH, progress=False)
     refusing: list[tuple[dict[str, Any], Transform]] = [
-        ({"exact": True}, Accumulate(2)),
-        ({"sync_every": 2}, EMA(0.9)),
+        ({"average": Exact()}, Accumulate(2)),
+        ({"average": LocalSGD(2)}, EMA(0.9)),
     ]
     for made, transform in refusing:
         with MirroredTrainer(network(), "ring", flat, **made) as trainer:

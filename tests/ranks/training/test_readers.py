@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import allreduce
 from tests.ranks.training.test_fit import Once
-from trainers import MirroredTrainer, NumpyNetwork
+from trainers import Exact, MirroredTrainer, NumpyNetwork
 from trainers.data import Samples
 
 torch = pytest.importorskip("torch")
@@ -41,7 +41,7 @@ class Noting(NumpyNetwork):
 
 
 def exact(replica: NumpyNetwork, topology: allreduce.Topology) -> MirroredTrainer:
-    return MirroredTrainer(replica, topology=topology, exact=True, micro_batch=4)
+    return MirroredTrainer(replica, topology=topology, average=Exact(micro_batch=4))
 
 
 def test_a_row_follows_from_the_row_and_the_epoch(flat: allreduce.Topology) -> None:

@@ -11,7 +11,7 @@ from mpi4py import MPI
 import allreduce
 from tests.ranks.training.test_loader import TRAINERS
 from tests.training.test_tables import HEADER, people, write
-from trainers import Checkpoint, Loader, MirroredTrainer, ParameterServerTrainer, load_shards, network_of
+from trainers import Checkpoint, Exact, Loader, MirroredTrainer, ParameterServerTrainer, load_shards, network_of
 from trainers.cli.main import main
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.datasets.shards import Shards
@@ -173,8 +173,8 @@ def test_faults_are_the_same_error_on_all_ranks(made: Path, flat: allreduce.Topo
         for options in ({"y": np.zeros(3)}, {"batch_size": 0}):
             with pytest.raises(ArgumentError):
                 trainer.fit(data.train, **{"progress": False, **options})
-    exact = MirroredTrainer(network_of(data, (6,)), "ring", flat, exact=True)
-    with exact, pytest.raises(ArgumentError, match="exact=True takes all rows on every rank"):
+    exact = MirroredTrainer(network_of(data, (6,)), "ring", flat, average=Exact())
+    with exact, pytest.raises(ArgumentError, match="Exact takes all rows on every rank"):
         exact.fit(data.train, progress=False)
 
 

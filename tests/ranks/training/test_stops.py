@@ -16,6 +16,7 @@ from trainers import (
     Checkpoint,
     ClipNorm,
     Loader,
+    LocalSGD,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -31,7 +32,7 @@ STRATEGIES: dict[str, Any] = {
     "replicated": lambda replica, topology: MirroredTrainer(replica, "ring", topology),
     "sharded": lambda replica, topology: MirroredTrainer(replica, "shared", topology, update="sharded"),
     "central": lambda replica, topology: CentralStorageTrainer(replica, topology),
-    "local": lambda replica, topology: MirroredTrainer(replica, "ring", topology, sync_every=2),
+    "local": lambda replica, topology: MirroredTrainer(replica, "ring", topology, average=LocalSGD(2)),
     "spare": lambda replica, topology: SpareReplicasTrainer(replica, topology, spare=0),
 }
 if SIZE > 1:

@@ -19,7 +19,7 @@ from allreduce.arrays.ops import Op
 from allreduce.errors import ClosedError, DisagreementError, OptionError, UnknownBackendError
 from tests.backends import ON_CPU, SHARDED
 from tests.ranks.together import raised_everywhere
-from trainers import EMA, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets
+from trainers import EMA, Exact, LocalSGD, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets
 from trainers.cli.options import parse
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DivergedError, ModelFileError
@@ -529,8 +529,8 @@ def test_a_closed_trainer_keeps_no_memory_of_the_backend(flat: allreduce.Topolog
     [
         {},
         {"update": "sharded"},
-        {"exact": True, "micro_batch": 4},
-        {"sync_every": 2},
+        {"average": Exact(micro_batch=4)},
+        {"average": LocalSGD(2)},
         {"servers": 1, "updates": "sync"},
     ],
 )

@@ -155,8 +155,8 @@ class KerasReplica(FlatReplica):
     def seed(self, number: int) -> None:
         if self._random:
             raise ArgumentError(
-                "exact=True: this Keras model has layers with random numbers (Dropout, noise), whose generators "
-                "can't be seeded for each micro-batch; leave out these layers, or exact=True"
+                "Exact: this Keras model has layers with random numbers (Dropout, noise), whose generators "
+                "can't be seeded for each micro-batch; leave out these layers, or Exact"
             )
         super().seed(number)
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainers.options.average import AUTO, ELEMENTS, TENSORS
+
 ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.SGD,
     torch.optim.Adam,
@@ -32,8 +34,6 @@ it does; other classes are tried on small tensors."""
 
 TOGETHER: set[type[Optimizer]] = {torch.optim.LBFGS}  # they read all tensors
 
-AUTO, ELEMENTS, TENSORS = "auto", "elements", "tensors"
-SHARDS = (AUTO, ELEMENTS, TENSORS)
 
 MOST = 3  # elements along each axis of a tensor in the trial
 PER_GROUP = 4  # tensors of each group in the trial

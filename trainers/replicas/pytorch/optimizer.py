@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainers.arguments import name_error, require
 from trainers.errors import ArgumentError
+from trainers.options.average import SHARDS
 from trainers.replica import Slices, single, slices_of
 from trainers.replicas.flat import FlatOptimizer, Layout
 from trainers.replicas.pytorch import fused
@@ -20,7 +21,6 @@ from trainers.replicas.pytorch.division import (
     AUTO,
     ELEMENTS,
     ELEMENTWISE,
-    SHARDS,
     TENSORS,
     TENSORWISE,
     Trial,

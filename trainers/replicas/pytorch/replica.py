@@ -514,8 +514,8 @@ def _number(value: float, like: Any) -> float | int:
 
 
 NO_MOMENTUM = (
-    "exact=True: batch norm with momentum=None averages over the batches that a rank has seen, which depends on the "
-    "ranks; give it a momentum, or leave out exact=True"
+    "Exact: batch norm with momentum=None averages over the batches that a rank has seen, which depends on the "
+    "ranks; give it a momentum, or leave out Exact"
 )
 
 
