@@ -705,11 +705,6 @@ def _check_values(options: argparse.Namespace) -> None:
     """Raise ArgumentError for values that contradict each other."""
     if options.stale == "drop" and options.max_staleness is None:
         raise ArgumentError("--stale drop needs --max-staleness N: gradients of a larger staleness are dropped")
-    if options.backups and options.strategy == MIRRORED and options.update != "sharded":
-        raise ArgumentError(
-            f"--backups {options.backups}: with --update {options.update or 'replicated'} all ranks have the whole "
-            "state; leave out --backups, or use --update sharded"
-        )
     given = [each.flag for each in OPTIONS["network"] if getattr(options, each.name) is not None]
     if options.load and given:
         raise ArgumentError(f"--load takes the network and its optimizer from the file; leave out {', '.join(given)}")
@@ -754,6 +749,11 @@ def trainer_options(options: argparse.Namespace) -> dict[str, Any]:
     if options.strategy == MIRRORED:
         given["average"] = _average(options)
         if given.pop("copies") == 2:
+            if options.update != "sharded":
+                raise ArgumentError(
+                    f"--backups 1: with --update {options.update} all ranks have the whole state; leave out --backups, "
+                    "or use --update sharded"
+                )
             given["update"] = Sharded(copies=2)
     return given
 

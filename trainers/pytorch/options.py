@@ -88,7 +88,7 @@ class Options:
     _: KW_ONLY
     topology: Topology | None = field(default=None, metadata={"compared": False})
     update: str | Sharded = "replicated"
-    average: Average | None = None
+    average: Average | None = field(default=None, metadata={"compared": False})  # but by its text
     compress: Given = None  # checked by the backend
     overlap: bool | str = "auto"
     bucket_mb: float = 25.0
@@ -124,8 +124,7 @@ class Options:
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("compared", True)}
         values |= {name: float(values[name]) for name in ("bucket_mb", "first_bucket_mb")}
         values["allreduce"] = getattr(self.allreduce, "name", self.allreduce)
-        values["average"] = str(self.average)
-        traced = ", trace=..." * (self.trace is not None)
+        traced = f", average={self.average}" + ", trace=..." * (self.trace is not None)
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
 
     def errors(self, ranks: int) -> Iterator[OptionError]:

@@ -389,7 +389,7 @@ def test_ranks_with_different_outer_optimizers(world: MPI.Intracomm, flat: allre
         make: Callable[[], Any] = lambda average=average: MirroredOptimizer(  # noqa: E731
             torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, average=average
         )
-        assert f"average='{other}'" in raised_everywhere(world, DisagreementError, make)
+        assert f"average={other}" in raised_everywhere(world, DisagreementError, make)
 
 
 @several

@@ -452,7 +452,7 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
                 ArgumentError,
                 functools.partial(trainer.fit, x, y, 1, BATCH, progress=False, transforms=[transform]),
             )
-            assert next(iter(made)) in text
+            assert type(made["average"]).__name__ in text
             assert type(transform).__name__ in text
     with MirroredTrainer(EmbeddingNetwork([4, 3], words=9), "ring", flat) as trainer:
         fit = functools.partial(
