@@ -35,7 +35,7 @@ from trainers.pytorch.state import (
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.replica import Buffers
 from trainers.state.owners import Owners
-from trainers.strategies.rule import EPSILON
+from trainers.transforms.clip import EPSILON
 
 EXACT = "exact"  # the entry of a state_dict with the number of steps
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.arrays import dtypes, gpu
+from allreduce.arrays import gpu
 from allreduce.arrays.chunks import chunk
 from allreduce.transport.control import all_values, combine
 from trainers.data import Batch, Data, row_count, sliced
@@ -19,12 +19,11 @@ from trainers.options.transforms import EMA, Accumulate, ClipNorm, Schedule
 from trainers.replica import ALL, Replica, Rows, Slices, gradients_of
 from trainers.strategies.alike import MARKS
 from trainers.strategies.sparse import SparseGradients
-from trainers.transforms import average
+from trainers.transforms import average, clip
+from trainers.transforms.clip import scale, sum_of_squares
 from trainers.watching.learning_rate import StepSchedule
 from trainers.watching.meter import NormMeter
 
-EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds it to the norm
-WIDTH = 1 << 16  # elements whose squares are added at a time
 NORM = "learn the norm of the gradients"
 # FLAGS are appended to each step's metrics; after the reduction they are the numbers of ranks that set the flag
 # (MARKS: of the fingerprint of the next batch, if all ranks read the same ones, see strategies.alike)
@@ -220,20 +219,12 @@ class UpdateRule:
         """Scale gradients, sparse ones too, so that their norm is at most `clip_norm`. See `apply`."""
         if self.options.clip_norm is None:
             return
-        if squares is None:
-            squares = self.squares(gradients)
-        norm = squares**0.5
-        factor = self.options.clip_norm / (norm + EPSILON)
+        norm, factor = clip.clip(
+            gradients, self.options.clip_norm, self.squares(gradients) if squares is None else squares
+        )
         self.norms.set(norm)
-        if gpu.is_gpu_array(norm):
-            for each in gradients:
-                each *= gpu.cupy().minimum(factor, 1.0).astype(each.dtype)
-        elif not factor >= 1:  # also NaN, which then shows in the loss
-            for each in gradients:
-                scale(each, factor)
-        else:
-            return
-        self.tables.scale(min(float(factor), 1.0) if factor == factor else math.nan)
+        if factor is not None:
+            self.tables.scale(factor)
 
     def squares(self, gradients: Sequence[Any]) -> Any:
         """Return the sum of the squares of gradients and of the sparse gradients, which every rank has."""
@@ -256,47 +247,6 @@ def _copy(array: Any) -> Any:
 def _joined(parts: Sequence[Rows]) -> Rows:
     indices, values = zip(*parts, strict=True)
     return np.concatenate(indices), np.concatenate(values)
-
-
-def sum_of_squares(array: Any) -> Any:
-    """Return the sum of the squares of a 1-D array: a float, or a scalar on the GPU.
-
-    Equal arrays give equal bits, also on processors of different kinds, on which those of a dot product may differ: it
-    uses only operations on single elements, in a fixed order.
-    """
-    if gpu.is_gpu_array(array):
-        single = array.astype("float32", copy=False) if dtypes.is_half(array.dtype) else array
-        return single.dot(single).astype("float64")
-    found = _sum_of_squares(array, np.float64 if array.dtype == np.float64 else np.float32)
-    if not math.isfinite(found):  # squares of large float32 numbers overflow
-        found = _sum_of_squares(array, np.float64)
-    return found
-
-
-@np.errstate(all="ignore")
-def _sum_of_squares(array: np.ndarray, dtype: Any) -> float:
-    sums, scratch = np.zeros(min(WIDTH, array.size), dtype), np.empty(min(WIDTH, array.size), dtype)
-    for start in range(0, array.size, WIDTH):
-        block = array[start : start + WIDTH]
-        if block.dtype != dtype:
-            block = block.astype(dtype)
-        sums[: block.size] += np.multiply(block, block, out=scratch[: block.size])
-    wide = sums.astype(np.float64)
-    while wide.size > 1:
-        half = -(-wide.size // 2)
-        wide[: wide.size - half] += wide[half:]
-        wide = wide[:half]
-    return float(wide.sum())
-
-
-def scale(array: np.ndarray, factor: float) -> None:
-    """Multiply a 1-D array in place; 16-bit floats in float32. Local."""
-    if not dtypes.is_half(array.dtype):
-        array *= array.dtype.type(factor)
-        return
-    for start in range(0, array.size, WIDTH):
-        block = array[start : start + WIDTH]
-        block[:] = (block.astype(np.float32) * np.float32(factor)).astype(array.dtype)
 
 
 def sum_over_ranks(comm: MPI.Intracomm, own: Any) -> float:

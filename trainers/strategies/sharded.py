@@ -26,8 +26,9 @@ from trainers.state.backup import Backup
 from trainers.state.dealing import Transfer, deal_tensors, joined
 from trainers.state.owners import NodeMemory
 from trainers.stopwatch import COMMUNICATION
-from trainers.strategies.rule import sum_of_squares, sum_over_ranks
+from trainers.strategies.rule import sum_over_ranks
 from trainers.strategies.step import ReducedStep, StepOwners
+from trainers.transforms.clip import sum_of_squares
 
 
 class SliceOwners(StepOwners):

@@ -38,7 +38,7 @@ from trainers.errors import ArgumentError
 from trainers.options.transforms import Transform
 from trainers.replica import Replica
 from trainers.state.adopt import complete, copy_state
-from trainers.strategies import rule
+from trainers.transforms import clip
 from trainers.watching.callback import Callback
 
 SIZE = MPI.COMM_WORLD.size
@@ -463,9 +463,9 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
 
 def test_sums_of_squares() -> None:
     random = np.random.default_rng(0)
-    for length in (0, 1, 2, 3, 1000, rule.WIDTH - 1, rule.WIDTH, 2 * rule.WIDTH + 17):
+    for length in (0, 1, 2, 3, 1000, clip.WIDTH - 1, clip.WIDTH, 2 * clip.WIDTH + 17):
         array = random.standard_normal(length).astype("float32")
-        assert rule.sum_of_squares(array) == pytest.approx(float((array.astype(float) ** 2).sum()), rel=1e-5)
-    assert rule.sum_of_squares(np.full(4, 1e30, "float32")) == pytest.approx(4e60)
-    assert rule.sum_of_squares(np.full(4, 300, "float16")) == pytest.approx(360000)
-    assert math.isnan(rule.sum_of_squares(np.array([1, np.nan])))
+        assert clip.sum_of_squares(array) == pytest.approx(float((array.astype(float) ** 2).sum()), rel=1e-5)
+    assert clip.sum_of_squares(np.full(4, 1e30, "float32")) == pytest.approx(4e60)
+    assert clip.sum_of_squares(np.full(4, 300, "float16")) == pytest.approx(360000)
+    assert math.isnan(clip.sum_of_squares(np.array([1, np.nan])))

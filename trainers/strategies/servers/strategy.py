@@ -18,7 +18,7 @@ from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica
 from trainers.strategies.interface import EpochRun, Strategy
-from trainers.strategies.rule import WEIGHT, StepOptions, sum_of_squares, sum_over_ranks
+from trainers.strategies.rule import WEIGHT, StepOptions, sum_over_ranks
 from trainers.strategies.servers.asynchronous import (
     HOW_FAR,
     Asynchronous,
@@ -43,6 +43,7 @@ from trainers.strategies.servers.server import Server
 from trainers.strategies.servers.service import ServerStrategy, wait_before_raising
 from trainers.strategies.servers.worker import WorkerRanks, divide, uneven_text
 from trainers.strategies.step import Step
+from trainers.transforms.clip import sum_of_squares
 
 # the values that these arguments of a ParameterServerTrainer may have
 CHOICES = {"updates": ("sync", "async"), "stale": ("keep", "drop", "scale"), "learning_rate": ("keep", "divide")}
