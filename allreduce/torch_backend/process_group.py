@@ -473,9 +473,12 @@ def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:
             "init_process_group out, and have RANK and WORLD_SIZE unset"
         )
     topology.agree([zlib.crc32(options.shared.encode())], f"pg_options={options.shared}")
-    return AllReduceProcessGroup(
-        request.store, request.group_rank, request.group_size, topology, options, request.timeout, request.group_id
-    )
+    given = request.store, request.group_rank, request.group_size, topology, options, request.timeout, request.group_id
+    try:
+        return AllReduceProcessGroup(*given)
+    except UnavailableError:  # on all ranks: this backend can't work here
+        topology.close()
+        raise
 
 
 _FIRST = f'call torch.distributed.init_process_group("{NAME}") before the framework creates its own process group'

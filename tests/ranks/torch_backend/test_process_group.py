@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import operator
+import sys
 import time
 import weakref
 from collections.abc import Generator
@@ -20,7 +21,7 @@ torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra
 import torch.distributed as dist  # noqa: E402
 
 import allreduce.torch_backend  # noqa: E402
-from allreduce.errors import DisagreementError, UnknownBackendError  # noqa: E402
+from allreduce.errors import DisagreementError, UnavailableError, UnknownBackendError  # noqa: E402
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int32, torch.int64, torch.int8, torch.uint8, torch.int16]
@@ -332,6 +333,17 @@ def test_an_unknown_backend_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ALLREDUCE_BACKEND", "rign")
     with pytest.raises(UnknownBackendError, match="ALLREDUCE_BACKEND"):
         dist.new_group()
+
+
+def test_a_backend_that_lacks_something_is_refused_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all ranks, and its topology is closed."""
+    made, of_ranks = [], allreduce.Topology.of_ranks
+    monkeypatch.setattr(allreduce.Topology, "of_ranks", lambda *given: made.append(of_ranks(*given)) or made[-1])
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(UnavailableError, match="CuPy can't be imported"):
+        dist.new_group(pg_options="nccl")
+    assert [topology.closed for topology in made] == [True]
+    dist.barrier()
 
 
 def test_reduce() -> None:
