@@ -8,7 +8,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, NamedTuple
 
 import allreduce
@@ -16,14 +16,14 @@ from allreduce import notices
 from allreduce.arrays import compression as compressions
 from allreduce.errors import AllReduceError
 from allreduce.topology import Topology
-from trainers import callbacks, checks, datasets
+from trainers import arguments, callbacks, checks, datasets
 from trainers.central_storage import CentralStorageTrainer
 from trainers.datasets.parser import RankParser
 from trainers.errors import ArgumentError
 from trainers.fit.checkpointing import period
 from trainers.fit.weights import BALANCED
 from trainers.mirrored import MirroredTrainer
-from trainers.options.average import OUTER, UPDATES, Average, Exact, LocalSGD, Sharded
+from trainers.options.average import OUTER, UPDATES, Average, Exact, LocalSGD, OuterSGD, Sharded
 from trainers.options.transforms import EMA, SHAPES, Accumulate, ClipNorm, Schedule, Transform
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import ON_FAILURE
@@ -54,18 +54,21 @@ EXAMPLES = """examples:
 python -m trainers predict --help shows the options of predict; export, which writes an ONNX file, has options too.
 """
 
+Convert = Callable[[str], Any]
+
 # Converters of values
 
 
-def integer(least: int) -> Any:
+def integer(least: int) -> Convert:
     """Converts to an integer of at least `least`."""
+    return arguments.integer(least).convert
 
-    def convert(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and len(text) <= 18) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {text!r}")
-        return int(text)
 
-    return convert
+def of(kind: type, name: str) -> Convert:
+    """Converts to a field of an option object, by the object's own check of it."""
+    kinds: dict[str, Any] = {each.name: each.type for each in fields(kind)}
+    check: arguments.Check = kinds[name].__metadata__[0]
+    return check.convert
 
 
 def compression(text: str) -> str:
@@ -87,46 +90,6 @@ def copies(text: str) -> int:
     if text not in ("1", "2"):
         raise argparse.ArgumentTypeError(f"must be 1 or 2, got {text!r}")
     return int(text) - 1
-
-
-def positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text!r}")
-    return value
-
-
-def decay(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number between 0 and 1, such as 0.999, got {text!r}")
-    return value
-
-
-def share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number >= 0 and < 1, got {text!r}")
-    return value
-
-
-def fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
-    return value
 
 
 def _integers(text: str, expected: str) -> tuple[int, ...]:
@@ -357,16 +320,16 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="weigh the loss of each row, so that all classes count alike, however many rows they have",
         ),
         Option(
-            "accumulate", "N", integer(1), default=1,
+            "accumulate", "N", of(Accumulate, "micro_batches"), default=1,
             help="each rank computes its share of a batch in N micro-batches one after the other, for less memory; a "
             "batch stays --batch-size samples",
         ),
         Option(
-            "clip_norm", "X", positive, default_text="none",
+            "clip_norm", "X", of(ClipNorm, "norm"), default_text="none",
             help="scale the averaged gradients down to this norm, if theirs is larger",
         ),
         Option(
-            "ema", "X", decay, default_text="none",
+            "ema", "X", of(EMA, "decay"), default_text="none",
             help="keep a moving average of the parameters with this decay, such as 0.999; it is tested, and saved with "
             "the model",
         ),
@@ -375,7 +338,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="the learning rates of the steps: linear and cosine end at 0",
         ),
         Option(
-            "warmup_steps", "N", integer(0), default=0, help="in the first N steps the learning rates rise linearly"
+            "warmup_steps", "N", of(Schedule, "warmup"), default=0,
+            help="in the first N steps the learning rates rise linearly"
         ),
         Option("seed", "N", integer(0), default=0, help="seed of the initial weights and of the order of the rows"),
     ),
@@ -405,13 +369,13 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "backend, after failures; slower",
         ),
         Option(
-            "micro_batch", "N", integer(1), default_text="8", strategies=(MIRRORED,), argument="",
+            "micro_batch", "N", of(Exact, "micro_batch"), default_text="8", strategies=(MIRRORED,), argument="",
             needs={"exact": ()},
             help="rows whose gradients are computed together; the same on any number of ranks",
         ),
         Option(
-            "sync_every", "H", integer(1), default_text="gradients are averaged in every step", strategies=(MIRRORED,),
-            argument="",
+            "sync_every", "H", of(LocalSGD, "every"), strategies=(MIRRORED,), argument="",
+            default_text="gradients are averaged in every step",
             help="local SGD: every rank trains on its own rows for H steps, then the parameters are averaged; sends "
             "1/H of the bytes, for slow networks",
         ),
@@ -422,15 +386,17 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "the ranks' averaged change, for H of 50 to 500",
         ),
         Option(
-            "fragments", "N", integer(1), default=1, strategies=(MIRRORED,), argument="", needs=LOCAL,
+            "fragments", "N", of(LocalSGD, "fragments"), default=1, strategies=(MIRRORED,), argument="", needs=LOCAL,
             help="average the parameters in N fragments, one after the other within H steps",
         ),
         Option(
-            "fragment_sync_delay", "N", integer(0), default=0, strategies=(MIRRORED,), argument="", needs=LOCAL,
+            "fragment_sync_delay", "N", of(LocalSGD, "delay"), default=0, strategies=(MIRRORED,), argument="",
+            needs=LOCAL,
             help="begin the average of a fragment N steps before it is applied, while the steps go on",
         ),
         Option(
-            "fragment_update_alpha", "X", fraction, default=0.0, strategies=(MIRRORED,), argument="", needs=LOCAL,
+            "fragment_update_alpha", "X", of(LocalSGD, "alpha"), default=0.0, strategies=(MIRRORED,), argument="",
+            needs=LOCAL,
             help="the share of a rank's own parameters when an average is applied",
         ),
         Option(
@@ -533,19 +499,19 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("activation", choices=tuple(ACTIVATIONS), default="relu", help="the activation of the hidden layers"),
         Option("optimizer", choices=tuple(OPTIMIZERS), default="adam", help="the optimizer"),
         Option(
-            "lr", "X", positive, default=RATES, default_text=f"{RATES}; {OTHER_RATES}", common=True,
+            "lr", "X", arguments.POSITIVE.convert, default=RATES, default_text=f"{RATES}; {OTHER_RATES}", common=True,
             help="the learning rate",
         ),
         Option(
-            "momentum", "X", share, default_text="0.9", needs={"optimizer": ("momentum",)},
+            "momentum", "X", of(OuterSGD, "momentum"), default_text="0.9", needs={"optimizer": ("momentum",)},
             help="the share of the velocity that a step keeps",
         ),
         Option(
-            "beta1", "X", share, default_text="0.9", needs={"optimizer": ("adam",)},
+            "beta1", "X", of(OuterSGD, "momentum"), default_text="0.9", needs={"optimizer": ("adam",)},
             help="the decay of Adam's mean of the gradients",
         ),
         Option(
-            "beta2", "X", share, default_text="0.999", needs={"optimizer": ("adam",)},
+            "beta2", "X", of(OuterSGD, "momentum"), default_text="0.999", needs={"optimizer": ("adam",)},
             help="the decay of Adam's mean of their squares",
         ),
     ),
