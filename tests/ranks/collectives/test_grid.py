@@ -31,7 +31,8 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 PLACES = [(variant, shape) for variant in VARIANTS for shape in SHAPES]
 
-LONG = ("ring", "halving_doubling", "reduce_to_one", "hierarchical_copy+ring+halving_doubling")
+WITHOUT_SEGMENTS = ("native", "nccl", "auto", "shared", "hierarchical_copy")  # of messages of their own
+LONG = [*(set(allreduce.NAMES) - {*WITHOUT_SEGMENTS}), "hierarchical_copy+ring+halving_doubling"]
 LONG_PLACES = [place for place in PLACES if place[0] in LONG and place[1] in ("flat", "uneven")]
 
 
