@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
     number: of the pass over the loader. ended: the pass before that one has ended, and this one has not begun.
     state: the loader's state at an earlier place of the pass, encoded (trainers.files.values); None for its beginning.
-    skip: the batches between that place and this one.
+    skip: the batches between that place and this one. before_pass: whether the state is of the end of the pass before.
     begun: the random states when the pass began, because a loader may draw its order or a seed from them; else None.
     before: those before the batch was read; None if they are not known. now: those when the checkpoint was written;
         None if the batch had not been read by then.
@@ -47,6 +47,7 @@ class Place(NamedTuple):
     ended: bool
     state: np.ndarray | None
     skip: int
+    before_pass: bool
     begun: Generators | None
     before: Generators | None = None
     now: Generators | None = None
@@ -93,6 +94,7 @@ class Reader:
         self._batches: Any = None  # of the pass that has begun: generator of (batch, the loader's state after it)
         self._state: np.ndarray | None = None  # the newest state
         self._skip = 0  # the batches since that state
+        self._before_pass = False  # whether that state is of the end of the pass before
         self._pending: np.ndarray | None = None  # an earlier run's state, which the next pass takes on
         self._begun: Generators | None = None
         self._took = self._at = 0.0  # the seconds that the newest state took, and the time when it was taken
@@ -140,7 +142,7 @@ class Reader:
         item, state = next(self._batches, (END, None))
         self._skip += 1
         if state is not None:
-            self._state, self._skip = state, 0
+            self._state, self._skip, self._before_pass = state, 0, False
         return item
 
     def _converted(self, item: Any) -> Data:
@@ -158,16 +160,16 @@ class Reader:
     def restart(self, number: int) -> None:
         """Begin pass `number` from the loader's beginning. Raises an exception of any type."""
         self.stop()
+        if number != self.passes:
+            self._state = None
         pending, self._pending = self._pending, None
         self._begin_after(number, pending)
 
     def stop(self) -> None:
         """End the pass over the loader, with the thread that reads it. An iterator of the user's stays open."""
-        batches, self._batches = self._batches, None
-        if not (self.ended and self._stateful):  # else the next pass begins at its state at the end of this one
+        batches, self._batches, self.ended = self._batches, None, False
+        if batches is not None:  # else the next pass begins at the state at the end of this one
             self._state = None
-        self.ended = False
-        if batches is not None:
             batches.close()
 
     def _set_epoch(self, number: int) -> None:
@@ -186,6 +188,7 @@ class Reader:
                 iter(self._loader)
                 drawn = generator_states()
         self._begin(number, state)
+        self._before_pass = True
         if drawn is not None:
             load_generator_states(drawn)
 
@@ -256,8 +259,8 @@ class Reader:
         """Return the place before the next batch."""
         before = generator_states() if self.keeps_generators else None
         if self._batches is None:
-            return Place(self.passes, self.ended, self._state, 0, None, before)
-        return Place(self.passes - 1, False, self._state, self._skip, self._begun, before)
+            return Place(self.passes, self.ended, self._state, 0, False, None, before)
+        return Place(self.passes - 1, False, self._state, self._skip, self._before_pass, self._begun, before)
 
     def seek(self, place: Place, begins: bool) -> None:
         """Go to a place, of this run or an earlier one. begins: whether a pass that has not begun there begins. Raises
@@ -285,11 +288,13 @@ class Reader:
         if place.ended and not begins:
             self.ended, self.passes = True, place.number
             self._state = self._pending = place.state
-        elif place.ended:
+        elif place.ended or place.before_pass:
             self._begin_after(place.number, place.state)
+            self._pass_over(place.skip)
         else:
             self._set_epoch(place.number)
             self._begin(place.number, place.state)
+            self._before_pass = False
             self._pass_over(place.skip)
 
     def _go_on(self, place: Place) -> None:

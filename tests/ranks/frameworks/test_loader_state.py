@@ -156,8 +156,12 @@ def test_a_fit_resumes_with_the_same_bits(
         assert how in capfd.readouterr().out
 
 
-def test_a_loader_ends_earlier_on_one_rank(flat: allreduce.Topology, folder: Path) -> None:
-    """The checkpoint is written after a rank's loader has ended."""
+@pytest.mark.parametrize("pause", [20, 10**9])
+def test_a_loader_ends_earlier_on_one_rank(
+    pause: int, flat: allreduce.Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is written after a rank's loader has ended. pause: the last state may be of the pass before."""
+    monkeypatch.setattr("trainers.fit.reader.PAUSE", pause)
 
     def make(rank: int, ranks: int) -> Any:
         rows = rows_of(0, 1)[: 4 if rank else 20]
