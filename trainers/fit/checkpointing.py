@@ -47,6 +47,7 @@ SECONDS = {
     "s": 1, "second": 1, "seconds": 1, "min": 60, "minute": 60, "minutes": 60, "h": 3600, "hour": 3600, "hours": 3600,
 }  # fmt: skip
 MODES = ("auto", "min", "max")
+SHOWN = {"steps_per_epoch": "steps of the Loader"}  # settings that have another name in files
 
 
 @dataclass(frozen=True)
@@ -502,7 +503,8 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
     _check_columns(path, columns, replica.columns)
     for name, value in settings.items():
         if progress.settings.get(name) != value:
-            values = f"{name}={progress.settings.get(name)!r}, and this one has {name}={value!r}"
+            shown = SHOWN.get(name, name)
+            values = f"{shown}={progress.settings.get(name)!r}, and this one has {shown}={value!r}"
             raise CheckpointError(f"{path} is of a training with {values}; give the same to resume from it")
     if len(progress.rates) != len(replica.learning_rates):
         counts = f"{len(progress.rates)} learning rates, and this one has {len(replica.learning_rates)}"

@@ -278,6 +278,7 @@ class LoaderBatches(BatchSource):
             sizes = []
         if not 0 <= step <= total or len(sizes) < step:
             raise CheckpointError("the checkpoint does not tell the rows of the batches: it is damaged, or of arrays")
+        self._told = {at: place for at, place in self._told.items() if at <= (epoch, step)}  # the others come again
         target = self._told.get((epoch, step))
         if target is None and own and not self._idle:
             try:

@@ -202,7 +202,7 @@ class Fit:
             total=cursor.total,
             settings={"position": cursor.shared},
             history=[each.as_dict() for each in self.history[: epoch + (here.stage > EVENTS)]],
-            values=self.meter.values() if entered and step else here.values,
+            values=(self.meter.values() if entered else here.values) if step else Progress().values,
             stops=[self.stopped, self.strategy.stop_training],
         )
 
@@ -626,7 +626,7 @@ class Fit:
     def _cut_short(self) -> bool:
         """Whether the epoch ended before its last step. A checkpoint was then written at that step, or none is
         possible."""
-        return self.strategy.cut_short or (self.stopped and self.meter.rows < self.batches.rows)
+        return self.strategy.cut_short or (self.stopped and self.progress.step < self.batches.steps)
 
     def _save_after(self, number: int) -> None:
         """Write a checkpoint after an epoch, if one is due or the epoch is the best or the last. Collective."""

@@ -15,6 +15,7 @@ from trainers.datasets.columns import Columns
 from trainers.datasets.shards import ShardRows, Shards, Share, is_pattern, matching, shares
 from trainers.errors import DataError, TrainerError
 from trainers.fit.evaluation import ROWS
+from trainers.group import RankGroup
 
 LARGEST_SHARE = 1.5  # of the mean of the ranks; more is said
 
@@ -137,13 +138,14 @@ class ShardBatches(BatchSource):
 
 
 class OwnRows:
-    """A loader of a rank's rows of shards: pairs (x, y) of a few rows. part, parts: as for `shares`."""
+    """A loader of a rank's rows of shards: pairs (x, y) of a few rows. group: the ranks, at each pass those that it has
+    then."""
 
-    def __init__(self, data: ShardRows, part: int, parts: int) -> None:
-        self._data, self._part, self._parts = data, part, parts
+    def __init__(self, data: ShardRows, group: RankGroup) -> None:
+        self._data, self._group = data, group
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for share in shares(self._data.shards.sizes, self._part, self._parts):
+        for share in shares(self._data.shards.sizes, self._group.rank, self._group.size):
             x, y = self._data.rows(share.shard)
             for part in segments(chunk(len(x), share.parts, share.part), ROWS):
                 yield x[part], y[part]

@@ -107,7 +107,7 @@ def to_evaluate(strategy: Strategy, call: str, given: Given) -> Evaluation:
     """Return the rows to evaluate. Raises the same error on all ranks if they differ or are invalid. Collective."""
     x, group = given.x, strategy.group
     if isinstance(x, ShardRows):
-        given = given._replace(x=OwnRows(x, group.rank, group.size), rows=given.rows or DIVIDED)
+        given = given._replace(x=OwnRows(x, group), rows=given.rows or DIVIDED)
     if not given.loads:
         return Evaluation(to_read(strategy, call, given))
     settings = {"rows": given.rows, "steps": given.steps}
@@ -180,7 +180,7 @@ def checked_rows(replica: Replica, given: Given, settings: Mapping[str, Any]) ->
     else:
         rows = _arrays(given)
         if weigh is not None:
-            rows.data = weigh.of_all(rows.data)
+            rows = Arrays(weigh.of_all(rows.data))
         first = rows.data
     _check_settings(settings)
     check_rows(replica, first if len(first) > 1 else (*first, None))

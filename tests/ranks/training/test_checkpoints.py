@@ -44,6 +44,7 @@ from trainers.files import checkpoint as files
 from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
+from trainers.watching.meter import Meter
 
 SIZE = MPI.COMM_WORLD.size
 ROWS, FEATURES, EPOCHS, BATCH = 50, 6, 4, 12  # five steps in an epoch, the last one short
@@ -136,6 +137,18 @@ def test_killed_and_resumed_gives_the_same_bits(
 
 
 @STRATEGIES
+def test_the_end_of_an_epoch_that_was_resumed_in_its_middle_can_be_read(
+    strategy: str, flat: allreduce.Topology, folder: Path
+) -> None:
+    killed(strategy, flat, folder, "3 steps", (0, 3))
+    with TRAINERS[strategy](network(seed=5), flat) as trainer:
+        fitted(trainer, epochs=2, checkpoint=str(folder), resume=True)
+    found = [files.read(path).progress for path in files.paths(str(folder))]
+    assert [str(each) for each in found] == ["the end of epoch 2", "the end of epoch 1", "epoch 1, step 4"]
+    assert [len(each.values) for each in found] == [0, 0, 3]
+
+
+@STRATEGIES
 def test_what_is_collected_is_what_is_saved(strategy: str, flat: allreduce.Topology, folder: Path) -> None:
     """Sharded optimizer state is complete in a checkpoint, and equal to the state that `save` writes."""
     with TRAINERS[strategy](network(), flat) as trainer:
@@ -224,6 +237,27 @@ def test_a_stop_is_written_and_a_longer_training_goes_on(flat: allreduce.Topolog
         before = trainer.parameters_sha256()
         assert len(fitted(trainer, checkpoint=str(folder), resume=True)) == EPOCHS  # there is nothing left to do
         assert trainer.parameters_sha256() == before
+
+
+def test_a_rank_that_joins_after_the_last_step_writes_the_end_too(
+    flat: allreduce.Topology, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A callback stops the fit at the last step. The meter of a rank that joins then has no steps of the epoch."""
+    means = Meter.means
+
+    def forget(meter: Meter) -> dict[str, float]:
+        found = means(meter)
+        meter.on_epoch_begin(0)
+        return found
+
+    class Stop(Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.trainer.stop_training = batch == 3
+
+    monkeypatch.setattr(Meter, "means", forget)
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        fitted(trainer, checkpoint=str(folder), callbacks=[Stop()])
+    assert [os.path.basename(path) for path in files.paths(str(folder))] == ["checkpoint-00000005.npz"]
 
 
 REFUSED = {

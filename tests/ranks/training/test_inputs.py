@@ -247,6 +247,10 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
         "2-D": ({"x": x, "y": y, "sample_weight": np.ones((50, 2))}, "one number for each row"),
         "words": ({"x": x, "y": y, "sample_weight": ["a"] * 50}, "must be numbers >= 0"),
         "zeros": ({"x": x, "y": y, "sample_weight": np.zeros(50)}, "0 for all rows"),
+        "zeros by class": (
+            {"x": x, "y": y, "sample_weight": y == 0, "class_weight": {0: 0.0, 1: 2.0}},
+            "0 for all rows",
+        ),
         "unknown class": ({"x": x, "y": y, "class_weight": {0: 1.0, 7: 2.0}}, "class 7, and y has the classes 0, 1, 2"),
         "a negative class": ({"x": x, "y": y, "class_weight": {0: -1.0}}, "numbers >= 0 for class numbers"),
         "a word": ({"x": x, "y": y, "class_weight": "equal"}, "numbers >= 0 for class numbers"),

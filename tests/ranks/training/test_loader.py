@@ -218,7 +218,9 @@ def test_checkpoints_of_a_stream_are_written_when_they_are_due(flat: allreduce.T
     with MirroredTrainer(network(), "ring", flat) as trainer:
         checkpoint = Checkpoint(str(folder), "5 steps", keep=9)
         trainer.fit(Loader([(x, y)] * 4, rows="whole"), epochs=3, progress=False, checkpoint=checkpoint)
-    assert saved_steps(str(folder)) == [5, 10, 12]
+        assert saved_steps(str(folder)) == [5, 10, 12]
+        with pytest.raises(CheckpointError, match="with steps of the Loader=None, and this one has steps of the Load"):
+            trainer.fit(Loader([(x, y)] * 4, "whole", 3), epochs=4, progress=False, checkpoint=checkpoint, resume=True)
 
 
 def test_other_ranks_resume_between_passes_only(flat: allreduce.Topology, folder: Path) -> None:
@@ -260,6 +262,33 @@ def test_a_fit_goes_back_to_its_first_batch() -> None:
     batches.seek(Cursor(0, 0, 0, {"sizes": []}, {}))
     batches.begin(0, 0)
     assert batches.share(0, 0, 0).x[0] == 0
+
+
+def test_a_fit_goes_back_to_the_newest_attempt_at_a_step() -> None:
+    """A loader that draws random numbers has others in the second attempt."""
+
+    class Source:
+        def __iter__(self) -> Iterator[Pair]:
+            for _ in range(5):
+                yield np.random.normal(size=(2, 1)), np.zeros(2)
+
+    batches = LoaderBatches(Source(), "divided", None, None, 0, 1, 0, saves=True)
+    batches.meet(lambda value, _: [value])
+
+    def read() -> np.ndarray:
+        """Return batch 2, of whose place a checkpoint is told."""
+        for step in range(3):
+            batches.learn(step, batches.begin(0, step))
+        batches.tell(0, 2)
+        return batches.share(0, 2, 0).x
+
+    first = read()
+    batches.seek(Cursor(0, 0, 0, {"sizes": []}, {}))
+    second = read()
+    assert not np.array_equal(first, second)
+    batches.seek(Cursor(0, 2, 2, {"sizes": [2, 2]}, {}))
+    batches.begin(0, 2)
+    assert np.array_equal(batches.share(0, 2, 0).x, second)
 
 
 @pytest.mark.parametrize("limit", [None, 5])

@@ -17,6 +17,7 @@ from trainers.datasets.columns import Category, Columns, Number
 from trainers.datasets.shards import Shards
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit.shards import ShardBatches
+from trainers.fit.source import Given, to_evaluate
 
 ROWS = (40, 9, 0, 33)  # of the shards
 SIZES: dict[str, Any] = {"batch_size": 16, "progress": False}
@@ -127,6 +128,20 @@ def test_a_fit_on_shards_resumes(made: Path, flat: allreduce.Topology) -> None:
         pytest.raises(CheckpointError, match="with other columns, means, categories or classes"),
     ):
         trained(trainer, data, 3, checkpoint=checkpoint, resume=True)
+
+
+def test_an_evaluation_reads_all_shards_after_other_ranks_have_failed(
+    made: Path, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The validation of a fit is made once; here the group then has this rank alone."""
+    data = load(made, "npz", flat)
+    with MirroredTrainer(network_of(data, (6,), seed=3), "native", flat) as trainer:
+        evaluation, group = to_evaluate(trainer.strategy, "evaluate", Given.of(data.test)), trainer.group
+        assert evaluation.evaluate(trainer.replica, group, exact=False)[2] == len(data.test)
+        for name, value in (("rank", 0), ("size", 1), ("comm", MPI.COMM_SELF)):
+            monkeypatch.setattr(group, name, value)
+        assert evaluation.evaluate(trainer.replica, group, exact=False)[2] == len(data.test)
+        monkeypatch.undo()
 
 
 def test_arguments_that_shards_do_not_take_are_named(made: Path, flat: allreduce.Topology) -> None:
