@@ -1,6 +1,7 @@
 """The Replica interface (seam 2): the methods that a framework provides to a trainer. No MPI."""
 
 import copy
+import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
@@ -220,11 +221,13 @@ class Replica(ABC):
         """Return the parameters as 1-D arrays on the device, one after the other; views where possible. They are one
         array where they are in the memory of `bind`."""
         if self.memory is None:
-            self.attach(*np.zeros((2, self.gradient_length), self.gradient_dtype))
+            kind = importlib.import_module("cupy" if self.device == "cuda" else "numpy")
+            self.attach(*kind.zeros((2, self.gradient_length), self.gradient_dtype))
         return [self.memory[: self.parameter_count]]
 
     def put(self, spans: Spans, values: Any) -> None:
         """Set the parameters in these slices to a 1-D array of their values, one slice after the other."""
+        self.arrays()  # binds memory if there is none yet
         put(self.memory, spans, on_device(values, self.memory))
         self.refresh()
 

@@ -358,6 +358,13 @@ def check_replica(folder: Path) -> None:
     assert ours.gradients(X[:0], Y[:0], 0.0) == [0.0, 0.0]
     assert not buffer.any()
     assert ours.predict(X[:0]).shape == (0, 4)
+    ours.attach(*np.zeros((2, ours.gradient_length), "float32"))
+    ours.attach(None, buffer)  # as after a sharded fit
+    ours.gradients(X, Y, 1.0)
+    buffer[ours.parameter_count :] *= 2  # as other ranks change the averages
+    ours.update()
+    norm = ours.model.layers[1]
+    np.testing.assert_array_equal(flat([norm.moving_mean, norm.moving_variance]), buffer[ours.parameter_count :])
     ours.learning_rates = [0.5]
     assert ours.learning_rates == [0.5]
     schedule = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 10))

@@ -17,6 +17,7 @@ from trainers import CentralStorageTrainer, Exact, Loader, LocalSGD, MirroredTra
 from trainers.data import Batches  # noqa: E402
 from trainers.errors import ArgumentError, ModelFileError  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
+from trainers.transforms import average  # noqa: E402
 from trainers.watching.callback import Callback  # noqa: E402
 
 torch.set_num_threads(1)
@@ -410,6 +411,60 @@ def test_batch_norm_is_averaged_by_rows(world: MPI.Intracomm, flat: allreduce.To
     assert len(set(means)) == 1
     assert module[1].running_mean.abs().max() > 0.01
     assert module[1].running_var.min() > 0.01
+
+
+def bound_before(module: nn.Module) -> tuple[TorchReplica, np.ndarray]:
+    """A replica that trains in its own memory after another memory was bound, as after a sharded fit."""
+    made = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))
+    memory, before, buffer = (np.zeros(made.gradient_length, "float32") for _ in range(3))
+    made.attach(memory, before)
+    made.attach(None, buffer)
+    average.keep(made, 0.5)
+    return made, buffer
+
+
+def test_the_average_leaves_batch_norm_statistics_after_a_bound_memory() -> None:
+    x, y = data(24)
+    made, buffer = bound_before(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
+    for _ in range(3):
+        made.gradients(x, y, 1.0)
+        buffer[made.parameter_count :] *= 2  # as other ranks change the averages
+        made.update()
+        made.average.move()
+    norm = made.module[1]
+    wanted = [norm.running_mean.clone(), norm.running_var.clone()]
+    assert torch.equal(torch.cat(wanted), torch.from_numpy(buffer[made.parameter_count :]))
+    made.use_average()
+    made.use_parameters()
+    assert torch.equal(norm.running_mean, wanted[0])
+    assert torch.equal(norm.running_var, wanted[1])
+
+
+@pytest.mark.parametrize("way", ["data", "channels_last"])
+def test_the_state_is_the_modules_after_its_memory_was_replaced(way: str) -> None:
+    made, _ = bound_before(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()))
+    convolution = made.module[0]
+    if way == "data":
+        convolution.weight.data = convolution.weight.data + 1
+    else:
+        made.module.to(memory_format=torch.channels_last)
+
+    def inside() -> np.ndarray:
+        return np.concatenate([each.detach().numpy().ravel() for each in made.module.parameters()])
+
+    with torch.no_grad():
+        convolution.weight.mul_(2)
+    state = made.state()
+    np.testing.assert_array_equal(state["parameters"], inside())
+    made.use_average()
+    np.testing.assert_array_equal(inside(), state["ema"])
+    made.use_parameters()
+    np.testing.assert_array_equal(inside(), state["parameters"])
+    made.load_state({**state, "parameters": state["parameters"] + 1})
+    np.testing.assert_array_equal(inside(), state["parameters"] + 1)
+    memory, buffer = np.zeros((2, made.gradient_length), "float32")
+    made.attach(memory, buffer)
+    np.testing.assert_array_equal(memory, state["parameters"] + 1)
 
 
 def test_named_errors(world: MPI.Intracomm, flat: allreduce.Topology) -> None:

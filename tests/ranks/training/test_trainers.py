@@ -695,6 +695,15 @@ def test_a_replica_of_a_user_has_a_moving_average(flat: allreduce.Topology) -> N
     assert not np.allclose(ends[0]["ema"], ends[0]["parameters"])
 
 
+def test_a_replica_of_a_user_restores_a_model_before_a_trainer_binds_it(tmp_path: Path) -> None:
+    first, second = (Sliced(declares=True, reloads=True) for _ in range(2))
+    first.w[:], first.momentum[:] = np.arange(6), 2
+    first.save(str(tmp_path / "model.npz"))
+    second.restore(str(tmp_path / "model.npz"))
+    np.testing.assert_array_equal(second.w, np.arange(6))
+    np.testing.assert_array_equal(second.momentum, 2)
+
+
 @pytest.mark.parametrize("kind", ["sharded", "servers"])
 def test_a_replica_that_divides_no_state_is_refused(kind: str, flat: allreduce.Topology) -> None:
     make = {

@@ -110,9 +110,10 @@ class KerasReplica(FlatReplica):
 
     def update(self, part: Slices = ALL) -> None:
         self._before = []
+        if part == ALL:
+            self._load_statistics(self._buffer)
         if self.memory is None:
             self._optimizer.update(self._buffer, self.still)
-            self._load_statistics(self._buffer)
             return
         part = slice(0, self.gradient_length) if part == ALL else part
         self._optimizer.update_slice(single(self._parameters_in(part)), self.memory, self._buffer, self.still)

@@ -181,14 +181,12 @@ class TorchReplica(FlatReplica):
         with self._device.ordered_with_cupy():
             if part == ALL:
                 self._load_statistics(self._buffer)
+                self._store_statistics()
                 self._optimizer.step(None, self.still)
                 return
             if self._parameters is None:
                 raise ArgumentError("call bind(parameters, gradients) before update(part)")
-            if any(
-                each.data_ptr() != view.data_ptr()
-                for each, view in zip(self._trained, self._parameter_views, strict=True)
-            ):
+            if self._replaced():
                 raise ArgumentError(
                     f"a parameter's .data was replaced, so this {type(self.module).__name__} would no longer be "
                     "trained: copy into parameters (p.copy_) instead, or create the trainer afterwards"
@@ -229,14 +227,14 @@ class TorchReplica(FlatReplica):
 
     def arrays(self) -> Sequence[Any]:
         with self._device.ordered_with_cupy():
-            if self.memory is not None:
+            if self.memory is not None and not self._replaced():
                 return super().arrays()
             return [self._device.array(each.detach().reshape(-1)) for each in self._trained]
 
     @torch.no_grad()
     def put(self, spans: Spans, values: Any) -> None:
         with self._device.ordered_with_cupy():
-            if self.memory is not None:
+            if self.memory is not None and not self._replaced():
                 super().put(spans, values)
                 return
             new = as_tensor(values, TORCH[str(values.dtype)])
@@ -383,6 +381,11 @@ class TorchReplica(FlatReplica):
         self._views = views(self._buffer, [*self._trained, *self._statistics])
         for parameter in self._trained:
             parameter.grad = None  # it is a view of the buffer that was bound before
+
+    def _replaced(self) -> bool:
+        """Return whether a parameter's .data was replaced since the parameters were bound."""
+        pairs = zip(self._trained, self._parameter_views, strict=True)
+        return any(each.data_ptr() != view.data_ptr() for each, view in pairs)
 
     def _load_statistics(self, flat: Tensor) -> None:
         """Copy the running means and variances from the end of `flat` (gradients or parameters) into the module."""
