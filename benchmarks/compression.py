@@ -8,7 +8,7 @@ It measures one of these:
   training  seconds until a model has the accuracy of uncompressed training; needs PyTorch
   exact     the SHA-256 of exactly trained parameters, on 1 rank to all, with each backend: the exit status is 1 if some
             differ
-  steps     milliseconds of a training step with and without exact=True
+  steps     milliseconds of a training step with and without average=Exact()
 """
 
 import argparse

@@ -32,6 +32,7 @@ REPLACED = {
     "steps_per_epoch": "a Loader(x, rows=..., steps={}) in the place of x",
     "collate": "a Loader(x, collate=...) in the place of x",
     "prefetch": "a Loader(x, prefetch={}) in the place of x",
+    "workers": "a Loader(DataLoader(data, num_workers={}), rows=...) in the place of x",
     "validation_rows": "validation_data=Loader(data, rows={})",
     "validation_steps": "validation_data=Loader(data, rows=..., steps={})",
     "stream": "progress=stream",
@@ -115,12 +116,13 @@ class Check:
 
     def convert(self, text: str) -> Any:
         """Return the value that a text of the command line stands for. Raises argparse.ArgumentTypeError."""
+        error = argparse.ArgumentTypeError(f"must be {self.text}, got {text!r}")
         try:
             value = self.read(text)
         except ValueError:
-            value = None
+            raise error from None
         if not self.holds(value):
-            raise argparse.ArgumentTypeError(f"must be {self.text}, got {text!r}")
+            raise error
         return value
 
 

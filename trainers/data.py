@@ -315,7 +315,7 @@ class Samples:
 def _stack(rows: Sequence[Any]) -> Data:
     for row in rows:
         if not isinstance(row, tuple | list) or len(row) not in (2, 3):
-            raise TypeError(f"a row is a {type(row).__name__}, not a pair (x, y); pass collate= to make pairs")
+            raise TypeError(f"a row is a {type(row).__name__}, not a pair (x, y); give a Loader(x, collate=...)")
         if len(row) != len(rows[0]):
             raise TypeError(f"a row has {len(row)} members, and the first one has {len(rows[0])}")
     return tuple(map(_stacked, zip(*rows, strict=True)))

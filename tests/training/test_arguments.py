@@ -1,5 +1,6 @@
 """The checks of single arguments, and the arguments of a fit that nothing checked, or that ended in a raw error."""
 
+import argparse
 import os
 import signal
 from collections.abc import Callable, Iterable
@@ -164,3 +165,13 @@ def test_a_former_keyword_shows_the_new_form() -> None:
         fit(steps_per_epoch=5)
     with pytest.raises(TypeError, match=r"takes no ema=0\.9 any more; give transforms=\[EMA\(0\.9\)\]"):
         fit(ema=0.9)
+    with pytest.raises(
+        TypeError, match=r"workers=2 any more; give a Loader\(DataLoader\(data, num_workers=2\), rows=...\)"
+    ):
+        fit(workers=2)
+
+
+def test_a_text_that_can_not_be_read_is_not_none() -> None:
+    assert arguments.integer(1).or_none().convert("3") == 3
+    with pytest.raises(argparse.ArgumentTypeError, match="must be an integer >= 1, or None, got 'three'"):
+        arguments.integer(1).or_none().convert("three")

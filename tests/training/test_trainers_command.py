@@ -112,6 +112,14 @@ BAD = {
     "no worker": (["--strategy", "parameter_server", "--servers", "2"], "2 servers of 2 ranks leave no worker: start"),
     "target": (["--save", "/no/such/folder/m.npz"], "--save /no/such/folder/m.npz: this can't be written"),
     "model": (["--load", "missing.npz"], "missing.npz can't be read"),
+    "fragments": (
+        ["--sync-every", "10", "--fragments", "3"],
+        "error: --fragments 3: --sync-every 10 must be a multiple",
+    ),
+    "delay": (["--sync-every", "4", "--fragment-sync-delay", "4"], "--fragment-sync-delay 4 must be less than"),
+    "exact": (["--exact", "--sync-every", "5"], "--exact can't be used with --sync-every"),
+    "backups": (["--backups", "1"], "--backups 1: with --update replicated all ranks have the whole state"),
+    "members": (["--members", "2", "--exact", "--sync-every", "5"], "--exact can't be used with --sync-every"),
 }
 
 
@@ -510,6 +518,7 @@ def test_help_all_has_every_option_with_its_default(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         parse(["--help-all"], True)
     told = " ".join(capsys.readouterr().out.split())
+    assert "sync: a server waits for the gradients of all workers (default: async" in told
     for option in BY_NAME.values():
         assert " ".join(f"{option.flag} {option.metavar}".split()) in told
         if option.default not in (None, False):

@@ -28,7 +28,15 @@ from allreduce.transport.wait import waiting
 from trainers import datasets
 from trainers.cli import results, roles
 from trainers.cli.evaluator import EndSignal, Evaluator
-from trainers.cli.options import SERVERS, make_callbacks, make_network, make_trainer, parse, step_options
+from trainers.cli.options import (
+    SERVERS,
+    make_callbacks,
+    make_network,
+    make_trainer,
+    parse,
+    step_options,
+    trainer_options,
+)
 from trainers.datasets.shards import is_pattern
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.fit.checkpointing import Checkpoint
@@ -171,7 +179,8 @@ def _data(options: argparse.Namespace, world: Topology) -> datasets.Dataset | da
 
 
 def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
-    """Raise ArgumentError if the options do not fit the number and roles of the ranks."""
+    """Raise ArgumentError if the options do not fit each other, or the number and roles of the ranks."""
+    trainer_options(options)
     given, ranks = options.ranks_per_node, len(assigned.training)
     if isinstance(given, int) and given > ranks:
         raise ArgumentError(

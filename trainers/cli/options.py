@@ -416,6 +416,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "updates", choices=SERVER_CHOICES["updates"], default="async", strategies=(SERVERS,),
             help="async: a server applies each gradient when it arrives; sync: a server waits for the gradients of all "
+            "workers",
         ),
         Option(
             "stale", choices=SERVER_CHOICES["stale"], default="keep", strategies=(SERVERS,), needs=ASYNC,
@@ -733,7 +734,13 @@ def _average(options: argparse.Namespace) -> Average | None:
     if options.sync_every is None:
         return None
     fragments = options.fragments, options.fragment_sync_delay, options.fragment_update_alpha
-    return LocalSGD(options.sync_every, options.outer_optimizer, *fragments)
+    try:
+        return LocalSGD(options.sync_every, options.outer_optimizer, *fragments)
+    except ArgumentError as error:
+        text = str(error).removeprefix("LocalSGD: ")
+        for name, option in (("every", "sync_every"), ("fragments", "fragments"), ("delay", "fragment_sync_delay")):
+            text = text.replace(f"{name}=", f"{BY_NAME[option].flag} ")
+        raise ArgumentError(text) from None
 
 
 def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:

@@ -149,7 +149,7 @@ class Reader:
         if self._collate is not None:
             item = self._collate(item)
         if not isinstance(item, tuple | list) or len(item) not in (2, 3):
-            raise DataError(f"a batch is a {type(item).__name__}, not a pair (x, y); pass collate= to make pairs")
+            raise DataError(f"a batch is a {type(item).__name__}, not a pair (x, y); give a Loader(x, collate=...)")
         data = as_data(item, lists=True)
         if wrong := rows_error(data):
             raise DataError(wrong)

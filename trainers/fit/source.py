@@ -211,7 +211,7 @@ def _of_shards(strategy: Strategy, given: Given, settings: Mapping[str, Any]) ->
     if strategy.micro_batch is not None:
         raise ArgumentError("fit: Exact takes all rows on every rank, so not shards, of which each rank has some")
     others = {"y": given.y, "sample_weight": given.weights, "class_weight": settings.get("class_weight")}
-    others |= {"collate": given.collate, "rows": given.rows}
+    others |= {"collate": given.collate, "rows": given.rows, "prefetch": given.prefetch}
     if names := [name for name, value in others.items() if value is not None]:
         raise ArgumentError(f"fit: shards do not take {', '.join(names)}: leave it out, or load the rows as arrays")
     _check_settings(settings)
@@ -246,7 +246,7 @@ def _loader_error(strategy: Strategy, given: Given, settings: Mapping[str, Any])
     loader, rows = given.x, given.rows
     if given.y is not None:
         return ArgumentError(
-            f'fit: rows="{rows}" is for a loader, whose batches are pairs (x, y): leave out rows, or y'
+            f'fit: a Loader with rows="{rows}" reads batches, which are pairs (x, y): leave out its rows, or y'
         )
     if given.weights is not None:
         return ArgumentError("fit: sample_weight is for arrays: a loader gives weights in its batches, (x, y, weights)")
@@ -269,7 +269,7 @@ def _evaluation_error(strategy: Strategy, given: Given) -> ArgumentError | None:
     loader = given.x
     if given.y is not None or given.weights is not None:
         return ArgumentError(
-            "evaluate: a loader reads pairs (x, y) or triples itself: leave out rows, or y and sample_weight"
+            "evaluate: a Loader with rows reads pairs (x, y) or triples: leave out its rows, or y and sample_weight"
         )
     if not hasattr(loader, "__iter__") and not (loader is None and strategy.part is None):
         return ArgumentError(f"evaluate: a {type(loader).__name__} is no loader: it can't be iterated")

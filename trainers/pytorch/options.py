@@ -124,6 +124,7 @@ class Options:
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("compared", True)}
         values |= {name: float(values[name]) for name in ("bucket_mb", "first_bucket_mb")}
         values["allreduce"] = getattr(self.allreduce, "name", self.allreduce)
+        values["update"] = SHARDED if self.sharded == Sharded() else self.update
         traced = f", average={self.average}" + ", trace=..." * (self.trace is not None)
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
 

@@ -44,8 +44,9 @@ class Mirrored(Strategy):
     ) -> None:
         super().__init__(replica, name)
         self._given, self._topology = given, topology
-        self._update, self._compress, self._averaging = update, compress, average
         sharded = sharded_of(update)
+        self._update = SHARDED if sharded == Sharded() else update  # ranks compare it
+        self._compress, self._averaging = compress, average
         self._update_name = SHARDED if sharded else REPLICATED
         self._copies = sharded.copies if sharded else 1
         self._config = given.config if isinstance(given, AllReduce) else given  # to create the backend again; or None

@@ -104,7 +104,7 @@ class UpdateRule:
     def gradients(self, batch: Batch, share: float, memory: Any, replica: Replica | None = None) -> Any:
         """Write the gradients of a batch to `memory`, to which the replica is bound. Returns as Replica.gradients.
 
-        With accumulate=k, the rows are divided into k micro-batches, which are computed one after the other, each from
+        With Accumulate(k), the rows are divided into k micro-batches, which are computed one after the other, each from
         the statistics of the step's start, as ranks compute theirs. Running statistics become the mean of those of the
         micro-batches. replica: by default the strategy's.
         """

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import allreduce
 from tests.ranks.together import raised_everywhere
-from trainers import NumpyNetwork, datasets
+from trainers import Loader, NumpyNetwork, datasets
 from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.apps.ensemble.model import EnsembleModel
 from trainers.apps.ensemble.timely import Prediction
@@ -260,6 +260,23 @@ def test_the_others_continue_without_a_member_that_fails(
         assert "NaN" in raised_everywhere(world, DivergedError, lambda: other.fit(x, y, 1, progress=False))
 
 
+def test_a_loader_gives_the_rows_of_a_fit(rows: tuple[np.ndarray, np.ndarray], flat: allreduce.Topology) -> None:
+    def collate(pairs: Any) -> tuple[np.ndarray, np.ndarray]:
+        return np.stack([x for x, _ in pairs]), np.array([int(y) for _, y in pairs])
+
+    names = [(x, str(y)) for x, y in zip(*rows, strict=True)]
+    given: dict[str, Any] = {"epochs": 1, "batch_size": 60, "progress": False}
+    found = []
+    with EnsembleTrainer(make, 2, topology=flat, bagging="rows", weights="validation") as ensemble:
+        for x, checked in (
+            (Loader(rows, prefetch=True), rows),
+            (Loader(names, collate=collate), Loader(names, collate=collate)),
+        ):
+            ensemble.fit(x, validation_data=checked, **given)
+            found.append((ensemble.missing, ensemble.weights))
+    assert [missing for missing, _ in found] == [{}, {}]
+
+
 def test_bad_arguments_raise_the_same_error_on_all_ranks(
     rows: tuple[np.ndarray, np.ndarray], flat: allreduce.Topology, world: MPI.Intracomm
 ) -> None:
@@ -286,6 +303,11 @@ def test_bad_arguments_raise_the_same_error_on_all_ranks(
         assert "needs validation_data" in raised_everywhere(world, ArgumentError, lambda: ensemble.fit(*rows))
         with pytest.raises(TypeError, match="did you mean 'shuffle'"):
             ensemble.fit(*rows, shufle=False)
+        with pytest.raises(TypeError, match=r"takes no ema=0\.9 any more; give transforms=\[EMA\(0\.9\)\]"):
+            ensemble.fit(*rows, ema=0.9)
+        loader, given = Loader([rows], rows="whole"), {"validation_data": rows}
+        text_of_batches = raised_everywhere(world, ArgumentError, lambda: ensemble.fit(loader, **given))
+        assert "members take rows by number" in text_of_batches
         assert "64 features" in raised_everywhere(world, ArgumentError, lambda: ensemble.predict(rows[0][:, :9]))
     with pytest.raises(allreduce.errors.ClosedError):
         ensemble.predict(rows[0])

@@ -252,6 +252,11 @@ def test_options_differ(world: MPI.Intracomm, flat: allreduce.Topology, option: 
     assert f"{option}={value!r}" in text.splitlines()[2]
 
 
+def test_equal_options_in_two_forms_are_no_difference(flat: allreduce.Topology) -> None:
+    model = model_of(3, 2)
+    MirroredOptimizer(sgd(model), model, topology=flat, update=Sharded() if flat.rank else "sharded").close()
+
+
 @several
 def test_backward_raises_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     """This rank catches the error and continues, with the first bucket reduced: the others neither hang nor use the

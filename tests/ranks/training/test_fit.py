@@ -361,7 +361,7 @@ BAD_SETS: dict[str, tuple[dict[str, Any], str]] = {
     "iterator": ({"x": iter([])}, "or a data set with len"),
     "array without y": ({"x": np.zeros((5, FEATURES))}, "ndarray can't give rows"),
     "rows": ({"x": Text()}, "a row is a str, not a pair"),
-    "dictionaries": ({"x": Words()}, "pass collate="),
+    "dictionaries": ({"x": Words()}, r"give a Loader\(x, collate="),
     "empty": ({"x": Empty()}, "the Empty is empty"),
     "length": ({"x": Gone()}, "OSError: the disk is gone"),
     "first row": ({"x": Pairs(0)}, "OSError: this row is damaged"),

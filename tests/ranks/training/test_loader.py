@@ -439,7 +439,7 @@ def test_loaders_that_differ_where_they_must_not(flat: allreduce.Topology) -> No
     ("options", "text"),
     [
         ({"batch_size": 10}, "batch_size and shuffle are the loader's"),
-        ({"y": np.zeros(3)}, "leave out rows, or y"),
+        ({"y": np.zeros(3)}, "a Loader with rows=.*: leave out its rows, or y"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], text: str, flat: allreduce.Topology) -> None:
@@ -527,7 +527,7 @@ def test_a_bad_loader_to_evaluate_is_one_error_on_all_ranks(flat: allreduce.Topo
         assert set(evaluate(once)) == {"loss", "accuracy"}
         with pytest.raises(DataError, match="to evaluate: it has no rows, or is an iterator that has ended"):
             evaluate(once)
-        with pytest.raises(ArgumentError, match="leave out rows"):
+        with pytest.raises(ArgumentError, match=r"a Loader with rows .*: leave out its rows"):
             evaluate([(x, y)], y=y)
         if flat.size > 1:
             with pytest.raises(DataError, match="rank 1: 2 batches, 100 rows"):

@@ -151,6 +151,8 @@ def test_arguments_that_shards_do_not_take_are_named(made: Path, flat: allreduce
             trainer.fit(data.train, class_weight={0: 2.0}, **SIZES)
         with pytest.raises(ArgumentError, match="shards do not take collate, rows: leave"):
             trainer.fit(Loader(data.train, rows="divided", steps=2, collate=max), **SIZES)
+        with pytest.raises(ArgumentError, match="shards do not take prefetch: leave"):
+            trainer.fit(Loader(data.train, prefetch=True), **SIZES)
 
 
 def test_faults_are_the_same_error_on_all_ranks(made: Path, flat: allreduce.Topology) -> None:

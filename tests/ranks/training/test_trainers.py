@@ -19,7 +19,7 @@ from allreduce.arrays.ops import Op
 from allreduce.errors import ClosedError, DisagreementError, OptionError, UnknownBackendError
 from tests.backends import ON_CPU, SHARDED
 from tests.ranks.together import raised_everywhere
-from trainers import EMA, Exact, LocalSGD, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets
+from trainers import EMA, Exact, LocalSGD, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, Sharded, datasets
 from trainers.cli.options import parse
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DivergedError, ModelFileError
@@ -473,6 +473,11 @@ def test_an_edit_is_applied_once(update: str, flat: allreduce.Topology) -> None:
         before = mine.parameters.copy()
         trainer.edit(lambda: np.multiply(mine.parameters, 0.5, out=mine.parameters))
         np.testing.assert_array_equal(mine.parameters, before / 2)
+        assert len(set(trainer.parameters_sha256())) == 1
+
+
+def test_equal_options_in_two_forms_are_no_difference(flat: allreduce.Topology) -> None:
+    with MirroredTrainer(network(), "ring", flat, update=Sharded() if flat.rank else "sharded") as trainer:
         assert len(set(trainer.parameters_sha256())) == 1
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from allreduce.elastic.ranks import chunk
 from trainers.data import Arrays, Samples, mapped, seed_of
 from trainers.errors import ArgumentError
+from trainers.options.loader import Loader
 
 BAGGINGS = (None, "rows", "shards")
 
@@ -58,10 +59,10 @@ class RowsOf:
         return self._data.__getitems__([int(self._rows[place]) for place in places])
 
 
-def taken(given: Arrays | Samples, drawn: DrawnRows, member: int) -> dict[str, Any]:
-    """Return the rows of a member as arguments of a fit: copies, or a data set. given: all rows."""
+def taken(given: Arrays | Samples, drawn: DrawnRows, prefetch: bool | None, member: int) -> Loader:
+    """Return the rows of a member: copies, or a data set. given: all rows."""
     rows, data = drawn.of(member), given.data
     if isinstance(given, Samples):
-        return {"x": given if rows is None else Samples(RowsOf(data, rows), given.collate)}
-    x, y, *weights = data if rows is None else (mapped(lambda array: array[rows], each) for each in data)
-    return {"x": x, "y": y, "sample_weight": weights[0] if weights else None}
+        return Loader(given if rows is None else Samples(RowsOf(data, rows), given.collate), prefetch=prefetch)
+    own = data if rows is None else (mapped(lambda array: array[rows], each) for each in data)
+    return Loader(tuple(own), prefetch=prefetch)

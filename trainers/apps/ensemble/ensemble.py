@@ -28,7 +28,6 @@ from allreduce.elastic.ranks import (
     waiting,
 )
 from allreduce.errors import ClosedError, CopyError
-from allreduce.notices import near
 from allreduce.topology import Topology
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import BAGGINGS, DrawnRows, taken
@@ -58,6 +57,8 @@ from trainers.fit.checkpointing import Checkpoint
 from trainers.fit.evaluation import means_of
 from trainers.fit.source import BATCH_SIZE, NO_TARGETS, Given, Rows, checked_rows, tried
 from trainers.group import GroupOwner, RankGroup, broadcast_arrays
+from trainers.options.loader import Loader
+from trainers.options.transforms import Transform
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replica import Replica
 from trainers.watching.history import Epoch, History
@@ -66,11 +67,6 @@ log = logging.getLogger("trainers")
 
 ResultT = TypeVar("ResultT")
 BY_VALIDATION = "validation"
-FIT_OPTIONS = (  # of Trainer.fit, that every member's fit gets
-    "shuffle",
-    "class_weight",
-    "transforms",
-)
 
 
 class Member(NamedTuple):
@@ -212,6 +208,7 @@ class EnsembleTrainer(GroupOwner):
 
     # Training
 
+    @known_only
     def fit(
         self,
         x: Any,
@@ -227,18 +224,20 @@ class EnsembleTrainer(GroupOwner):
         resume: bool = False,
         progress: bool = True,
         stream: TextIO | None = None,
-        **options: Any,
+        shuffle: bool = True,
+        class_weight: Any = None,
+        transforms: Sequence[Transform] = (),
     ) -> list[Member]:
         """Train every member that is not missing; returns `members`, the same on all ranks. Collective.
 
         x, y, epochs, batch_size, sample_weight, collate, validation_data: as for `MirroredTrainer.fit`: all rows, on
-            every rank, arrays or a data set with rows by number. A member gets its rows of them, and batch_size is the
-            global batch of a member.
+            every rank, arrays or a data set with rows by number, or a Loader of these without `rows`. A member gets its
+            rows of them, and batch_size is the global batch of a member.
         callbacks: of every member's fit; or a function that returns those of a member, given its number: callbacks that
             write files need it.
         checkpoint, resume: as for `MirroredTrainer.fit`; every member has a folder of its own in the given folder.
         progress: print a line for each member that was trained, on a rank of its part. stream: where; None: to stdout.
-        options: of `MirroredTrainer.fit`, for every member: shuffle, class_weight, transforms.
+        shuffle, class_weight, transforms: as for `MirroredTrainer.fit`, for every member.
 
         After SIGTERM the members that train write their checkpoints, and every rank ends with exit code 143 when all
         parts have done so.
@@ -246,22 +245,22 @@ class EnsembleTrainer(GroupOwner):
         A member that fails is missing from then on, and rank 0 logs a warning. If all fail, the error of the first one
         is raised on all ranks, and none is missing.
         """
-        for name in options:
-            if name not in FIT_OPTIONS:
-                raise TypeError(f"EnsembleTrainer.fit() takes no argument {name!r}{near(name, FIT_OPTIONS)}")
-        settings = {"epochs": epochs, "batch_size": batch_size}
-        given = Given(x, y, sample_weight, collate)
+        settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size}
+        given = Given.of(x, y, sample_weight)
+        given = given if given.collate is not None else given._replace(collate=collate)
         rows = self._run(lambda: self._checked("fit", given, settings, validation_data is not None))
         self._run(lambda: self._check_kinds(rows))
         drawn = DrawnRows(self._bagging, self._seed, len(self.members), len(rows))
-        settings |= {**options, "validation_data": validation_data, "resume": resume, "progress": False}
+        settings |= {"shuffle": shuffle, "class_weight": class_weight, "transforms": transforms}
+        settings |= {"validation_data": validation_data, "resume": resume, "progress": False}
+        rows_of = partial(taken, rows, drawn, given.prefetch)
 
         def tell(number: int, text: str) -> None:
             if progress and self._part.topology.rank == 0:
                 print(f"member {number + 1} of {len(self.members)}: {text}", file=stream, flush=True)
 
         with Terminating() as sigterm:
-            ended, first, stopped = self._train_own(partial(taken, rows, drawn), callbacks, checkpoint, settings, tell)
+            ended, first, stopped = self._train_own(rows_of, callbacks, checkpoint, settings, tell)
             with patient(self.topology):
                 self._end_if(stopped, sigterm)
                 self._run(lambda: self._share(ended, first))
@@ -270,7 +269,7 @@ class EnsembleTrainer(GroupOwner):
 
     def _train_own(
         self,
-        rows_of: Callable[[int], dict[str, Any]],
+        rows_of: Callable[[int], Loader],
         callbacks: Callbacks,
         checkpoint: Checkpoint | str | None,
         settings: dict[str, Any],
@@ -313,6 +312,8 @@ class EnsembleTrainer(GroupOwner):
         """Check the arguments of a call on all ranks; returns arrays or a data set. Collective."""
         replica, settings = next(iter(self.replicas.values())), settings or {}  # every part has a member
         rows, row, error = tried(call, lambda: checked_rows(replica, given, settings), settings)
+        if given.loads:
+            error = ArgumentError(f"{call}: members take rows by number: give a data set or arrays, without rows=")
         if error is None and self._selects and not validates:
             error = ArgumentError(f'fit: weights="{BY_VALIDATION}" needs validation_data')
         if rows is not None and error is None and call == "fit":
@@ -637,7 +638,8 @@ def _folder_of(checkpoint: Checkpoint | str | None, number: int) -> Checkpoint |
 
 def _validation_arrays(given: Any) -> Data:
     """Return x and y of validation data, as arrays. Raises ArgumentError and DataError."""
-    if isinstance(given, tuple | list) and len(given) in (2, 3):
-        return as_data(tuple(given[:2]))
-    samples = given if isinstance(given, Samples) else Samples(given)
+    found = Given.to_validate(given)
+    if found.y is not None:
+        return as_data((found.x, found.y))
+    samples = found.x if isinstance(found.x, Samples) else Samples(found.x, found.collate)
     return samples.take(np.arange(len(samples)))[:2]

@@ -14,6 +14,7 @@ from trainers.data import Tree, mapped, structure_of
 from trainers.fit.evaluation import evaluate_rows
 from trainers.fit.source import Rows
 from trainers.mirrored import MirroredTrainer
+from trainers.options.loader import Loader
 from trainers.replica import Replica, copied
 from trainers.watching.history import History
 
@@ -32,12 +33,12 @@ class PartMembers:
         self._options = dict(options)
 
     def train(
-        self, number: int, rows: Callable[[], dict[str, Any]], callbacks: Callbacks, settings: dict[str, Any]
+        self, number: int, rows: Callable[[], Loader], callbacks: Callbacks, settings: dict[str, Any]
     ) -> tuple[History, Exception | None]:
         """Train a member on the ranks of the part; returns its history, and the error that ended its training.
         Collective over the part. Raises errors that not all of these ranks have.
 
-        rows: returns the member's rows, as arguments of a fit. settings: its other arguments.
+        rows: returns the member's rows. settings: the other arguments of its fit.
         """
         part, trainer, history = self.topology, None, History()
         try:
@@ -45,7 +46,7 @@ class PartMembers:
             watching = together(part.world, lambda: list(callbacks(number) if callable(callbacks) else callbacks))
             trainer = MirroredTrainer(self.replicas[number], topology=part, **self._options)
             try:
-                history = trainer.fit(**{**data, **settings, "callbacks": [*watching, history]})
+                history = trainer.fit(data, **{**settings, "callbacks": [*watching, history]})
             except Exception as error:
                 self._follow(trainer)
                 if trainer.group.all_raise(error):
