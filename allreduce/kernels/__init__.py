@@ -35,7 +35,11 @@ def status() -> str:
     """Return how arrays are computed in this process, for people: "C", or "NumPy" and the reason."""
     if os.environ.get(SWITCH) == "0":
         return f"NumPy ({SWITCH}=0)"
-    return "C" if _library() is not None else 'NumPy (no C library was built: install again with a C compiler, "gcc")'
+    if _library() is not None:
+        return "C"
+    if found := _files():
+        return f"NumPy ({found[0].name} can't be used: it is of another version or machine; install again)"
+    return 'NumPy (no C library was built: install again with a C compiler, "gcc")'
 
 
 def sum_arrays(parts: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float | None = None) -> bool:
@@ -94,9 +98,13 @@ def _function(name: str) -> Callable[..., None] | None:
     return function
 
 
+def _files() -> list[Path]:
+    return sorted(Path(__file__).parent.glob("library*.so"))
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    for path in sorted(Path(__file__).parent.glob("library*.so")):
+    for path in _files():
         try:
             library = ctypes.CDLL(str(path))
             if library.version() == VERSION:

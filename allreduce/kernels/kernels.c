@@ -112,6 +112,7 @@ SUM(sum_bfloat16, from_bfloat16, to_bfloat16)
 SUM(portable_sum_float16, from_float16, to_float16)
 
 #ifdef __x86_64__
+#include <cpuid.h>
 #include <immintrin.h>
 #define HALVES(array) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((array) + i)))
 
@@ -132,12 +133,20 @@ __attribute__((target("avx,f16c"))) static size_t sum_float16_by_eights(
 }
 #endif
 
+#ifdef __x86_64__
+static int has_f16c(void) /* older compilers have no __builtin_cpu_supports("f16c"); "avx" asks the system, too */
+{
+    unsigned a, b, c, d;
+    return __builtin_cpu_supports("avx") && __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+#endif
+
 void sum_float16(const uint16_t *const *parts, size_t count, uint16_t *const *outs, size_t copies, size_t size,
                  double factor)
 {
     size_t done = 0;
 #ifdef __x86_64__
-    if (__builtin_cpu_supports("f16c"))
+    if (has_f16c())
         done = sum_float16_by_eights(parts, count, outs, copies, size, factor);
 #endif
     const uint16_t *left[count];

@@ -14,6 +14,7 @@ INSTALL = (
     "on a cluster load its MPI module first, then pip install mpi4py"
 )
 ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
+COLL = "OMPI_MCA_coll"
 LIMIT = "ALLREDUCE_START_SECONDS"
 LIMIT_SECONDS = 120.0  # for the start of MPI where ranks may fail (ULFM)
 
@@ -31,7 +32,7 @@ def start() -> None:
             mpi4py.rc.initialize = False  # no effect if the program has imported mpi4py.MPI before
         if ULFM in os.environ:  # ranks may fail, and Open MPI's finalize waits for all ranks of the host
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
-            os.environ.setdefault("OMPI_MCA_coll", "^han")  # it crashes after a host has failed (open-mpi/ompi 13915)
+            _leave_out_collectives()
         import_mpi()
     except (ImportError, RuntimeError) as error:
         _end_a_command(error)
@@ -45,6 +46,16 @@ def start() -> None:
         daemon.follow()
     if children.of_multiprocessing():
         children.end_with_parent()
+
+
+def _leave_out_collectives() -> None:
+    """Leave out Open MPI's coll/han, which crashes after a host has failed (open-mpi/ompi 13915).
+
+    A value in the environment hides Open MPI's own list for ULFM, which is ^hcoll,portals4.
+    """
+    given = os.environ.get(COLL, "^hcoll,portals4")
+    if given.startswith("^") and "han" not in given[1:].split(","):
+        os.environ[COLL] = f"{given},han"
 
 
 def import_mpi() -> None:

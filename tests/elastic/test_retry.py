@@ -1,10 +1,13 @@
 """The retry loop after failures, on a topology that fails as the test says."""
 
+import os
+
 import pytest
 from mpi4py import MPI
 
 from allreduce.elastic import retry
 from allreduce.errors import OptionError, RankLostError
+from allreduce.process import start
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.control import on_all_ranks
@@ -102,3 +105,15 @@ def test_an_unnamed_error_of_mpi_is_taken_for_a_failure_once(
     else:
         with pytest.raises(MPI.Exception):
             _Broken.of_survivors(MPI.COMM_SELF)
+
+
+@pytest.mark.parametrize(
+    ("given", "set_to"),
+    [(None, "^hcoll,portals4,han"), ("^hcoll", "^hcoll,han"), ("^han", "^han"), ("tuned,basic", "tuned,basic")],
+)
+def test_han_is_left_out(given: str | None, set_to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(start.COLL, raising=False)
+    if given is not None:
+        monkeypatch.setenv(start.COLL, given)
+    start._leave_out_collectives()
+    assert os.environ[start.COLL] == set_to

@@ -233,10 +233,12 @@ class TorchReplica(FlatReplica):
 
     @torch.no_grad()
     def put(self, spans: Spans, values: Any) -> None:
+        if self.memory is not None and not self._replaced():
+            self._device.cupy_after_torch()  # CuPy writes to memory that PyTorch uses
+            super().put(spans, values)
+            self._device.torch_after_cupy()
+            return
         with self._device.ordered_with_cupy():
-            if self.memory is not None and not self._replaced():
-                super().put(spans, values)
-                return
             new = as_tensor(values, TORCH[str(values.dtype)])
             for parameter, own in zip(self._trained, self._optimizer.layout.views(new), strict=True):
                 parameter.copy_(own)
