@@ -167,12 +167,13 @@ def test_rows_of_members() -> None:
     with pytest.raises(ArgumentError, match="2 rows for 3 members"):
         DrawnRows("shards", 0, 3, 2)
     x, y = np.arange(10), np.arange(10) * 2
-    assert taken(Arrays((x, y)), DrawnRows(None, 0, 1, 10), 0)["x"] is x
-    part = taken(Arrays((x, y, x / 10)), DrawnRows("shards", 3, 3, 10), 2)
-    np.testing.assert_array_equal(part["y"], 2 * part["x"])
-    np.testing.assert_array_equal(part["sample_weight"], part["x"] / 10)
-    rows = taken(Samples(list(zip(x, y, strict=True))), DrawnRows("shards", 3, 3, 10), 2)["x"]
-    np.testing.assert_array_equal(rows.take(np.arange(4))[1], part["y"])
+    whole = taken(Arrays((x, y)), DrawnRows(None, 0, 1, 10), True, 0)
+    assert (whole.data[0] is x, whole.prefetch) == (True, True)
+    part = taken(Arrays((x, y, x / 10)), DrawnRows("shards", 3, 3, 10), None, 2).data
+    np.testing.assert_array_equal(part[1], 2 * part[0])
+    np.testing.assert_array_equal(part[2], part[0] / 10)
+    rows = taken(Samples(list(zip(x, y, strict=True))), DrawnRows("shards", 3, 3, 10), None, 2).data
+    np.testing.assert_array_equal(rows.take(np.arange(4))[1], part[1])
 
 
 @pytest.mark.parametrize(("ranks", "members"), [(1, [0, 1, 2]), (2, [0, 1, 2]), (3, [1]), (2, [])])
