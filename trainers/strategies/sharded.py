@@ -216,7 +216,7 @@ class SliceOwners(StepOwners):
         if not self._node.arrays or not self._versions:
             return
         if name := next(
-            (name for name, edits in self._replica.versions().items() if edits != self._versions[name]), ""
+            (name for name, edits in self._replica.versions().items() if edits != self._versions.get(name)), ""
         ):
             raise ArgumentError(
                 f'{name} was edited in place (p.mul_(...), say), and with update="sharded" the parameters of all ranks '

@@ -285,6 +285,8 @@ class SpareReplicas(ServerStrategy):
         client.begin()
         (reply,), metrics = client.replies, len(replica.metrics)
         client.fetch(self._halt(run))
+        client.copy_parameters(parameters)  # this rank may be late, and the step, or the end, not the first one
+        replica.refresh()
         while reply.header.kind == WORK:
             step = reply.header.step
             kind = run.keep_error(partial(self._compute_part, run, number, step, replica, gradients))

@@ -19,6 +19,7 @@ from trainers.errors import ArgumentError, ModelFileError  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
 from trainers.transforms import average  # noqa: E402
 from trainers.watching.callback import Callback  # noqa: E402
+from trainers.watching.model_checkpoint import ModelCheckpoint  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -306,6 +307,17 @@ def test_parameters_in_common_are_edited_once_or_refused(flat: allreduce.Topolog
             with pytest.raises(ArgumentError, match=r"edited in place.*trainer\.edit") as caught:
                 trainer.fit(x, y, 1, 20, progress=False)
             assert caught.value.ranks == tuple(range(world.size))
+
+
+def test_a_callback_saves_a_sharded_model_with_frozen_parameters(flat: allreduce.Topology, tmp_path: Path) -> None:
+    x, y = data(60)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    module[0].requires_grad_(False)
+    mine = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.SGD(module[1].parameters(), lr=0.1))
+    saved = ModelCheckpoint(str(tmp_path / "model.npz"))
+    with MirroredTrainer(mine, "shared", flat, update="sharded") as trainer:
+        history = trainer.fit(x, y, 3, 20, progress=False, callbacks=[saved])
+    assert len(history) == 3
 
 
 class Flattens(nn.Module):

@@ -218,6 +218,44 @@ def test_a_step_does_not_wait_for_the_spare_rank(place: str, flat: allreduce.Top
     assert history[0].dropped >= 1
 
 
+class Late(Callback):
+    """The last rank begins an epoch when the other ranks have reported `batches` batches of it."""
+
+    def __init__(self, world: MPI.Intracomm, batches: int) -> None:
+        self._world, self._missing, self._last = world, batches, world.rank == world.size - 1
+        self._told = list[MPI.Request]()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        for _ in range(self._missing if self._last else 0):
+            assert self._world.recv() == "a batch"
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self._last:
+            self._told.append(self._world.isend("a batch", self._world.size - 1))
+
+    def finish(self) -> None:
+        """Receive what is left. Collective."""
+        told = sum(self._world.allgather(len(self._told)))
+        for _ in range(told - self._missing if self._last else 0):
+            self._world.recv()
+        MPI.Request.waitall(self._told)
+
+
+@straggling
+@pytest.mark.parametrize("late", ["all steps", "half of the steps"])
+def test_a_spare_rank_that_begins_late_has_the_newest_parameters(
+    late: str, flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    size, steps = flat.size, 10
+    x, y = (rows[: steps * size] for rows in data())
+    each = steps if late == "all steps" else steps // 2
+    callback = Late(world, each * (size - 1))
+    with SpareReplicasTrainer(network(), flat, spare=1) as trainer:
+        trainer.fit(x, y, 1, size, progress=False, callbacks=[callback])
+        assert len(set(trainer.parameters_sha256())) == 1
+    callback.finish()
+
+
 class Fails(Callback):
     """Raises at one event, after the first epoch."""
 

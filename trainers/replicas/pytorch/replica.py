@@ -203,7 +203,8 @@ class TorchReplica(FlatReplica):
             self._load_statistics(self._parameters)
 
     def versions(self) -> Mapping[str, int]:
-        return {name: changes_of(each) for name, each in self.module.named_parameters()}
+        trained = {id(each) for each in self._trained}  # a frozen parameter is in no memory of several ranks
+        return {name: changes_of(each) for name, each in self.module.named_parameters() if id(each) in trained}
 
     @torch.no_grad()
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> list[float]:
