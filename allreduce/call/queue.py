@@ -390,11 +390,8 @@ class Worker:
             self._thread.start()
             self._wake.put(True)  # for calls submitted before
 
-    def submit(self, queue: Queue, future: Future, request: Request = NOTHING, here: bool = False) -> Future:
-        """Announce a call, or make it ready if nothing needs announcing; see Queue.submit.
-
-        here: the caller does the worker's work until the call has ended, so the thread need not wake.
-        """
+    def submit(self, queue: Queue, future: Future, request: Request = NOTHING) -> Future:
+        """Announce a call, or make it ready if nothing needs announcing; see Queue.submit."""
         self.detector.check()
         try:
             with self.detector.translating_failures(), self._lock:
@@ -411,7 +408,7 @@ class Worker:
         except RankLostError as lost:
             self.fail(queue, lost)
             raise
-        if self._thread is not None and not here:
+        if self._thread is not None:
             self._wake.put(True)
         return future
 
@@ -613,7 +610,6 @@ class Worker:
         return self._running is None
 
     threaded = property(lambda self: self._thread is not None)
-    idle = property(lambda self: not self._open)
 
 
 SEND_SECONDS = 1.0

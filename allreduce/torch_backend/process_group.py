@@ -37,7 +37,6 @@ from allreduce.torch_backend.work import (
     timeout_seconds,
 )
 
-SHORT_BYTES = 1 << 16  # of all tensors of an operation that its caller, who waits for it, may run itself
 CLOSE_SECONDS = 10.0  # destroy_process_group waits this long for the other ranks to call it too
 
 
@@ -103,8 +102,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
             streams.synchronize()
 
         limit = timeout_seconds(timeout or getattr(opts, "timeout", None), self._timeout)
-        here = not getattr(opts, "asyncOp", True) and sum(it.numel() * it.itemsize for it in tensors) <= SHORT_BYTES
-        return self._coalesce(self._operations.submit(name, written, limit, run, signature, here))
+        return self._coalesce(self._operations.submit(name, written, limit, run, signature))
 
     # Reductions
 

@@ -21,7 +21,6 @@ from allreduce.call.announcements import PerRank
 from allreduce.call.executor import Executor
 from allreduce.call.queue import Future, Queue, Worker, without_frames
 from allreduce.errors import RankLeftError, UnavailableError
-from allreduce.health import abort
 from allreduce.process import children
 from allreduce.topology import Topology
 from allreduce.torch_backend.checks import NAME
@@ -213,7 +212,6 @@ class OperationQueue:
     - An operation that exceeds its limit breaks the group: all waiting operations end in the same error.
     - An operation that is submitted in a callback of another one (a comm hook that chains collectives by
       `Future.then`, as PowerSGD's does) runs at once, so its position in the order does not depend on timing.
-    - The caller of a short operation that waits for it anyway runs it itself, if no other is left: no thread wakes.
 
     name: of the group. executor: of the backend that reduces its tensors, by which the ranks compare all operations.
     threaded: False runs every operation at once, in the caller's thread; so does an MPI library without
@@ -228,7 +226,6 @@ class OperationQueue:
         self._threaded, self._compares = threaded, topology.size > 1
         self.queue = self._open(topology, f"process group {name}")
         self._inside: int | None = None  # the thread that runs an operation
-        self._here = False  # True: it is the caller's
 
     @property
     def broken(self) -> BaseException | None:
@@ -242,12 +239,11 @@ class OperationQueue:
         limit: float,
         action: Callable[[], object],
         signature: str | None = "",
-        here: bool = False,
     ) -> Operation:
         """Submit `action`, to run after all earlier operations, and return the operation. See Operation.
 
         signature: text after the name: the arguments that must be equal on all ranks. None: `action` is one call of the
-        executor, which compares them. here: the caller waits for the operation, which is short.
+        executor, which compares them.
         """
         if self.broken is not None:
             raise without_frames(self.broken)
@@ -257,12 +253,9 @@ class OperationQueue:
         if self._inside == threading.get_ident():
             operation.run()
             return operation
-        here = (here and worker.idle) or not self._threaded
-        worker.submit(self.queue, operation, here=here)
-        if here:
-            self._here = True
+        worker.submit(self.queue, operation)
+        if not self._threaded:
             worker.work_until(operation.done)
-            self._here = False
         return operation
 
     @contextmanager
@@ -303,10 +296,7 @@ class OperationQueue:
             "is late, hangs, or never called it. The group can't be used any more"
         )
         wait = self.queue.wait
-        error = TimedOut(text if wait.call is None else f"{text}\n{self._detector.messages.table(wait.call)}")
-        if self._here and wait.call is not None and not wait.raises:  # the program's thread hangs inside MPI
-            abort.end_job(f"{type(error).__name__}: {error}\n", abort.exit_code_of(error))
-        return error
+        return TimedOut(text if wait.call is None else f"{text}\n{self._detector.messages.table(wait.call)}")
 
     def _open(self, topology: Topology, name: str) -> Queue:
         worker, wait = topology.service(Worker), self._executor.wait

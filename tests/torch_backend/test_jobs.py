@@ -294,6 +294,32 @@ def test_a_rank_that_stays_away_is_an_error_after_the_timeout(mpirun: JobRunner)
 
 
 @needs_torch
+def test_a_rank_that_fails_inside_a_short_blocking_call_is_an_error_of_the_others(mpirun: JobRunner) -> None:
+    """They hang in MPI's call, on the group's own communicator."""
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.call.queue as queue
+            import allreduce.torch_backend.move as move
+            queue.EXIT_SECONDS = 1
+            dist.init_process_group("allreduce", timeout=datetime.timedelta(seconds=2))
+            if dist.get_rank() == 1:
+                def fails(*_):
+                    raise MemoryError("on purpose")
+                move.chunked.broadcast = fails
+            try:
+                dist.broadcast(torch.zeros(4), src=1)
+            except (MemoryError, dist.DistBackendError) as error:
+                print(type(error).__name__, str(error).splitlines()[0], flush=True)
+            time.sleep(60 * dist.get_rank())
+        """),
+        timeout=40,
+    )
+    assert "MemoryError on purpose" in job.stdout, job.stderr
+    assert "DistBackendError broadcast was not done within 2 s" in job.stdout, job.stderr
+
+
+@needs_torch
 def test_after_caught_timeouts_a_program_ends_with_its_own_exit_code(mpirun: JobRunner, tmp_path: Path) -> None:
     """No call is left in MPI, so nothing has to be ended by force. Destroying a group waits for no abandoned rank,
     whatever call timed out: the first or a later one, a wait with a limit, a monitored barrier."""
