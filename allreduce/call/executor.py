@@ -296,7 +296,7 @@ class Executor:
         """Return when all ranks have reached the call of this text; raise DisagreementError on all of them if one has
         reached another call, also with check=False. Collective. where: text for the stall report."""
         self.check_open(waits=False)
-        if self._several and not self.check:
+        if not self.check and (self._several or self._slot is None):
             self.agree([fingerprint(text) >> SEQUENCE_BITS], text)
             return
         self.wait.begin(NamedCall(text + where))

@@ -91,12 +91,12 @@ class Future:
     def run(self) -> None:
         """Do the work in the calling thread, and store its error for `wait`."""
         work = self.take_work()  # drops the reference to the caller's buffer
-        self.begin = time.perf_counter()
+        self.begin, error = time.perf_counter(), None
         try:
             work(self.per_rank)
-        except BaseException as error:  # `wait` raises it; the worker thread has no caller
-            self.error = error
-        self.finish(None)
+        except BaseException as raised:  # `wait` raises it; the worker thread has no caller
+            error = raised
+        self.finish(error)
 
     def take_work(self) -> Any:
         """Remove and return the work."""

@@ -216,7 +216,8 @@ class TensorReducer:
         self.repeated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.main = self.backend()
         # it compares every call, and gives rank r the r-th of equal slices
-        self._compares = self.main.executor.check or topology.nodes == 1
+        executor = self.main.executor
+        self._compares = executor.check or (topology.nodes == 1 and executor.meets)
         self._scatters = _slices_equally(self.main)
 
     def is_one_call(self, tensor: torch.Tensor, reduction: Reduction, scatters: bool = False) -> bool:

@@ -328,6 +328,19 @@ def test_a_call_that_exceeds_its_limit_ends_all_that_wait(topology: allreduce.To
     topology.close()
 
 
+def test_the_error_of_an_ended_call_stays() -> None:
+    """Also if its work, which nobody waits for any more, ends in another error."""
+
+    def work(_: object) -> None:
+        future.finish(CollectiveTimeoutError("too late"))
+        raise MemoryError("on purpose")
+
+    future = Future(work)
+    future.run()
+    with pytest.raises(CollectiveTimeoutError, match="too late"):
+        future.wait()
+
+
 def test_no_limit_applies_before_a_call_has_begun(
     topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -327,6 +327,23 @@ def test_settings_are_those_of_every_reduction(backend: str, tmp_path: Path) -> 
         assert backend != "native" or "reduce_scatter" not in calls
 
 
+def test_operations_are_compared_where_calls_of_the_backend_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """check=False on a node without shared memory: operations that differ are an error on all ranks."""
+    if size() == 1:
+        pytest.skip("one rank compares nothing")
+    monkeypatch.setattr("allreduce.call.rendezvous.Tables.take", lambda _: None)
+    group = dist.new_group(pg_options=allreduce.torch_backend.Options("ring", settings={"check": False}))
+    tensor = mine(8)
+    dist.all_reduce(tensor, group=group)
+    call = functools.partial(dist.broadcast, src=0) if dist.get_rank() == 0 else dist.all_reduce
+    with pytest.raises(DisagreementError, match=r"rank 0: broadcast(.*\n)+.*rank 1: all_reduce"):
+        call(tensor, group=group)
+    tensor = mine(8)
+    dist.all_reduce(tensor, group=group)
+    same(tensor, reduced(everyone(8), Op.SUM))
+    dist.destroy_process_group(group)
+
+
 def test_an_unknown_backend_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnknownBackendError, match="'rign'; the backends are: ring"):
         allreduce.torch_backend.Options("rign")
