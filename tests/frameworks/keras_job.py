@@ -365,6 +365,11 @@ def check_replica(folder: Path) -> None:
     ours.update()
     norm = ours.model.layers[1]
     np.testing.assert_array_equal(flat([norm.moving_mean, norm.moving_variance]), buffer[ours.parameter_count :])
+    parameters = ours.state()["parameters"]  # brings the model up to date, as `put` does
+    np.testing.assert_array_equal(flat(ours.model.trainable_variables), parameters)
+    ours.put((slice(0, ours.parameter_count),), parameters / 2)
+    np.testing.assert_array_equal(flat(ours.model.trainable_variables), parameters / 2)
+    ours.put((slice(0, ours.parameter_count),), parameters)
     ours.learning_rates = [0.5]
     assert ours.learning_rates == [0.5]
     schedule = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 10))

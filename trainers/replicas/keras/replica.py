@@ -144,9 +144,14 @@ class KerasReplica(FlatReplica):
             return super().arrays()
         return [array_of(each).reshape(-1) for each in self._trained]
 
+    def read(self, flat: Any) -> None:
+        self._refresh_model()
+        super().read(flat)
+
     def put(self, spans: Spans, values: Any) -> None:
         if self.memory is not None:
             super().put(spans, values)
+            self._refresh_model()
         else:
             self._set(self._trained, self._optimizer.layout.views(values.astype(self.gradient_dtype)))
 
