@@ -131,13 +131,14 @@ __attribute__((target("avx,f16c"))) static size_t sum_float16_by_eights(
     }
     return i;
 }
-#endif
 
-#ifdef __x86_64__
 static int has_f16c(void) /* older compilers have no __builtin_cpu_supports("f16c"); "avx" asks the system, too */
 {
+    static int known = -1; /* the instruction cpuid takes microseconds in a virtual machine */
     unsigned a, b, c, d;
-    return __builtin_cpu_supports("avx") && __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+    if (known < 0)
+        known = __builtin_cpu_supports("avx") && __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+    return known;
 }
 #endif
 
