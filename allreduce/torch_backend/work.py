@@ -7,6 +7,7 @@ comm hooks and `dist.batch_isend_irecv` use them like any other backend's.
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -101,7 +102,7 @@ class Operation(dist.Work, Future):
                 self.queue.worker.wait_for(self._done, limit)
         except TimeoutError:
             assert self._group is not None
-            self._group.given_up.append(self)
+            self._group.given_up.add(self)
             text = f"{self.name} was not done within {limit:g} s: another rank is late, or never called it"
             raise TimedOut(text) from None
         if self.error is not None:
@@ -220,7 +221,7 @@ class OperationQueue:
 
     def __init__(self, topology: Topology, name: str, executor: Executor, threaded: bool = True) -> None:
         self.submitted = 0
-        self.given_up: list[Operation] = []  # a wait for these has timed out
+        self.given_up: weakref.WeakSet[Operation] = weakref.WeakSet()  # a wait for these has timed out
         self._detector, self._executor = topology.detector, executor
         executor.sleeps = True  # backward needs the core
         self._threaded, self._compares = threaded, topology.size > 1

@@ -8,6 +8,7 @@ import gc
 import json
 import operator
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Generator
@@ -521,9 +522,20 @@ def test_works_and_futures() -> None:
     assert works[0].get_future().done()
 
 
-def test_a_finished_operation_keeps_no_tensor() -> None:
-    tensor = mine()
-    dist.all_reduce(tensor)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_finished_operation_keeps_no_tensor(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """late: a wait for it has timed out before."""
+    tensor, leave = mine(), threading.Event()
+    if late:
+        monkeypatch.setattr(dist.group.WORLD._reducer, "all_reduce", lambda *_: leave.wait(30))
+        work = dist.all_reduce(tensor, async_op=True)
+        with pytest.raises(dist.DistBackendError, match="was not done within"):
+            work.wait(timedelta(milliseconds=1))
+        leave.set()
+        work.wait()
+        del work
+    else:
+        dist.all_reduce(tensor)
     reference = weakref.ref(tensor)
     del tensor
     deadline = time.monotonic() + 10
