@@ -76,10 +76,9 @@ class Future:
         name: str = "",
         ended: Ended | None = None,
         limit: float = math.inf,
-        late: Callable[[], BaseException] | None = None,
     ) -> None:
         self.queue, self.description, self.name = queue, description, name
-        self.limit, self._late = limit, late
+        self.limit = limit
         self._ended = ended
         self._work = work
         self.per_rank: PerRank = [None]
@@ -115,8 +114,7 @@ class Future:
 
     def late(self) -> BaseException:
         """Return the error of a call that has taken longer than its limit."""
-        text = f"{self.description} was not done within {self.limit:g} s"
-        return CollectiveTimeoutError(text) if self._late is None else self._late()
+        return CollectiveTimeoutError(f"{self.description} was not done within {self.limit:g} s")
 
     def done(self) -> bool:
         """Return whether the call has ended, with or without an error."""
@@ -183,17 +181,16 @@ class Queue:
         numbers: Sequence[int] = (),
         ended: Ended | None = None,
         limit: float = math.inf,
-        late: Callable[[], BaseException] | None = None,
     ) -> Future:
         """Submit a call: the worker does `work` once all ranks have submitted the call. Local; returns at once.
 
         description, numbers: describe the call, and must be equal on all ranks. Otherwise the future fails with the
         same DisagreementError on all ranks. ended: called with the error or None when the call has ended or was
         cancelled, in any thread. limit: seconds that `work` may take; after that the call and all waiting ones fail
-        with the error that `late` returns. Do not wait for a future inside `work`.
+        with CollectiveTimeoutError. Do not wait for a future inside `work`.
         """
         text = f"{description or 'call'} of {self.name}" + (f" {list(numbers)}" if numbers else "")
-        return self._submit(Future(lambda _: work(), self, text, "", ended, limit, late), Request(text))
+        return self._submit(Future(lambda _: work(), self, text, "", ended, limit), Request(text))
 
     def call(
         self, name: str, request: Request, work: Callable[[PerRank], object], ended: Ended | None = None
