@@ -168,6 +168,11 @@ class Executor:
         return self._workspaces[-1]
 
     @property
+    def compares(self) -> bool:
+        """Whether the ranks compare their calls."""
+        return self.check or (self.meets and not self._several)
+
+    @property
     def meets(self) -> bool:
         """Whether the ranks of this node can `meet`."""
         return self._slot is not None
@@ -296,7 +301,7 @@ class Executor:
         """Return when all ranks have reached the call of this text; raise DisagreementError on all of them if one has
         reached another call, also with check=False. Collective. where: text for the stall report."""
         self.check_open(waits=False)
-        if not self.check and (self._several or self._slot is None):
+        if not self.compares:
             self.agree([fingerprint(text) >> SEQUENCE_BITS], text)
             return
         self.wait.begin(NamedCall(text + where))

@@ -215,9 +215,6 @@ class TensorReducer:
         self._workspace = Workspace()
         self.repeated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.main = self.backend()
-        # it compares every call, and gives rank r the r-th of equal slices
-        executor = self.main.executor
-        self._compares = executor.check or (topology.nodes == 1 and executor.meets)
         self._scatters = _slices_equally(self.main)
 
     def is_one_call(self, tensor: torch.Tensor, reduction: Reduction, scatters: bool = False) -> bool:
@@ -225,7 +222,7 @@ class TensorReducer:
         compare all that must be equal. Local."""
         plain = reduction.op.islower() and reduction.compress is None and reduction.factor is None
         plain = plain and not (tensor.is_sparse or tensor.is_complex())
-        return plain and self._compares and (self._scatters or not scatters)
+        return plain and self.main.executor.compares and (self._scatters or not scatters)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""
