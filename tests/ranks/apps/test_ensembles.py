@@ -1,5 +1,6 @@
 """Ensembles on several ranks: the members of one rank, votes by a deadline, members that fail, files."""
 
+import io
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -265,16 +266,15 @@ def test_a_loader_gives_the_rows_of_a_fit(rows: tuple[np.ndarray, np.ndarray], f
         return np.stack([x for x, _ in pairs]), np.array([int(y) for _, y in pairs])
 
     names = [(x, str(y)) for x, y in zip(*rows, strict=True)]
-    given: dict[str, Any] = {"epochs": 1, "batch_size": 60, "progress": False}
-    found = []
-    with EnsembleTrainer(make, 2, topology=flat, bagging="rows", weights="validation") as ensemble:
-        for x, checked in (
-            (Loader(rows, prefetch=True), rows),
-            (Loader(names, collate=collate), Loader(names, collate=collate)),
-        ):
-            ensemble.fit(x, validation_data=checked, **given)
-            found.append((ensemble.missing, ensemble.weights))
-    assert [missing for missing, _ in found] == [{}, {}]
+    found, lines = [], io.StringIO()
+    for given in (rows, Loader(rows, prefetch=True), Loader(names, collate=collate)):
+        x, y = (given, None) if isinstance(given, Loader) else given
+        with EnsembleTrainer(make, 2, topology=flat, bagging="rows", weights="validation") as ensemble:
+            ensemble.fit(x, y, 1, 60, validation_data=given, progress=lines)
+            found.append((ensemble.missing, ensemble.weights, ensemble.predict(rows[0]).tolist()))
+    assert found[0][0] == {}
+    assert found[1:] == found[:1] * 2
+    assert flat.rank > 0 or lines.getvalue().count("member 1 of 2: epoch") == 3
 
 
 def test_bad_arguments_raise_the_same_error_on_all_ranks(
@@ -305,6 +305,8 @@ def test_bad_arguments_raise_the_same_error_on_all_ranks(
             ensemble.fit(*rows, shufle=False)
         with pytest.raises(TypeError, match=r"takes no ema=0\.9 any more; give transforms=\[EMA\(0\.9\)\]"):
             ensemble.fit(*rows, ema=0.9)
+        with pytest.raises(TypeError, match=r"takes no collate=.* any more; give a Loader\(x, collate=...\)"):
+            ensemble.fit(list(zip(*rows, strict=True)), collate=list)
         loader, given = Loader([rows], rows="whole"), {"validation_data": rows}
         text_of_batches = raised_everywhere(world, ArgumentError, lambda: ensemble.fit(loader, **given))
         assert "members take rows by number" in text_of_batches

@@ -40,7 +40,7 @@ def train(job: Job, member: Member) -> None:
             callbacks=lambda _: make_callbacks(options),
             checkpoint=checkpoint_of(options),
             resume=options.resume,
-            stream=job.stream,
+            progress=job.stream,
             **step_options(options),
         )
         _finish(job, ensemble, data)

@@ -217,26 +217,24 @@ class EnsembleTrainer(GroupOwner):
         batch_size: int = BATCH_SIZE,
         *,
         sample_weight: Any = None,
-        collate: Any = None,
         validation_data: Any = None,
         callbacks: Callbacks = (),
         checkpoint: Checkpoint | str | None = None,
         resume: bool = False,
-        progress: bool = True,
-        stream: TextIO | None = None,
+        progress: bool | TextIO = True,
         shuffle: bool = True,
         class_weight: Any = None,
         transforms: Sequence[Transform] = (),
     ) -> list[Member]:
         """Train every member that is not missing; returns `members`, the same on all ranks. Collective.
 
-        x, y, epochs, batch_size, sample_weight, collate, validation_data: as for `MirroredTrainer.fit`: all rows, on
-            every rank, arrays or a data set with rows by number, or a Loader of these without `rows`. A member gets its
-            rows of them, and batch_size is the global batch of a member.
+        x, y, epochs, batch_size, sample_weight, validation_data: as for `MirroredTrainer.fit`: all rows, on every rank,
+            arrays or a data set with rows by number, or a Loader of these without `rows`. A member gets its rows of
+            them, and batch_size is the global batch of a member.
         callbacks: of every member's fit; or a function that returns those of a member, given its number: callbacks that
             write files need it.
         checkpoint, resume: as for `MirroredTrainer.fit`; every member has a folder of its own in the given folder.
-        progress: print a line for each member that was trained, on a rank of its part. stream: where; None: to stdout.
+        progress: print a line for each member that was trained, on a rank of its part. A stream: print them there.
         shuffle, class_weight, transforms: as for `MirroredTrainer.fit`, for every member.
 
         After SIGTERM the members that train write their checkpoints, and every rank ends with exit code 143 when all
@@ -247,13 +245,13 @@ class EnsembleTrainer(GroupOwner):
         """
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size}
         given = Given.of(x, y, sample_weight)
-        given = given if given.collate is not None else given._replace(collate=collate)
         rows = self._run(lambda: self._checked("fit", given, settings, validation_data is not None))
         self._run(lambda: self._check_kinds(rows))
         drawn = DrawnRows(self._bagging, self._seed, len(self.members), len(rows))
         settings |= {"shuffle": shuffle, "class_weight": class_weight, "transforms": transforms}
         settings |= {"validation_data": validation_data, "resume": resume, "progress": False}
         rows_of = partial(taken, rows, drawn, given.prefetch)
+        stream: Any = progress if hasattr(progress, "write") else None
 
         def tell(number: int, text: str) -> None:
             if progress and self._part.topology.rank == 0:
