@@ -1,6 +1,7 @@
 """The checks of single arguments, and the arguments of a fit that nothing checked, or that ended in a raw error."""
 
 import argparse
+import io
 import os
 import signal
 from collections.abc import Callable, Iterable
@@ -109,6 +110,12 @@ def test_arguments_take_integers_and_flags_of_numpy() -> None:
     Timeline("trace.json", most=one)  # type: ignore[arg-type]
     with Topology(MPI.COMM_SELF) as topology:
         MirroredTrainer(NumpyNetwork([4, 3]), topology=topology, average=LocalSGD(one)).close()  # type: ignore[arg-type]
+
+
+def test_the_lines_of_a_fit_go_to_a_stream() -> None:
+    lines = io.StringIO()
+    fit(epochs=2, progress=lines)
+    assert [line.split()[:2] for line in lines.getvalue().splitlines()] == [["epoch", "1"], ["epoch", "2"]]
 
 
 class Signal(Callback):

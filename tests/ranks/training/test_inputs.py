@@ -255,6 +255,10 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
         "a negative class": ({"x": x, "y": y, "class_weight": {0: -1.0}}, "numbers >= 0 for class numbers"),
         "a word": ({"x": x, "y": y, "class_weight": "equal"}, "numbers >= 0 for class numbers"),
         "balanced rows": ({"x": Rows(), "class_weight": "balanced"}, "needs arrays x and y"),
+        "balanced batches": (
+            {"x": Loader([(x, y)], rows="whole"), "class_weight": "balanced"},
+            "needs arrays x and y",
+        ),
         "weights of a data set": ({"x": Rows(), "sample_weight": weights()}, r"gives weights in its rows"),
         "weights of a loader": ({"x": Loader([(x, y)], rows="whole"), "sample_weight": weights()}, "in its batches"),
         "no classes": (

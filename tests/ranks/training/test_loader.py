@@ -14,6 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from allreduce.errors import DisagreementError
 from allreduce.transport import control
 from tests.ranks.training.test_fit import data, network
 from trainers import (
@@ -427,6 +428,11 @@ def test_loaders_that_differ_where_they_must_not(flat: allreduce.Topology) -> No
     x, y = data()
     first = [(x[:6], y[:6])]
     with MirroredTrainer(network(), "ring", flat) as trainer:
+        for given in (Loader(first, "whole", 1 + flat.rank), Loader(first, "divided" if flat.rank else "whole", 2)):
+            with pytest.raises(DisagreementError, match="rows=whole, steps="):
+                trainer.fit(given, progress=False)
+            with pytest.raises(DisagreementError, match="rows=whole, steps="):
+                trainer.evaluate(given)
         with pytest.raises(ArgumentError, match="other batches"):
             trainer.fit(Loader([(x[flat.rank :], y[flat.rank :])], rows="whole"), progress=False)
         with pytest.raises(DataError, match="all loaders must give the same batches"):
