@@ -104,17 +104,19 @@ class Evaluation(NamedTuple):
         if self.loader is None:
             return Evaluated(terms)
         reader, limit = Reader(self.loader, self.collate), self.steps
-        while limit is None or batches < limit:
-            data = reader.read(f"batch {batches + 1} of an evaluation", again=limit is not None)
-            if data is None:
-                break
-            check_rows(replica, data, batch=True)
-            terms = np.concatenate([terms, evaluate_rows(replica, Arrays(data), ranks, rank, exact)])
-            if not exact:
-                terms = terms.sum(axis=0, keepdims=True)
-            batches, rows = batches + 1, rows + row_count(data)
-            total = checksum(data, total) if ranks > 1 else 0
-        reader.stop()
+        try:
+            while limit is None or batches < limit:
+                data = reader.read(f"batch {batches + 1} of an evaluation", again=limit is not None)
+                if data is None:
+                    break
+                check_rows(replica, data, batch=True)
+                terms = np.concatenate([terms, evaluate_rows(replica, Arrays(data), ranks, rank, exact)])
+                if not exact:
+                    terms = terms.sum(axis=0, keepdims=True)
+                batches, rows = batches + 1, rows + row_count(data)
+                total = checksum(data, total) if ranks > 1 else 0
+        finally:
+            reader.stop()
         return Evaluated(terms, batches, rows, total)
 
 

@@ -111,7 +111,7 @@ def to_evaluate(strategy: Strategy, call: str, given: Given) -> Evaluation:
     if not given.loads:
         return Evaluation(to_read(strategy, call, given))
     settings = {"rows": given.rows, "steps": given.steps}
-    group.enter(described("evaluate", "x of a loader", settings), _evaluation_error(strategy, given))
+    group.enter(described(call, "x of a loader", settings), _evaluation_error(strategy, call, given))
     steps = None if given.steps is None else int(given.steps)
     return Evaluation(None, given.x, given.collate, given.rows == DIVIDED, steps)
 
@@ -264,15 +264,15 @@ def _loader_error(strategy: Strategy, given: Given, settings: Mapping[str, Any])
     return None
 
 
-def _evaluation_error(strategy: Strategy, given: Given) -> ArgumentError | None:
+def _evaluation_error(strategy: Strategy, call: str, given: Given) -> ArgumentError | None:
     """Return the error if these arguments of an evaluation of a loader are invalid, or None."""
     loader = given.x
     if given.y is not None or given.weights is not None:
         return ArgumentError(
-            "evaluate: a Loader with rows reads pairs (x, y) or triples: leave out its rows, or y and sample_weight"
+            f"{call}: a Loader with rows reads pairs (x, y) or triples: leave out its rows, or y and sample_weight"
         )
     if not hasattr(loader, "__iter__") and not (loader is None and strategy.part is None):
-        return ArgumentError(f"evaluate: a {type(loader).__name__} is no loader: it can't be iterated")
+        return ArgumentError(f"{call}: a {type(loader).__name__} is no loader: it can't be iterated")
     return None
 
 

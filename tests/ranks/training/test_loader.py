@@ -341,7 +341,9 @@ def test_a_fit_leaves_nothing_open(ahead: bool, flat: allreduce.Topology) -> Non
             fit(loader, resume=True)
         with pytest.raises(ArgumentError, match="same number of rows") as again:
             fit(loader, validation_data=(np.zeros(2), np.zeros(3)))
-        assert loader.open == 0, (refused, again)
+        with pytest.raises(ArgumentError, match="6 features") as wide:
+            trainer.evaluate(Loader(loader, rows="divided", collate=lambda pair: (pair[0][:, :3], pair[1])))
+        assert loader.open == 0, (refused, again, wide)
         fit(iterator)
         assert len(next(iterator)) == 2
     assert set(threading.enumerate()) <= threads
@@ -535,6 +537,8 @@ def test_a_bad_loader_to_evaluate_is_one_error_on_all_ranks(flat: allreduce.Topo
             evaluate(once)
         with pytest.raises(ArgumentError, match=r"a Loader with rows .*: leave out its rows"):
             evaluate([(x, y)], y=y)
+        with pytest.raises(ArgumentError, match="validation_data of fit: a int is no loader"):
+            trainer.fit(x, y, validation_data=Loader(5, rows="whole"), progress=False)
         if flat.size > 1:
             with pytest.raises(DataError, match="rank 1: 2 batches, 100 rows"):
                 evaluate([(x, y)] * (1 + flat.rank), rows="whole")
