@@ -321,6 +321,8 @@ def test_a_row_that_fails_is_named_on_all_ranks(prefetch: bool, flat: allreduce.
                 trainer.evaluate(Pairs(17, error))
         with pytest.raises(ArgumentError, match="labels run from"):
             trainer.fit(Loader(Wrong(), prefetch=prefetch), epochs=2, batch_size=20, progress=False)
+        with pytest.raises(ArgumentError, match="labels run from"):
+            trainer.evaluate(Wrong())
         trainer.fit(Pairs(), epochs=1, progress=False)
     assert not [thread for thread in threading.enumerate() if thread.name == "fetches batches"]
 

@@ -504,7 +504,7 @@ def test_a_loader_is_evaluated_as_all_rows_by_one_rank(kind: str, rows: str, fla
         part, parts = trainer.strategy.part, trainer.strategy.parts
         divided = batches_of(parts, 1)
         batches = together(divided)
-        own = batches if rows == "whole" else None if part is None else divided[part]
+        own = None if part is None else batches if rows == "whole" else divided[part]
         x, y = (np.concatenate(sides) for sides in zip(*batches, strict=True))
         loader = Loader(own, rows=rows)
         assert trainer.evaluate(loader) == pytest.approx(trainer.evaluate(x, y), rel=1e-6)
