@@ -26,7 +26,7 @@ from trainers import (
 )
 from trainers.callbacks import Callback, EarlyStopping, Prometheus, Timeline
 from trainers.errors import ArgumentError
-from trainers.recovery.terminating import Terminated
+from trainers.recovery.terminating import Terminated, Terminating
 from trainers.watching.history import History
 
 X, Y = np.zeros((8, 4), np.float32), np.zeros(8, np.int64)
@@ -139,6 +139,20 @@ def test_sigterm_ends_a_fit_whatever_holds_its_callbacks(kind: Callable[[list[Ca
     try:
         with pytest.raises(Terminated):
             fit(epochs=3, callbacks=kind([Signal()]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_sigterm_before_a_fit_ends_it_before_its_first_step() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with Topology(MPI.COMM_SELF) as topology, MirroredTrainer(NumpyNetwork([4, 3]), topology=topology) as trainer:
+            with Terminating(topology.world, quiet=True) as outer:
+                os.kill(os.getpid(), signal.SIGTERM)
+                with pytest.raises(Terminated):
+                    trainer.fit(X, Y, 1, progress=False)
+                assert outer.asked()
+            assert trainer.steps == 0
     finally:
         signal.signal(signal.SIGTERM, before)
 

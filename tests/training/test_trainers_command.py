@@ -16,9 +16,19 @@ import allreduce
 from allreduce import Topology, notices
 from tests import launch
 from tests.conftest import JobRunner, in_one_job, lacking
-from trainers import NumpyNetwork, Sharded, datasets
+from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, NumpyNetwork, Schedule, Sharded, datasets
 from trainers.cli import check, main
-from trainers.cli.options import BY_NAME, MIRRORED, STRATEGIES, Option, Strategy, make_trainer, parse
+from trainers.cli.options import (
+    BY_NAME,
+    MIRRORED,
+    STRATEGIES,
+    Option,
+    Strategy,
+    make_trainer,
+    parse,
+    step_options,
+    trainer_options,
+)
 from trainers.cli.roles import Roles
 from trainers.errors import ArgumentError
 
@@ -500,6 +510,23 @@ def test_backups_are_copies_beside_the_original(backups: int, monkeypatch: pytes
     options = parse(["--update", "sharded", "--backups", str(backups)], True)
     given: Any = make_trainer(options, NumpyNetwork([4, 3]), Topology(), 0)
     assert given["update"] == (Sharded(copies=2) if backups else "sharded")
+
+
+def test_options_become_the_objects_of_a_trainer_and_of_a_fit() -> None:
+    local = "--sync-every 8 --outer-optimizer diloco --fragments 2 --fragment-sync-delay 1 --fragment-update-alpha 0.5"
+    for text, average in (
+        (local, LocalSGD(8, "diloco", 2, 1, 0.5)),
+        ("--exact", Exact()),
+        ("--exact --micro-batch 4", Exact(4)),
+    ):
+        assert trainer_options(parse(text.split(), True))["average"] == average
+    steps = "--accumulate 2 --clip-norm 1.5 --ema 0.9 --schedule cosine --warmup-steps 3"
+    for text, transforms in (
+        (steps, [Accumulate(2), ClipNorm(1.5), EMA(0.9), Schedule("cosine", 3)]),
+        ("--warmup-steps 3", [Schedule(warmup=3)]),
+        ("", []),
+    ):
+        assert step_options(parse(text.split(), True))["transforms"] == transforms
 
 
 @pytest.mark.parametrize(
