@@ -148,6 +148,7 @@ def name(*names: str) -> Check:
 
 
 POSITIVE = number("a number > 0", lambda value: value > 0)
+BELOW_ONE = number("a number >= 0 and < 1", lambda value: 0 <= value < 1)
 FLAG = Check("True or False", is_flag)
 
 

@@ -23,7 +23,7 @@ from trainers.errors import ArgumentError
 from trainers.fit.checkpointing import period
 from trainers.fit.weights import BALANCED
 from trainers.mirrored import MirroredTrainer
-from trainers.options.average import OUTER, UPDATES, Average, Exact, LocalSGD, OuterSGD, Sharded
+from trainers.options.average import OUTER, UPDATES, Average, Exact, LocalSGD, Sharded
 from trainers.options.transforms import EMA, SHAPES, Accumulate, ClipNorm, Schedule, Transform
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import ON_FAILURE
@@ -504,15 +504,15 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="the learning rate",
         ),
         Option(
-            "momentum", "X", of(OuterSGD, "momentum"), default_text="0.9", needs={"optimizer": ("momentum",)},
+            "momentum", "X", arguments.BELOW_ONE.convert, default_text="0.9", needs={"optimizer": ("momentum",)},
             help="the share of the velocity that a step keeps",
         ),
         Option(
-            "beta1", "X", of(OuterSGD, "momentum"), default_text="0.9", needs={"optimizer": ("adam",)},
+            "beta1", "X", arguments.BELOW_ONE.convert, default_text="0.9", needs={"optimizer": ("adam",)},
             help="the decay of Adam's mean of the gradients",
         ),
         Option(
-            "beta2", "X", of(OuterSGD, "momentum"), default_text="0.999", needs={"optimizer": ("adam",)},
+            "beta2", "X", arguments.BELOW_ONE.convert, default_text="0.999", needs={"optimizer": ("adam",)},
             help="the decay of Adam's mean of their squares",
         ),
     ),

@@ -170,9 +170,8 @@ class Saver:
         comm = self._group.comm
         self._selections = self._choices()
         resumed = self._load_newest(self._find_newest)
-        self._strategy.owners.snapshot(
-            self._memory, self._chief
-        )  # allocates the memory now, and tests that the state can be collected
+        # allocate the memory now, and test that the state can be collected
+        self._strategy.owners.snapshot(self._memory, self._chief)
         together(comm, self._check_room)
         return resumed
 

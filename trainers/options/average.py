@@ -9,7 +9,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from trainers.arguments import FLAG, POSITIVE, Check, Checked, integer, name, number, require
+from trainers.arguments import BELOW_ONE, FLAG, POSITIVE, Check, Checked, integer, name, number, require
 
 AUTO, ELEMENTS, TENSORS = "auto", "elements", "tensors"
 SHARDS = (AUTO, ELEMENTS, TENSORS)
@@ -69,7 +69,7 @@ class OuterSGD(Checked):
     """
 
     learning_rate: Annotated[float, POSITIVE] = 0.7
-    momentum: Annotated[float, number("a number >= 0 and < 1", lambda value: 0 <= value < 1)] = 0.9
+    momentum: Annotated[float, BELOW_ONE] = 0.9
     nesterov: Annotated[bool, FLAG] = True
 
     def __post_init__(self) -> None:

@@ -142,7 +142,8 @@ def test_the_end_of_an_epoch_that_was_resumed_in_its_middle_can_be_read(
 ) -> None:
     killed(strategy, flat, folder, "3 steps", (0, 3))
     with TRAINERS[strategy](network(seed=5), flat) as trainer:
-        fitted(trainer, epochs=2, checkpoint=str(folder), resume=True)
+        epoch = fitted(trainer, epochs=2, checkpoint=str(folder), resume=True)[0]
+    assert epoch.samples_per_second == pytest.approx(ROWS / epoch.seconds)
     found = [files.read(path).progress for path in files.paths(str(folder))]
     assert [str(each) for each in found] == ["the end of epoch 2", "the end of epoch 1", "epoch 1, step 4"]
     assert [len(each.values) for each in found] == [0, 0, 3]
