@@ -1,4 +1,4 @@
-"""exact=True: one SHA-256 on any number of ranks, also when ranks are killed."""
+"""Exact: one SHA-256 on any number of ranks, also when ranks are killed."""
 
 import json
 from typing import Any

@@ -36,7 +36,7 @@ def deal(sizes: Sequence[int], homes: Sequence[Sequence[int]], ranks: int) -> li
     near = _dealt(sizes, homes, ranks, max(largest, ROOM * mean))
     if _largest_share(sizes, near, ranks) <= max(largest, GOOD * mean):
         return near
-    return min(near, _dealt(sizes, homes, ranks, 0), key=lambda owners: _largest_share(sizes, owners, ranks))
+    return _dealt(sizes, homes, ranks, 0)
 
 
 def _dealt(sizes: Sequence[int], homes: Sequence[Sequence[int]], ranks: int, room: float) -> list[int]:

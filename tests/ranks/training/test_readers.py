@@ -1,4 +1,4 @@
-"""exact=True reads a data set so that a row follows from the row and the epoch alone, on any number of ranks."""
+"""Exact reads a data set so that a row follows from the row and the epoch alone, on any number of ranks."""
 
 import random
 from pathlib import Path
