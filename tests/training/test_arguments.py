@@ -26,6 +26,7 @@ from trainers import (
 )
 from trainers.callbacks import Callback, EarlyStopping, Prometheus, Timeline
 from trainers.errors import ArgumentError
+from trainers.fit.source import Given
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.watching.history import History
 
@@ -179,6 +180,15 @@ def test_a_sigterm_before_a_fit_ends_it_before_its_first_step() -> None:
 def test_an_option_checks_itself(make: Callable[[], Any], text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
         make()
+
+
+def test_a_tuple_is_rows_or_batches() -> None:
+    """In a Loader without rows= it is (x, y), and so it is in validation_data; three pairs are a data set of them."""
+    pair = X, Y
+    assert Given.of(Loader(pair))[:3] == (X, Y, None)
+    assert Given.of(Loader((pair, pair), rows="whole"))[:2] == ((pair, pair), None)
+    assert Given.to_validate((X, Y, Y))[:3] == (X, Y, Y)
+    assert Given.to_validate((pair, pair, pair))[:3] == ((pair, pair, pair), None, None)
 
 
 def test_a_former_keyword_shows_the_new_form() -> None:

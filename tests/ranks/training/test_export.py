@@ -112,7 +112,7 @@ def test_a_table_of_words_is_exported(flat: allreduce.Topology, folder: Path) ->
     words = np.random.default_rng(0).integers(0, 11, (20, 4))
     with MirroredTrainer(EmbeddingNetwork([5, 3], words=11), topology=flat) as trainer:
         trainer.fit(words, words[:, 0] % 3, epochs=1, batch_size=10, progress=False)
-        trainer.export(str(folder / "a.onnx"))
+        assert trainer.export(str(folder / "a.onnx")).rows == len(words)  # those of the fit
         np.testing.assert_allclose(answers(folder / "a.onnx", words), trainer.predict(words), atol=1e-5)
 
 

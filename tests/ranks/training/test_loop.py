@@ -365,6 +365,9 @@ def test_the_average_is_evaluated_and_saved(flat: allreduce.Topology, folder: Pa
             history = trainer.fit(x, y, EPOCHS, BATCH, transforms=[EMA(DECAY)], validation_data=(x, y), progress=False)
             raw, averaged = trainer.evaluate(x, y, ema=False), trainer.evaluate(x, y)
             assert raw != averaged == history[-1].validation
+            if flat.size > 1:
+                with pytest.raises(DisagreementError, match="evaluate: ema=False"):
+                    trainer.evaluate(x, y, ema=flat.rank > 0)
             outputs = trainer.predict(x, ema=False), trainer.predict(x)
             trainer.save(str(folder) + kind)
             before = trainer.parameters_sha256()

@@ -83,6 +83,10 @@ def test_predictions_of_a_table(
         x = data.columns.encode(list(zip(*rows, strict=True))[:3], str)
         outputs = trainer.predict(x)
         expected = [data.classes[number] for number in outputs.argmax(axis=1)]
+        trainer.save(str(folder / "model.npz"))
+        trainer.replica.columns = None  # as of a network that was made for no table
+        trainer.load(str(folder / "model.npz"))
+        assert trainer.replica.columns == data.columns
         for out in ("all.csv", "all.jsonl", "csv", "jsonl/*.jsonl"):
             paths = trainer.predict(str(folder / "new-*.csv"), str(folder / out), progress=False)
             assert len(paths) == (flat.size if "all" not in out else 1)
