@@ -259,6 +259,7 @@ def test_submit_returns_at_once(topology: allreduce.Topology, world: MPI.Intraco
     with allreduce.create("ring", topology) as reduce:
         arrays = np.ones(10), np.full(10, 2.0)
         reduce.submit(np.ones(1)).wait()  # the first call is collective
+        reduce(np.ones(1), "sum")  # so the main thread has called last
         if topology.rank > 0:
             world.Barrier()
         pending = [reduce.submit(array, "sum") for array in arrays]

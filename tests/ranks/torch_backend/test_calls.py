@@ -424,10 +424,25 @@ def test_calls_of_different_sizes_dtypes_or_roots_are_told() -> None:
         r"all_to_all_single of torch.float32\n.*int32": lambda: dist.all_to_all_single(
             torch.zeros(ranks, dtype=kind), torch.zeros(ranks, dtype=kind)
         ),
+        r"all_reduce of 2 elements of torch\.complex64, sum\n.*4": lambda: (
+            dist.group.WORLD.allreduce([torch.zeros(4) if later else torch.zeros(2, dtype=torch.complex64)]).wait()
+        ),
+        r"reduce_scatter_tensor_coalesced of .*\n.*rank 1: reduce_scatter": lambda: (
+            dist.group.WORLD.reduce_scatter_single_coalesced(
+                [torch.zeros(1)] * (2 - later), [torch.zeros(ranks)] * (2 - later)
+            ).wait()
+        ),
+        r"reduce_scatter_tensor of .*\n.*all_reduce": lambda: (
+            dist.all_reduce(torch.zeros(ranks), group=native)
+            if later
+            else dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(ranks), group=native)
+        ),
     }
+    native = dist.new_group(pg_options="native")  # which reduces both by one kind of call
     for text, call in calls.items():
         with pytest.raises(DisagreementError, match=text):
             call()
+    dist.destroy_process_group(native)
     tensor = torch.full((3,), float(dist.get_rank()))
     dist.broadcast(tensor, src=0)
     assert tensor.tolist() == [0, 0, 0]
