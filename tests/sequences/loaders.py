@@ -44,7 +44,7 @@ class StopAt(Callback):
 
 @dataclass
 class Case:
-    """A fit. parts: the batches of each part, some without rows. source: the loader's kind. limit: the steps of the Loader.
+    """A fit. parts: the batches of each part, some without rows. source: the loader's kind. limit: the Loader's steps.
     stop: the steps after which the fit is stopped, and resumed by another trainer; 0 for never."""
 
     kind: str

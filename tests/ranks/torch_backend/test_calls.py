@@ -424,9 +424,9 @@ def test_calls_of_different_sizes_dtypes_or_roots_are_told() -> None:
         r"all_to_all_single of torch.float32\n.*int32": lambda: dist.all_to_all_single(
             torch.zeros(ranks, dtype=kind), torch.zeros(ranks, dtype=kind)
         ),
-        r"all_reduce of 2 elements of torch\.complex64, sum\n.*4": lambda: (
-            dist.group.WORLD.allreduce([torch.zeros(4) if later else torch.zeros(2, dtype=torch.complex64)]).wait()
-        ),
+        r"all_reduce of 2 elements of torch\.complex64, sum\n.*4": lambda: dist.group.WORLD.allreduce(
+            [torch.zeros(4) if later else torch.zeros(2, dtype=torch.complex64)]
+        ).wait(),
         r"reduce_scatter_tensor_coalesced of .*\n.*rank 1: reduce_scatter": lambda: (
             dist.group.WORLD.reduce_scatter_single_coalesced(
                 [torch.zeros(1)] * (2 - later), [torch.zeros(ranks)] * (2 - later)
