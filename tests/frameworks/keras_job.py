@@ -311,6 +311,12 @@ def check_more_trainers() -> None:
                 each.tobytes() for name, each in sorted(trainer.replica.state().items()) if "model" in name
             )
             assert isinstance(trainer, SpareReplicasTrainer) or topology.world.bcast(state) == state
+        model = trainer.replica.model
+        model.set_weights([each * 0 for each in model.get_weights()])
+        with MirroredTrainer(trainer.replica, "native", topology) as trainer:  # trains the weights that the user set
+            trainer.evaluate(X[:4], Y[:4])
+            assert not trainer.replica.state()["parameters"].any()
+            assert not flat(model.trainable_variables).any()
     clipped = keras.optimizers.Adam(0.02, global_clipnorm=1.0)
     text = raised(ArgumentError, lambda: MirroredTrainer(replica(0, clipped), "shared", topology, update="sharded"))
     assert 'need whole arrays. Use update="replicated"' in text

@@ -76,6 +76,7 @@ class KerasReplica(FlatReplica):
     def bind(self, parameters: Any, gradients: Any) -> None:
         self._refresh_model()
         super().bind(parameters, gradients)
+        self.memory = parameters  # without it the user may set the model's weights before the next trainer
         if parameters is not None:
             self._store(parameters)
 

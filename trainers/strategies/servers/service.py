@@ -1,5 +1,4 @@
-"""Base of the strategies with servers: roles of the ranks, flat buffers of parameters and gradients, collecting the
-state."""
+"""Base of the strategies with servers: the roles of the ranks, the flat buffers, and the collection of the state."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from allreduce.transport.chunked import pieces
 from allreduce.transport.control import combine, on_all_ranks, root_value, together
 from allreduce.transport.wait import waiting
 from trainers import stopwatch
+from trainers.backends import bind_own
 from trainers.checks import LEARNING_RATES
 from trainers.data import BatchSource
 from trainers.errors import ArgumentError
@@ -206,9 +206,8 @@ class ServerStrategy(Strategy, Owners):
         self._worker.abandon()
 
     def _unbind_replica(self, state: dict[str, np.ndarray] | None) -> None:
-        """Bind the replica to new memory, because pending messages may still use the old; then load `state`, if given.
-        Local."""
-        self.replica.attach(np.zeros_like(self._parameters), np.zeros_like(self._gradients))
+        """Bind the replica to new memory: messages may still use the old. Then load `state`, if given. Local."""
+        bind_own(self.replica, np.zeros_like(self._gradients))
         if state is not None:
             self.replica.load_state(state)
         self._mailbox = self._client = self._shard = None
