@@ -139,8 +139,7 @@ def exact_error(backend: Any, compress: Given) -> str:
 
 
 def bind_own(replica: Replica, gradients: Any) -> None:
-    """Bind a replica to these gradients, and to parameters that no other rank sees: in its own memory, if it keeps one.
-    Local."""
+    """Bind a replica to these gradients. Its parameters stay where they are, or get memory of their own. Local."""
     replica.attach(None if replica.keeps_memory else allocate_own(replica), gradients)
 
 

@@ -99,6 +99,18 @@ def test_the_ranks_of_an_asynchronous_worker_have_equal_parameters(
         assert all(len(epoch.staleness) == 1 for epoch in history)
 
 
+@several
+def test_a_replica_has_memory_of_its_own_when_the_trainer_is_closed(flat: allreduce.Topology) -> None:
+    x, y = data()
+    with in_step(flat, 1, 2) as trainer:
+        trainer.fit(x, y, 1, BATCH, progress=False)
+    parameters = trainer.replica.parameters
+    parameters[:] = flat.rank  # the ranks of a worker shared these
+    flat.world.Barrier()
+    assert (parameters == flat.rank).all()
+    flat.world.Barrier()
+
+
 @few
 @pytest.mark.parametrize("updates", ["sync", "async"])
 def test_a_worker_computes_the_gradient_of_its_parts_as_one_rank(updates: str, flat: allreduce.Topology) -> None:

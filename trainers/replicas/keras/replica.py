@@ -76,7 +76,7 @@ class KerasReplica(FlatReplica):
     def bind(self, parameters: Any, gradients: Any) -> None:
         self._refresh_model()
         super().bind(parameters, gradients)
-        self.memory = parameters  # without it the user may set the model's weights before the next trainer
+        self.memory = parameters  # None: the model alone has the weights, and the user may set them
         if parameters is not None:
             self._store(parameters)
 
