@@ -12,6 +12,7 @@ from trainers.files import values
 VALUES: list[Any] = [
     None, True, 7, 2**200, -1.5, float("inf"), "text", b"\x00\xff", [], (), {}, [1, (2, [None])],
     {"a": {1: (b"",)}, (1, 2): 3},
+    {1, "a"}, frozenset(), 1 - 2j,
     OrderedDict(a=1), np.float32(2.5), np.bool_(True), np.int64(-3), np.arange(6, dtype=">i2").reshape(2, 3)[:, ::2],
     np.empty((0, 3)), np.array(["a", "bc"]), np.random.default_rng(1).bit_generator.state, [["list", 1], ["array"]],
 ]  # fmt: skip
@@ -36,10 +37,10 @@ def test_tensors_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {"a": [{1, 2}]}, np.array([object()]), np.datetime64("2020-01-01"), values]
+    "value", [object(), {"a": [{1: {object()}}]}, np.array([object()]), np.datetime64("2020-01-01"), values]
 )
 def test_other_types_are_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match="can't be written without pickle"):
+    with pytest.raises(TypeError, match="no pickle"):
         values.encode(value)
 
 

@@ -1,4 +1,4 @@
-"""Nested lists, tuples and dicts of numbers, text, bytes, arrays and tensors, as JSON text. No pickle.
+"""Values as JSON, without pickle: nested lists, tuples, sets and dicts of numbers, text, bytes, arrays and tensors.
 
 A value that JSON has itself is written as it is. Any other value is a list whose first element names its type.
 """
@@ -6,64 +6,90 @@ A value that JSON has itself is written as it is. Any other value is a list whos
 import base64
 import json
 import sys
-from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 PLAIN = (bool, int, float, str, type(None))
-LIST, TUPLE, DICT, BYTES, ARRAY, SCALAR, TENSOR = "list", "tuple", "dict", "bytes", "array", "scalar", "tensor"
+CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+DICT, BYTES, ARRAY, SCALAR, TENSOR, COMPLEX = "dict", "bytes", "array", "scalar", "tensor", "complex"
+NUMBERED, DTYPE, DEVICE = "numbered tensor", "dtype", "device"
 KINDS = "biufcSU"  # of NumPy's dtypes; other dtypes may hold objects, or need more than a name
+TAKEN = "None, numbers, texts, bytes, dense tensors, NumPy arrays, and lists, tuples, sets and dicts of them"
 
 
 def encode(value: Any) -> np.ndarray:
-    """Return `value` as an array of bytes, for a file. Raises TypeError, which names the first part of another type."""
-    return np.frombuffer(json.dumps(_encoded(value, "")).encode(), np.uint8)
+    """Return `value` as an array of bytes, for a file. Raises TypeError as `to_json`."""
+    return np.frombuffer(json.dumps(to_json(value)).encode(), np.uint8)
 
 
 def decode(content: np.ndarray) -> Any:
     """Return the value of an `encode`. Raises ValueError if `content` is anything else; runs no code that it names."""
     try:
-        return _decoded(json.loads(np.asarray(content, np.uint8).tobytes()))
+        return from_json(json.loads(np.asarray(content, np.uint8).tobytes()))
     except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError) as error:
         raise ValueError(f"it holds no values: {error!r}") from error
 
 
-def _encoded(value: Any, where: str) -> Any:
-    """where: the keys that lead to this part of the value, for an error."""
-    kind = type(value)
-    if kind in PLAIN:
-        return value
-    if kind in (list, tuple):
-        return [LIST if kind is list else TUPLE, *[_encoded(part, f"{where}[{at}]") for at, part in enumerate(value)]]
-    if kind in (dict, OrderedDict):
-        pairs = value.items()
-        return [DICT, *[[_encoded(key, where), _encoded(part, f"{where}[{key!r}]")] for key, part in pairs]]
-    if kind in (bytes, bytearray):
-        return [BYTES, _text(value)]
-    if isinstance(value, np.generic) and value.dtype.kind in KINDS:
-        return [SCALAR, value.dtype.str, _text(value.tobytes())]
-    if kind is np.ndarray and value.dtype.kind in KINDS:
-        return [ARRAY, value.dtype.str, list(value.shape), _text(np.ascontiguousarray(value).tobytes())]
+def to_json(value: Any, tensors: list[Any] | None = None, named_tuples: bool = False, where: str = "") -> Any:
+    """Return `value` as json.dumps accepts it, for `from_json`. Raises TypeError, which names the first part of another
+    type.
+
+    tensors: the tensors of `value` are appended to it, and the result has their numbers; None: it has their content,
+        and those of a GPU are refused. named_tuples: convert them to plain tuples.
+    where: the keys that lead to this part of a value, for an error.
+    """
+
+    def part(each: Any, key: str = "") -> Any:
+        return to_json(each, tensors, named_tuples, where + key)
+
     torch = sys.modules.get("torch")
-    if torch is not None and kind is torch.Tensor and value.device.type == "cpu" and not value.is_sparse:
-        flat = value.detach().contiguous().reshape(-1)
-        return [TENSOR, str(value.dtype), list(value.shape), _text(flat.view(torch.uint8).numpy().tobytes())]
-    of = f" at {where}" if where else ""
-    raise TypeError(f"a {kind.__module__}.{kind.__qualname__}{of} can't be written without pickle")
+    if type(value) in PLAIN:
+        return value
+    if torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        if tensors is not None:
+            tensors.append(value)
+            return [NUMBERED, len(tensors) - 1]
+        if value.device.type == "cpu":
+            flat = value.detach().contiguous().reshape(-1)
+            return [TENSOR, str(value.dtype), list(value.shape), _text(flat.view(torch.uint8).numpy().tobytes())]
+    for name, kind in CONTAINERS.items():
+        if isinstance(value, kind) and (named_tuples or not hasattr(value, "_fields")):
+            return [name, *[part(each, f"[{at}]") for at, each in enumerate(value)]]
+    if isinstance(value, dict):
+        return [DICT, *[[part(key), part(each, f"[{key!r}]")] for key, each in value.items()]]
+    if isinstance(value, bytes | bytearray) and not isinstance(value, np.generic):
+        return [BYTES, _text(value)]
+    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in KINDS:
+        shape = [list(value.shape)] if isinstance(value, np.ndarray) else []
+        return [ARRAY if shape else SCALAR, value.dtype.str, *shape, _text(np.ascontiguousarray(value).tobytes())]
+    if isinstance(value, complex):
+        return [COMPLEX, value.real, value.imag]
+    for name in (DTYPE, DEVICE):
+        if torch is not None and isinstance(value, getattr(torch, name)):
+            return [name, str(value).removeprefix("torch.")]
+    for number in (int, float, str):
+        if isinstance(value, number):  # a member of an enumeration, for example
+            return number(value)
+    of = f"a {type(value).__module__}.{type(value).__qualname__}" + (f" at {where}" if where else "")
+    raise TypeError(f"{of} can't be sent or written, because no pickle is read; take {TAKEN}")
 
 
-def _decoded(value: Any) -> Any:
+def from_json(value: Any, tensors: Sequence[Any] = ()) -> Any:
+    """Return the value that `to_json` converted, with these tensors. Raises many types of exceptions for anything else;
+    runs no code that it names."""
     if not isinstance(value, list):
         if isinstance(value, dict):
             raise ValueError("a JSON object")
         return value
     kind, *rest = value
-    if kind in (LIST, TUPLE):
-        parts = [_decoded(part) for part in rest]
-        return parts if kind == LIST else tuple(parts)
+    if kind in CONTAINERS:
+        return CONTAINERS[kind](from_json(each, tensors) for each in rest)
     if kind == DICT:
-        return {_decoded(key): _decoded(part) for key, part in rest}
+        return {from_json(key, tensors): from_json(each, tensors) for key, each in rest}
+    if kind == NUMBERED:
+        return tensors[rest[0]]
     if kind == BYTES:
         return _bytes(*rest)
     if kind == SCALAR:
@@ -72,6 +98,12 @@ def _decoded(value: Any) -> Any:
         return np.frombuffer(_bytes(rest[2]), _dtype(rest[0])).reshape(_shape(rest[1])).copy()
     if kind == TENSOR:
         return _tensor(*rest)
+    if kind == COMPLEX:
+        return complex(*rest)
+    if kind == DTYPE:
+        return _dtype_of_torch(*rest)
+    if kind == DEVICE:
+        return sys.modules["torch"].device(*rest)
     raise ValueError(f"a value of the unknown type {kind!r}")
 
 
@@ -96,12 +128,16 @@ def _shape(shape: list[Any]) -> list[int]:
     return shape
 
 
-def _tensor(name: str, shape: list[Any], text: str) -> Any:
-    torch = sys.modules["torch"]  # a loader whose state has tensors has imported it
+def _dtype_of_torch(name: str) -> Any:
+    torch = sys.modules["torch"]  # a program that has such a value has imported it
     dtype = getattr(torch, str(name).removeprefix("torch."))
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"the dtype {name!r}")
-    content = bytearray(_bytes(text))
+    return dtype
+
+
+def _tensor(name: str, shape: list[Any], text: str) -> Any:
+    torch, dtype, content = sys.modules["torch"], _dtype_of_torch(name), bytearray(_bytes(text))
     if not content:
         if 0 not in _shape(shape):
             raise ValueError(f"no content for the shape {shape!r}")

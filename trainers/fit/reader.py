@@ -229,8 +229,7 @@ class Reader:
             state = values.encode(accessors[0]())
         except TypeError as error:
             raise CheckpointError(
-                f"the state of the {self.name} can't be in a checkpoint: {error}; let it have numbers, text, bytes, "
-                "arrays and tensors only, or train without checkpoint="
+                f"the state of the {self.name} can't be in a checkpoint: {error}; or train without checkpoint="
             ) from error
         self._at = time.perf_counter()
         self._took = self._at - begin

@@ -15,9 +15,10 @@ from allreduce.errors import DisagreementError, OptionError
 from allreduce.transport.chunked import broadcast
 from allreduce.transport.control import all_values, raise_together, root_value, together
 from trainers.checks import Compared
+from trainers.files.values import from_json, to_json
 from trainers.replicas.pytorch.division import hyperparameters
 from trainers.replicas.pytorch.tensors import as_bytes
-from trainers.replicas.pytorch.values import empty, from_json, layouts, to_json
+from trainers.replicas.pytorch.values import empty, layouts
 
 
 def compare(comm: MPI.Intracomm, lines: list[str]) -> None:
