@@ -6,7 +6,7 @@ A value that JSON has itself is written as it is. Any other value is a list whos
 import base64
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,36 +44,48 @@ def to_json(value: Any, tensors: list[Any] | None = None, named_tuples: bool = F
     def part(each: Any, key: str = "") -> Any:
         return to_json(each, tensors, named_tuples, where + key)
 
-    torch = sys.modules.get("torch")
     if type(value) in PLAIN:
         return value
-    if torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.strided:
+    for name, kind in CONTAINERS.items():
+        if isinstance(value, kind) and (named_tuples or not hasattr(value, "_fields")):
+            return [name, *[part(each, f"[{at}]") for at, each in enumerate(value)]]
+    if isinstance(value, dict):
+        return [DICT, *[[part(key), part(each, f"[{key!r}]")] for key, each in value.items()]]
+    found = _of_torch(value, tensors) or _of_numpy(value)
+    if found is not None:
+        return found
+    if isinstance(value, complex):
+        return [COMPLEX, value.real, value.imag]
+    for number in (int, float, str):
+        if isinstance(value, number):  # a member of an enumeration, for example
+            return number(value)
+    of = f"a {type(value).__module__}.{type(value).__qualname__}" + (f" at {where}" if where else "")
+    raise TypeError(f"{of} can't be sent or written, because no pickle is read; take {TAKEN}")
+
+
+def _of_torch(value: Any, tensors: list[Any] | None) -> list[Any] | None:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
         if tensors is not None:
             tensors.append(value)
             return [NUMBERED, len(tensors) - 1]
         if value.device.type == "cpu":
             flat = value.detach().contiguous().reshape(-1)
             return [TENSOR, str(value.dtype), list(value.shape), _text(flat.view(torch.uint8).numpy().tobytes())]
-    for name, kind in CONTAINERS.items():
-        if isinstance(value, kind) and (named_tuples or not hasattr(value, "_fields")):
-            return [name, *[part(each, f"[{at}]") for at, each in enumerate(value)]]
-    if isinstance(value, dict):
-        return [DICT, *[[part(key), part(each, f"[{key!r}]")] for key, each in value.items()]]
-    if isinstance(value, bytes | bytearray) and not isinstance(value, np.generic):
-        return [BYTES, _text(value)]
+    for name in (DTYPE, DEVICE):
+        if isinstance(value, getattr(torch, name)):
+            return [name, str(value).removeprefix("torch.")]
+    return None
+
+
+def _of_numpy(value: Any) -> list[Any] | None:
+    """Return bytes, arrays and their elements as JSON, None for other values."""
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in KINDS:
         shape = [list(value.shape)] if isinstance(value, np.ndarray) else []
         return [ARRAY if shape else SCALAR, value.dtype.str, *shape, _text(np.ascontiguousarray(value).tobytes())]
-    if isinstance(value, complex):
-        return [COMPLEX, value.real, value.imag]
-    for name in (DTYPE, DEVICE):
-        if torch is not None and isinstance(value, getattr(torch, name)):
-            return [name, str(value).removeprefix("torch.")]
-    for number in (int, float, str):
-        if isinstance(value, number):  # a member of an enumeration, for example
-            return number(value)
-    of = f"a {type(value).__module__}.{type(value).__qualname__}" + (f" at {where}" if where else "")
-    raise TypeError(f"{of} can't be sent or written, because no pickle is read; take {TAKEN}")
+    return [BYTES, _text(value)] if isinstance(value, bytes | bytearray) else None
 
 
 def from_json(value: Any, tensors: Sequence[Any] = ()) -> Any:
@@ -90,21 +102,9 @@ def from_json(value: Any, tensors: Sequence[Any] = ()) -> Any:
         return {from_json(key, tensors): from_json(each, tensors) for key, each in rest}
     if kind == NUMBERED:
         return tensors[rest[0]]
-    if kind == BYTES:
-        return _bytes(*rest)
-    if kind == SCALAR:
-        return np.frombuffer(_bytes(rest[1]), _dtype(rest[0])).reshape(())[()]
-    if kind == ARRAY:
-        return np.frombuffer(_bytes(rest[2]), _dtype(rest[0])).reshape(_shape(rest[1])).copy()
-    if kind == TENSOR:
-        return _tensor(*rest)
-    if kind == COMPLEX:
-        return complex(*rest)
-    if kind == DTYPE:
-        return _dtype_of_torch(*rest)
-    if kind == DEVICE:
-        return sys.modules["torch"].device(*rest)
-    raise ValueError(f"a value of the unknown type {kind!r}")
+    if kind not in LEAVES:
+        raise ValueError(f"a value of the unknown type {kind!r}")
+    return LEAVES[kind](*rest)
 
 
 def _text(content: bytes | bytearray) -> str:
@@ -143,3 +143,14 @@ def _tensor(name: str, shape: list[Any], text: str) -> Any:
             raise ValueError(f"no content for the shape {shape!r}")
         return torch.empty(_shape(shape), dtype=dtype)
     return torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(_shape(shape)).clone()
+
+
+LEAVES: dict[str, Callable[..., Any]] = {
+    BYTES: _bytes,
+    SCALAR: lambda dtype, text: np.frombuffer(_bytes(text), _dtype(dtype)).reshape(())[()],
+    ARRAY: lambda dtype, shape, text: np.frombuffer(_bytes(text), _dtype(dtype)).reshape(_shape(shape)).copy(),
+    TENSOR: _tensor,
+    COMPLEX: complex,
+    DTYPE: _dtype_of_torch,
+    DEVICE: lambda name: sys.modules["torch"].device(name),
+}
