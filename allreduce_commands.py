@@ -41,7 +41,6 @@ COMMANDS = {
     "checkpoint": Command("benchmarks.checkpoint", "time a step while checkpoints are written"),
     "data": Command("benchmarks.data", "time how long a step waits for images that worker processes read"),
     "serving": Command("benchmarks.serving", "measure requests a second of a server, on several numbers of ranks"),
-    "ensemble": Command("benchmarks.ensemble", "time predictions by a deadline while ranks are stopped"),
     "compare": Command("benchmarks.compare", "compare two results of bench"),
     "trace": Command("benchmarks.timeline", "say which rank waits for which, from a trace"),
     "predict": Command("benchmarks.scaling", "predict the time of a step on more machines"),

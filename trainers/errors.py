@@ -87,9 +87,5 @@ class DivergedError(TrainerError, ArithmeticError):
     """The loss became NaN or infinite in training."""
 
 
-class DeadlineExceededError(TrainerError, TimeoutError):
-    """Too few members of an ensemble have answered by the deadline; the message names the missing members."""
-
-
 class NotFiniteError(DivergedError):
     """Gradients became NaN or infinite; the message names the ranks that computed them."""

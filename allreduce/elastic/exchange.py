@@ -26,7 +26,7 @@ MOST_FRONT = 1 << 24  # bytes of a header that are accepted
 MOST_BYTES = 1 << 36  # of the arrays of a message
 LOOK_SECONDS = 0.25  # between two searches for processes that have ended
 CLOSE_SECONDS = 5.0  # how long rank 0 waits for the others when it closes
-PAUSE, EAGER = (5e-4, 1e-3), (1e-3, 2e-4)  # (eager, longest sleep) between two polls
+PAUSE = 5e-4, 1e-3  # (eager, longest sleep) between two polls
 END, BYE, LAST = "end", "bye", "last"  # headers of the end
 
 
@@ -159,17 +159,13 @@ class Exchange:
         return found
 
     def wait(
-        self,
-        done: Callable[[], bool],
-        seconds: float = math.inf,
-        pause: Callable[[float], object] | None = None,
-        eager: bool = False,
+        self, done: Callable[[], bool], seconds: float = math.inf, pause: Callable[[float], object] | None = None
     ) -> bool:
         """Call `done`, which calls `poll`, until it returns True; False after some seconds.
 
-        pause: see `wait_until`. eager: look more often, because the seconds are few.
+        pause: see `wait_until`.
         """
-        return wait_until(done, seconds, pause=pause or Pause(*(EAGER if eager else PAUSE)))
+        return wait_until(done, seconds, pause=pause or Pause(*PAUSE))
 
     def _is_of_the_end(self, message: Message) -> bool:
         header = message.header

@@ -18,12 +18,11 @@ with EnsembleTrainer(make_network, members=5, bagging="rows") as ensemble:
     ensemble.fit(data.x_train, data.y_train, epochs=15, batch_size=50, progress=False)
     whole = ensemble.evaluate(data.x_test, data.y_test)
     members = ensemble.evaluate_members(data.x_test, data.y_test)
-    found = ensemble.predict(data.x_test, deadline=2.0, quorum=3)  # a Prediction on rank 0
     ensemble.save("ensemble.npz")
     if ensemble.rank == 0:
         mean = sum(scores["accuracy"] for scores in members.values()) / len(members)
         print(f"better than the mean member: {whole['accuracy'] > mean}")
         print(f"out-of-bag accuracy {ensemble.oob['accuracy']:.2f}")
-        print(f"members that voted in time: {found.members}, missing: {found.missing}")
+        print(f"missing members: {ensemble.missing}")
         model = EnsembleModel.load("ensemble.npz")  # needs no MPI
         print(f"from the file: {model.predict(data.x_test).shape}")

@@ -1,4 +1,4 @@
-"""Ensembles: votes, weights, the rows of members, files, and jobs whose ranks fail or are stopped."""
+"""Ensembles: votes, weights, the rows of members, files, and jobs whose ranks fail."""
 
 import json
 import subprocess
@@ -15,7 +15,6 @@ from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import DrawnRows, taken
 from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.apps.ensemble.model import EnsembleModel
-from trainers.apps.ensemble.timely import Position
 from trainers.apps.ensemble.voting import Scorer, Voting, normal, selected_weights, shares_of
 from trainers.apps.serving.models import load_model
 from trainers.data import Arrays
@@ -24,7 +23,7 @@ from trainers.files import model_file
 from trainers.watching.callback import Callback
 
 
-def test_a_killed_and_a_stopped_rank(mpirun: JobRunner) -> None:
+def test_killed_ranks(mpirun: JobRunner) -> None:
     job = mpirun(4, [Path(__file__).with_name("ensemble_job.py")], ulfm=True)
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.split("\n"))[-2:] == ["rank 0 ends", "rank 1 ends"], job.stdout + job.stderr
@@ -38,14 +37,6 @@ def test_killed_ranks_of_parts_that_have_several(mpirun: JobRunner, tmp_path: Pa
     assert sorted(job.stdout.split("\n"))[-2:] == ["rank 0 ends", "rank 2 ends"], job.stdout + job.stderr
     saved, states = ensemble_model.read(str(path))
     assert len(saved.members) == len(states) == 2
-
-
-def test_the_benchmark(mpirun: JobRunner, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    job = mpirun(2, ["-m", "benchmarks.ensemble", "--stop", "1", "--calls", "5", "--deadline", "0.2", "--json", path])
-    found = json.loads(path.read_text())
-    assert (found["calls"], found["stop"], found["whole_at_the_end"]) == (5, [1], True), job.stdout + job.stderr
-    assert found["p50_ms"] >= 200
 
 
 REFUSED = {  # options beside --members 3 -> what the error says
@@ -174,14 +165,6 @@ def test_rows_of_members() -> None:
     np.testing.assert_array_equal(part[2], part[0] / 10)
     rows = taken(Samples(list(zip(x, y, strict=True))), DrawnRows("shards", 3, 3, 10), None, 2).data
     np.testing.assert_array_equal(rows.take(np.arange(4))[1], part[1])
-
-
-@pytest.mark.parametrize(("ranks", "members"), [(1, [0, 1, 2]), (2, [0, 1, 2]), (3, [1]), (2, [])])
-def test_the_ranks_of_a_part_divide_its_members(ranks: int, members: list[int]) -> None:
-    duties = [Position(rank, ranks, members).duties([0, 1, 2, 3]) for rank in range(ranks)]
-    assert sorted({number for each in duties for number in each}) == members
-    assert max(map(len, duties)) <= -(-len(members) // ranks)
-    assert Position(0, 1, [0, 1]).duties([1]) == [1]
 
 
 @pytest.fixture(scope="module")

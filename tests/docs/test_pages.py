@@ -81,7 +81,6 @@ SKIPPED = {
     "python -m allreduce doctor flight": "takes the files of a job that failed; health/test_dump.py runs it",
     "python -m benchmarks.faults": "minutes; test_faults.py runs a few",
     "python -m http.server": "a server; test_browser.py has one",
-    "mpirun -n 5 python -m benchmarks.ensemble": "a minute; apps/test_ensemble.py runs it shortly",
     "python -m benchmarks.serving": "minutes; apps/test_serving.py runs its parts",
     "python -m benchmarks.timeline slow_rank.json": "takes the file of the page's program; the same as trace.json's",
     "python -m pytest": "the tests run it",

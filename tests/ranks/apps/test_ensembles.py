@@ -1,8 +1,7 @@
-"""Ensembles on several ranks: the members of one rank, votes by a deadline, members that fail, files."""
+"""Ensembles on several ranks: the members of one rank, members that fail, files."""
 
 import io
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from tests.ranks.together import raised_everywhere
 from trainers import Loader, NumpyNetwork, datasets
 from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.apps.ensemble.model import EnsembleModel
-from trainers.apps.ensemble.timely import Prediction
-from trainers.errors import ArgumentError, DeadlineExceededError, DivergedError, ModelFileError
+from trainers.errors import ArgumentError, DivergedError, ModelFileError
 from trainers.watching.callback import Callback
 
 MEMBERS, ROWS = 5, 301
@@ -79,67 +77,6 @@ def test_members_do_not_depend_on_the_ranks(
             assert own[number] == pytest.approx(metrics, abs=0.01)
 
 
-class Held(NumpyNetwork):
-    """A network that does not predict before rank 0 sends a message, while it is held."""
-
-    held: MPI.Intracomm | None = None
-
-    def predict(self, x: Any) -> Any:
-        if self.held is not None:
-            self.held.recv(source=0)
-        return super().predict(x)
-
-
-def test_votes_by_a_deadline(
-    rows: tuple[np.ndarray, np.ndarray], flat: allreduce.Topology, world: MPI.Intracomm
-) -> None:
-    x = rows[0][:9]
-    late = flat.size - 1  # a rank
-    with EnsembleTrainer(lambda seed: Held([64, 12, 10], seed=seed), flat.size, topology=flat) as ensemble:
-        expected = ensemble.predict(x)
-        whole = ensemble.predict(x, deadline=30, quorum=flat.size)
-        if flat.rank == 0:
-            assert isinstance(whole, Prediction)
-            assert (whole.members, whole.missing) == (tuple(range(flat.size)), {})
-            np.testing.assert_allclose(whole.outputs, expected, rtol=1e-6)
-        else:
-            assert whole is None
-        if flat.size > 1:
-            for replica in ensemble.replicas.values():
-                replica.held = world if flat.rank == late else None  # type: ignore[attr-defined]
-            part = ensemble.predict(x, deadline=2)
-            if flat.rank == 0:
-                assert part.missing.keys() == {late}
-                assert f"rank {late}: its vote had not come by the deadline" in part.missing[late]
-                assert part.members == tuple(range(late))
-                assert part.outputs.shape == (9, 10)
-                world.send(None, late)
-            for replica in ensemble.replicas.values():
-                replica.held = None  # type: ignore[attr-defined]
-            again = ensemble.predict(x, deadline=30, quorum=flat.size)  # the late answer is dropped
-            if flat.rank == 0:
-                np.testing.assert_allclose(again.outputs, expected, rtol=1e-6)
-            with pytest.raises(ArgumentError, match="quorum") if flat.rank == late else nullcontext():
-                odd = ensemble.predict(x, deadline=30, quorum=99 if flat.rank == late else 1)
-            if flat.rank == 0:
-                assert "quorum must be an integer" in odd.missing[late]
-        late_texts = (
-            r"\d+ of \d+ members had voted after 0 s, and the quorum is \d+:\n  member 0: rank 0: its vote had not"
-        )
-        with pytest.raises(DeadlineExceededError, match=late_texts) if flat.rank == 0 else nullcontext():
-            ensemble.predict(x, deadline=0, quorum=flat.size)
-        np.testing.assert_allclose(ensemble.predict(x), expected, rtol=1e-6)
-    ensemble = EnsembleTrainer(make, 2, topology=flat)
-    for _ in range(3):
-        with pytest.raises(ArgumentError, match="quorum must be an integer from 1"):
-            ensemble.predict(x, deadline=1, quorum=3)
-    for wrong in ("a", [1]):
-        with pytest.raises(ArgumentError, match="deadline must be a number of seconds"):
-            ensemble.predict(x, deadline=wrong)  # type: ignore[arg-type]
-    assert ensemble.predict(x).shape == (len(x), 10)
-    ensemble.close()
-
-
 class Breaks(NumpyNetwork):
     """A network that raises, or predicts NaN for rows of zeros, if it is told to."""
 
@@ -163,16 +100,11 @@ def test_members_that_raise_or_predict_nan(
             expected, broken = ensemble.predict(x), ensemble.replicas.get(1)
             if broken is not None:
                 broken.nan = True  # type: ignore[attr-defined]
-            found, voted = ensemble.predict(x), ensemble.predict(x, deadline=30, quorum=3)
-            for outputs in [found, voted.outputs] if flat.rank == 0 else [found]:
-                assert np.isnan(outputs[0]).all()
-                np.testing.assert_allclose(outputs[1:], expected[1:], rtol=1e-6)
+            found = ensemble.predict(x)
+            assert np.isnan(found[0]).all()
+            np.testing.assert_allclose(found[1:], expected[1:], rtol=1e-6)
             if broken is not None:
                 broken.raises = True  # type: ignore[attr-defined]
-            part = ensemble.predict(x, deadline=30, quorum=2)
-            if flat.rank == 0:
-                assert part.members == (0, 2)
-                assert "OSError: no such table" in part.missing[1]
             assert "no such table" in raised_everywhere(world, OSError, lambda: ensemble.predict(x))
             assert "no such table" in raised_everywhere(world, OSError, lambda: ensemble.fit(*rows))
 
@@ -192,10 +124,6 @@ def test_members_whose_outputs_differ_in_shape(
             assert "member 2: float32 of shape (11,)" in text
             assert "member 0: float32 of shape (10,)" in text
         assert ensemble.missing == {}
-        part = ensemble.predict(rows[0], deadline=30)
-        if flat.rank == 0:
-            assert part.members == (0, 1)
-            assert "float32 of shape (11,) for a row" in part.missing[2]
 
 
 class RaisesOnLastRank(Callback):
@@ -231,9 +159,6 @@ def test_the_others_continue_without_a_member_that_fails(
         assert ensemble.missing == {1: members[1].error, 2: members[2].error}
         assert np.isfinite(ensemble.predict(x)).all()
         assert ensemble.evaluate_members(x, y).keys() == {0, 3}
-        by_deadline = ensemble.predict(x, deadline=30)
-        if flat.rank == 0:
-            assert (by_deadline.members, by_deadline.missing) == ((0, 3), ensemble.missing)
         path = str(folder) + ".npz"
         ensemble.save(path)
         expected = ensemble.predict(x)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.elastic.exchange import Exchange
 from allreduce.elastic.meeting import patient
 from allreduce.elastic.ranks import (
     everywhere,
@@ -33,7 +32,6 @@ from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import BAGGINGS, DrawnRows, taken
 from trainers.apps.ensemble.model import MakeReplica, SavedEnsemble, SavedMember, load_member
 from trainers.apps.ensemble.part_members import Callbacks, PartMembers, rows_at
-from trainers.apps.ensemble.timely import Position, Prediction, TimelyVotes, limits_error
 from trainers.apps.ensemble.voting import Scorer, Voting, normal, selected_weights, shares_of, shown
 from trainers.apps.search.parts import Parts
 from trainers.arguments import integer_error, known_only
@@ -90,8 +88,7 @@ class EnsembleTrainer(GroupOwner):
     A member that can't be trained is missing: its loss becomes NaN, an exception is raised in its fit, or its rank
     fails (the other ranks survive that only under Open MPI's `mpirun --with-ft ulfm`). The others continue.
 
-    Every method is collective: all ranks call it with the same arguments. The exception: `predict` with a deadline
-    waits for no rank longer than that.
+    Every method is collective: all ranks call it with the same arguments.
 
     Attributes: members: a Member for each. missing: the number of a missing member -> the reason. weights: of all
     members in the vote; the sum is 1. oob: the scores of the out-of-bag rows, with their number as "rows"; {} without
@@ -168,7 +165,6 @@ class EnsembleTrainer(GroupOwner):
             raise
         self._index, self._part = parts.index, PartMembers(parts.topology, replicas, self._options)
         self.group = RankGroup(ranks, self)
-        self._timely, _ = self._connected(ranks)
 
     def _error(self, members: Any, voting: Any, logits: Any, weights: Any) -> Exception | None:
         """Return the error if an argument is invalid, or None. Local."""
@@ -398,35 +394,15 @@ class EnsembleTrainer(GroupOwner):
 
     # Predictions
 
-    def predict(self, x: Any, deadline: float | None = None, quorum: int = 1) -> Any:
-        """Return the result of the members' vote for every row.
+    def predict(self, x: Any) -> Any:
+        """Return the result of the members' vote for every row, on every rank. Collective.
 
-        Without a deadline: of all members, on every rank. Collective. With voting="soft" the result is the mean of
-        the outputs; with "hard" it is the share of the votes for each class. `argmax(axis=1)` of both is the class.
-
-        deadline: seconds after which rank 0 returns a Prediction of the votes that have come. It names the missing
-            members: their ranks are late, stopped or lost (a lost rank ends the job, unless it was started with
-            `mpirun --with-ft ulfm`). All ranks make the call, in the same order. Rank 0 waits for no other rank. The
-            other ranks wait for rank 0 only, and return None. The ranks of a part divide its members.
-        quorum: rank 0 raises DeadlineExceededError if fewer than `quorum` members have voted by the deadline.
+        With voting="soft" the result is the mean of the outputs; with "hard" it is the share of the votes for each
+        class. `argmax(axis=1)` of both is the class.
 
         Members with the weight 0 compute nothing.
         """
-        if deadline is not None:
-            return self._predict_by(x, deadline, quorum)
         return self._run(lambda: self._result(*self._checked("predict", Given(x, NO_TARGETS)).data))
-
-    def _predict_by(self, x: Any, deadline: float, quorum: int) -> Prediction | None:
-        self._check_open()
-        replica = next(iter(self.replicas.values()))
-        found, _, error = tried("predict", lambda: checked_rows(replica, Given(x, NO_TARGETS), {}), {})
-        error = limits_error(deadline, quorum, len(self.members)) or error
-        if found is not None and error is None:
-            rows = found.data[0]
-        else:
-            rows = error if isinstance(error, ArgumentError) else ArgumentError(str(error))
-        shares = shares_of(self.weights, self._there)
-        return self._timely.predict(rows, self.replicas, self.voting, shares, deadline, quorum, self.missing)
 
     def _result(self, x: Tree) -> Tree:
         """Return the result of the vote. Collective."""
@@ -575,24 +551,17 @@ class EnsembleTrainer(GroupOwner):
         """Divide the remaining ranks into the parts that they were in. Collective."""
         self.group.replace(topology)
         part = topology.split(self._index, on_error="part")
-        timely, placed = self._connected(topology, part)
+        placed = self.group.values(sorted(self.replicas), "the places of the members")
 
         def commit() -> None:
             if not self._part.topology.closed:
                 self._part.topology.abandon()
-            self._part.topology, self._timely = part, timely
+            self._part.topology = part
             for number in self._there:
-                if not any(number in each.members for each in placed):
+                if not any(number in each for each in placed):
                     self._miss(number, "the ranks of its part were lost")
 
         return commit
-
-    def _connected(self, topology: Topology, part: Topology | None = None) -> tuple[TimelyVotes, list[Position]]:
-        """Return what takes votes by a deadline, and the positions of all ranks. Collective."""
-        part = part or self._part.topology
-        own = Position(part.rank, part.size, sorted(self.replicas))
-        placed = [Position(*each) for each in self.group.values(own, "the places of the members")]
-        return TimelyVotes(Exchange(topology), placed), placed
 
     def _check_open(self) -> None:
         if self.closed:
@@ -606,7 +575,6 @@ class EnsembleTrainer(GroupOwner):
         try:
             self.group.agree("close")
             self.closed = True
-            self._timely.close()
             self.group.release()
             self._part.topology.close()
             if self._owns:
@@ -619,7 +587,6 @@ class EnsembleTrainer(GroupOwner):
     def abandon(self) -> None:
         """Free everything without the other ranks. Local; the replicas stay usable."""
         self.closed = True
-        self._timely.abandon()
         self._part.topology.abandon()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -204,14 +204,11 @@ def member_votes(replica: Replica, x: Tree, voting: Voting) -> Tree:
     return votes
 
 
-def votes_of(replica: Replica, x: Tree, voting: Voting, goes_on: Callable[[], bool] = lambda: True) -> Tree | None:
-    """Return the votes of a replica for all rows of x; None if `goes_on`, called before each piece, returns False.
-    Local."""
+def votes_of(replica: Replica, x: Tree, voting: Voting) -> Tree:
+    """Return the votes of a replica for all rows of x. Local."""
     parts = []
     with averaged(replica), np.errstate(all="ignore"):  # the outputs show it if the model has diverged
         for start in range(0, max(1, row_count(x)), ROWS):
-            if not goes_on():
-                return None
             parts.append(member_votes(replica, sliced(x, slice(start, start + ROWS)), voting))
     pieces = zip(*map(leaves, parts), strict=True)
     return mapped(lambda _: np.concatenate(next(pieces)), parts[0])
