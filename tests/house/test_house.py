@@ -335,6 +335,7 @@ def test_one_version_everywhere() -> None:
     assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "allreduce.__version__"}
     released = re.findall(r"^## \[(\d[^\]]*)\]", (launch.ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert released[0] == allreduce.__version__
+    assert f"\nversion: {allreduce.__version__}\n" in (launch.ROOT / "CITATION.cff").read_text()
 
 
 # One of each: the modules of allreduce/ that define or use the thing, which a second one would do as well

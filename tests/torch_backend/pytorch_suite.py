@@ -48,7 +48,7 @@ def imported(topology: allreduce.Topology, folder: str) -> Any:
         from torch.testing._internal.distributed import distributed_test
     except ModuleNotFoundError as error:
         raise SystemExit(
-            f'PyTorch\'s tests need what is missing ({error}): pip install ".[test]" in the checkout'
+            f"PyTorch's tests need what is missing ({error}): pip install --group test in the checkout"
         ) from None
 
     if topology.size > 2:
