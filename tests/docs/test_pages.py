@@ -292,9 +292,10 @@ def test_the_front_page_shows_the_programs_of_the_site() -> None:
     for block in shown:
         first, _, text = block.partition("\n")
         assert text == (launch.ROOT / first.removeprefix("# ")).read_text().partition('"""\n\n')[2]
-    (fragment,) = blocks(TOP[0], "text")
-    whole = [line.strip() for line in (programs / "first_pytorch.py").read_text().splitlines()]
-    assert [line for line in fragment.splitlines() if line not in whole] == []
+    (change,) = blocks(TOP[0], "diff")
+    whole = (programs / "first_pytorch.py").read_text().splitlines()
+    assert [line for line in change.splitlines() if line[1:] not in whole] == []
+    assert sum(line.startswith("+") for line in change.splitlines()) == 3
 
 
 def test_the_seconds_of_a_stall_report_are_one_constant() -> None:

@@ -92,7 +92,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the pages."""
     missing = [name for name in NEEDED if not find_spec(name)]
     if missing:
-        lacking(f'{", ".join(missing)} not installed; pip install --group docs')
+        lacking(f"{', '.join(missing)} not installed; pip install --group docs")
     folder = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-W", "--keep-going", "-d", folder / "doctrees"]
     done = subprocess.run([*build, DOCS, folder / "html"], capture_output=True, text=True, timeout=300, cwd=launch.ROOT)

@@ -40,7 +40,7 @@ METHODS = [
 FINDINGS = dict.fromkeys(("SLF001", "C901", "PLR0912", "PLR0915"), 0)  # of ruff in the product, whatever noqa says
 
 FOLDERS = {".ci", "allreduce", "benchmarks", "docs", "scripts", "tests", "trainers"}
-PAGES_OF_THE_ROOT = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"}
+PAGES_OF_THE_ROOT = {"CITATION.cff", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"}
 MODULES_OF_THE_ROOT = {"allreduce_commands.py", "allreduce_torch_autoload.py", "setup.py"}
 TOP_LEVEL = FOLDERS | PAGES_OF_THE_ROOT | MODULES_OF_THE_ROOT | {".gitignore", "Dockerfile", "pyproject.toml"}
 
@@ -408,3 +408,14 @@ def test_one_of_each(does: Any, where: list[str]) -> None:
 )
 def test_a_second_one_is_seen(does: Any, text: str) -> None:
     assert does(ast.parse(text))
+
+
+def test_each_promise_names_its_tests() -> None:
+    promises = [line for line in (launch.ROOT / "docs/start/promises.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [line for line in promises if "| tests |" not in line]
+    missing = []
+    for row in rows:
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert tests, row
+        missing += [name for path, name in tests if f"def {name}(" not in (launch.ROOT / path).read_text()]
+    assert missing == []
