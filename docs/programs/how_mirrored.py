@@ -13,7 +13,6 @@ from torch.nn import Parameter
 import allreduce
 from trainers.pytorch import MirroredOptimizer
 
-
 BACKEND = "shared"  # adds in the order of the ranks, so the bits do not depend on the division into buckets
 
 

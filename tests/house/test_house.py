@@ -411,7 +411,9 @@ def test_a_second_one_is_seen(does: Any, text: str) -> None:
 
 
 def test_each_promise_names_its_tests() -> None:
-    promises = [line for line in (launch.ROOT / "docs/start/promises.md").read_text().splitlines() if line.startswith("| ")]
+    promises = [
+        line for line in (launch.ROOT / "docs/start/promises.md").read_text().splitlines() if line.startswith("| ")
+    ]
     rows = [line for line in promises if "| tests |" not in line]
     missing = []
     for row in rows:
