@@ -5,16 +5,21 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-Usage: bash scripts/test.sh [--quick | --torch VERSION] [PYTEST-ARGUMENT...]
+Usage: bash scripts/test.sh [--quick | --changed | --all | --torch VERSION] [PYTEST-ARGUMENT...]
 
 Sets up .venv-test (Open MPI) and .venv-mpich on first use; .venv, in which you train, stays as it is. Then runs lint
 (ruff), types (mypy), layers (import-linter) and pytest: every serial test, and those in tests/ranks on 1 to 5 ranks
 under Open MPI and under MPICH, one job each. One test file more than there are cores runs at a time, 8 at most.
-That takes less than 20 minutes on two cores; a summary at the end lists where the time went.
+That takes less than 20 minutes on two cores; a summary at the end lists where the time went, and counts the jobs.
 
   --quick   lint, types, layers, the serial tests that start no job of several ranks, and the core of tests/ranks
             (the grid with three dtypes, errors, trainers) on 1 to 3 ranks under Open MPI alone: two or
             three minutes. MPICH, JAX, Keras, and PyTorch's tests on ranks run only without --quick.
+  --changed the tests and pages of the files that differ from the branch main: `python -m tests.changed` lists them.
+  --all     also the tests marked `expensive`, which cost much for what they can find: the commands of every page (else
+            those of README.md and docs/start), the site's programs with Lightning, Fabric, Accelerate, Transformers,
+            JAX and Keras, and those before their conversion, the browser, the notebook, the manifests of Kubernetes,
+            PyTorch's own tests, and models in stages on 6 ranks. A test whose file you name runs without --all too.
   --torch VERSION
             PyTorch's tests alone, on 1 to 3 ranks under Open MPI, with this version (2.15.0) of PyTorch in an
             environment of its own, .venv-torch-VERSION. PyTorch for Linux brings CUDA's libraries, gigabytes of them,
@@ -28,14 +33,14 @@ Further arguments go to pytest; -k, -m and -x reach the tests on ranks too:
 TEXT
 }
 
-quick= torch=
+quick= torch= changed= all=
 case ${1-} in
     -h | --help)
         usage
         exit
         ;;
-    --quick)
-        quick=1
+    --quick | --changed | --all)
+        declare "${1#--}=1"
         shift
         ;;
     --torch)
@@ -92,7 +97,18 @@ export ALLREDUCE_TEST_MPICH=$checkout/.venv-mpich
 if [ -n "$quick" ]; then
     export ALLREDUCE_TEST_QUICK=1
     run_tests "$checkout/.venv-test" -m "not jobs" "$@"
-else
-    export ALLREDUCE_TEST_REQUIRE=1
-    run_tests "$checkout/.venv-test" "$@"
+    exit
 fi
+export ALLREDUCE_TEST_REQUIRE=1
+named=$all # a test that is named runs, however expensive it is
+for argument in "$@"; do
+    [ ! -e "${argument%%::*}" ] || named=1
+done
+[ -n "$named" ] || export ALLREDUCE_TEST_STANDARD=1
+if [ -n "$changed" ]; then
+    export ALLREDUCE_TEST_CHANGED=1 ALLREDUCE_TEST_STANDARD=1
+    tests=$("$venv/python" -m tests.changed) || fail "the files that differ from main can't be listed"
+    mapfile -t tests <<<"$tests"
+    set -- "${tests[@]}" "$@"
+fi
+run_tests "$checkout/.venv-test" "$@"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests import launch
+from tests import changed, launch
 
 JobRunner = Callable[..., "subprocess.CompletedProcess[str]"]
 LAUNCHES = pytest.StashKey[launch.Launches]()
@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script: jobs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "rank_driver: runs the tests in ranks/; -k and -m are left to those")
+    config.addinivalue_line("markers", "expensive: dear for what it can find; `scripts/test.sh --all` runs it")
     config.addinivalue_line("markers", "jobs: starts jobs of several ranks, which `scripts/test.sh --quick` leaves out")
     if config.stash.get(LAUNCHES, None) is None:
         config.stash[LAUNCHES] = launch.Launches()
@@ -52,9 +53,25 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         launches.unmarked = ""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Add the jobs that a test has started to its last report."""
+    launches = item.config.stash[LAUNCHES]
+    if call.when == "teardown" and launches.jobs:
+        item.user_properties += [("jobs", launches.jobs), ("ranks", launches.ranks)]
+        launches.jobs = launches.ranks = 0
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Keep -k and -m from deselecting the driver, which passes them on to the tests inside."""
+    """Keep -k and -m from deselecting the driver, which passes them on to the tests inside. Leave expensive tests out
+    of a standard run."""
+    if os.environ.get("ALLREDUCE_TEST_STANDARD"):
+        left_out = [item for item in items if item.get_closest_marker("expensive")]
+        if os.environ.get("ALLREDUCE_TEST_CHANGED"):
+            left_out = [item for item in left_out if not changed.about(item.nodeid.partition("[")[2][:-1])]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     drivers = [item for item in items if item.get_closest_marker("rank_driver")]
     items[:] = [item for item in items if item not in drivers]
     for item in items:
@@ -99,7 +116,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print where the time of a long run went."""
+    """Print where the time of a long run went, and how many jobs it has started."""
     spent = seconds_by_file(terminalreporter.stats)
     workers = getattr(terminalreporter.config.option, "numprocesses", None)  # of pytest-xdist
     if spent.total() >= LONG_SECONDS:
@@ -107,6 +124,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"where the time went (seconds{at_once})")
         for name, seconds in spent.most_common(MOST_FILES):
             terminalreporter.line(f"{seconds:7.1f}  {name}")
+        started = Counter[str]()
+        for report in chain.from_iterable(terminalreporter.stats.values()):
+            if isinstance(report, pytest.TestReport) and report.when == "teardown":
+                started.update({name: dict(report.user_properties).get(name, 0) for name in ("jobs", "ranks")})
+        terminalreporter.line(f"{started['jobs']} jobs were started, of {started['ranks']} processes")
 
 
 def seconds_by_file(stats: Mapping[str, Sequence[Any]]) -> Counter[str]:

@@ -39,17 +39,23 @@ MARK = "ALLREDUCE_TEST_JOB"  # in the environment of every process of a job, to 
 
 
 class Launches:
-    """Refuses the start of a job in a test without the mark `jobs`, whatever starts it in this process.
+    """Counts the jobs that tests start, whatever starts them in this process, and refuses a start in a test without the
+    mark `jobs`.
 
-    unmarked: the running test, if it lacks the mark; else "".
+    unmarked: the running test, if it lacks the mark; else "". jobs, ranks: the number of jobs, and of their ranks.
     """
 
     def __init__(self) -> None:
         self.unmarked = ""
+        self.jobs = self.ranks = 0
 
     def check(self, event: str, values: tuple[Any, ...]) -> None:
         """An audit hook of Python. Raises AssertionError in the place of the start."""
-        if event == "subprocess.Popen" and self.unmarked and starts_job(values[1]):
+        if event != "subprocess.Popen" or not starts_job(values[1]):
+            return
+        count = re.search(r"-n (\d+)", " ".join(map(str, values[1])))
+        self.jobs, self.ranks = self.jobs + 1, self.ranks + int(count[1] if count else 1)
+        if self.unmarked:
             raise AssertionError(f"{self.unmarked} starts a job; mark it: @pytest.mark.jobs")
 
 

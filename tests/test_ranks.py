@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests import launch
+from tests import changed, launch
 from tests.conftest import lacking
+from tests.ranks import jobs
 
+CHANGED = bool(os.environ.get("ALLREDUCE_TEST_CHANGED"))  # set by `scripts/test.sh --changed`
 QUICK = bool(os.environ.get("ALLREDUCE_TEST_QUICK"))  # set by `scripts/test.sh --quick`
 TORCH = bool(os.environ.get("ALLREDUCE_TEST_TORCH"))  # by `scripts/test.sh --torch VERSION`
 RANKS = (1, 2, 3) if QUICK or TORCH else (1, 2, 3, 4, 5)
 MPIS = ("openmpi",) if QUICK or TORCH else launch.MPIS
-# The files of a quick run.
-HEART = ("collectives/test_grid.py", "collectives/test_errors.py", "training/test_trainers.py")
 LIMIT_SECONDS = 1200.0  # of a job, beside another one; a test that hangs is ended by the watchdog in ranks/conftest.py
 
 
@@ -36,8 +36,11 @@ def test_ranks(
         "ALLREDUCE_TEST_WORDS": f"{mpi} {ranks} {request.node.name}",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no test uses a plugin, and each rank would import them all
     }
+    files = _files(mpi, count)
+    if not files:
+        pytest.skip("no file for ranks has changed")
     try:
-        job = launch.mpirun(count, _pytest(request.config), mpi=mpi, timeout=_limit(), env=environment)
+        job = launch.mpirun(count, [*_pytest(request.config), *files], mpi=mpi, timeout=_limit(), env=environment)
     except launch.MissingEnvironmentError as error:
         lacking(error)
         return
@@ -61,11 +64,20 @@ def _pytest(config: pytest.Config) -> list[str]:
     options = ["-k", config.option.keyword] * bool(config.option.keyword)
     options += ["-m", config.option.markexpr] * bool(config.option.markexpr)
     options += [f"--maxfail={config.option.maxfail}"] * bool(config.option.maxfail)
+    return ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rsfE", "--color=no", "--durations=8", *options]
+
+
+def _files(mpi: str, ranks: int) -> list[str]:
+    """Return the files, or the folder, that a job runs."""
     folder = launch.ROOT / "tests" / "ranks"
-    tests = [str(folder / name) for name in HEART] if QUICK else [str(folder)]
     if TORCH:
-        tests = [str(folder / name) for name in ("pytorch", "torch_backend")]
-    return ["-m", "pytest", "-p", "no:cacheprovider", "-q", "-rsfE", "--color=no", "--durations=8", *options, *tests]
+        return [str(folder / name) for name in ("pytorch", "torch_backend")]
+    if QUICK:
+        return list(map(str, jobs.files("quick", ranks)))
+    if CHANGED:
+        wanted = set(changed.tests_on_ranks())
+        return [str(path) for path in jobs.files(mpi, ranks) if path.relative_to(launch.ROOT).as_posix() in wanted]
+    return [str(folder)]
 
 
 def _limit() -> float:

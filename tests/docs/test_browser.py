@@ -24,6 +24,8 @@ PACKAGE = "onnxruntime-web@1.30.0"
 FILES = ("ort.wasm.min.js", "ort-wasm-simd-threaded.mjs", "ort-wasm-simd-threaded.wasm")
 ROWS = 5
 
+pytestmark = pytest.mark.expensive
+
 
 class Handler(http.server.SimpleHTTPRequestHandler):
     """Serves a folder, and logs nothing."""

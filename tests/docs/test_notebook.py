@@ -9,6 +9,7 @@ from tests import launch
 NOTEBOOK = launch.ROOT / "scripts" / "train.ipynb"
 
 
+@pytest.mark.expensive
 @pytest.mark.jobs
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("cloudpickle", "ipykernel", "matplotlib"):

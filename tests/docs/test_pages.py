@@ -14,6 +14,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -178,8 +179,15 @@ def test_the_list_holds_nothing_that_is_gone() -> None:
     assert [start for start in SKIPPED if not any(command.startswith(start) for command in found)] == []
 
 
+def run_pages() -> list[Any]:
+    """Return the pages with commands to run; those that a new user does not read first are expensive."""
+    pages = [page for page, lines in scripts().items() if not all(map(skipped, lines))]
+    first = ("README.md", "docs/start/")
+    return [pytest.param(page, marks=() if page.startswith(first) else pytest.mark.expensive) for page in pages]
+
+
 @pytest.mark.jobs
-@pytest.mark.parametrize("page", [page for page, lines in scripts().items() if not all(map(skipped, lines))])
+@pytest.mark.parametrize("page", run_pages())
 def test_commands(tmp_path: Path, page: str) -> None:
     script = "\n".join(shortened(line) for line in scripts()[page] if not skipped(line))
     try:

@@ -36,6 +36,7 @@ PROGRAMS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("
 EXPECTED: dict[str, dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text())
 ALONE = {"again", "arguments", "env", "mpirun", "python"}  # keys of programs with a job of their own
 KEYS = ALONE | {"needs", "output", "quiet", "ranks"}
+EXPENSIVE = {"accelerate", "equinox", "flax", "horovod", "jax", "keras", "lightning", "transformers"}
 UNTESTED = {"equinox", "flax", "horovod"}  # packages that no extra of this project installs
 ABORTED = "terminate called without an active exception"  # PyTorch's gloo sometimes, at the end of a process
 NO_NAMES = "[c10d] The hostname of the client socket cannot be retrieved"  # in a network without names
@@ -115,7 +116,13 @@ def test_a_program_says_how_it_is_run(program: str) -> None:
     assert re.search(rf"^\s*(?:[A-Z_]+=\S+ )*mpirun .*-n \d+ python .*\b{name}\b", said, re.MULTILINE), said
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+def marked(program: str) -> Any:
+    """Mark the programs before their conversion, and those of the frameworks whose import takes longest."""
+    expensive = program.startswith("before/") or EXPENSIVE & {*EXPECTED[program].get("needs", [])}
+    return pytest.param(program, marks=pytest.mark.expensive if expensive else ())
+
+
+@pytest.mark.parametrize("program", [marked(program) for program in PROGRAMS])
 def test_program(
     mpirun: JobRunner,
     tmp_path: Path,

@@ -160,6 +160,7 @@ def browse(page: Path, *options: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
+@pytest.mark.expensive
 def test_search_works_without_a_server(site: Path) -> None:
     text = browse(site / "search.html", f"{(site / 'search.html').as_uri()}?q=ring")
     found = re.search(r"found (one|\d+) pages? matching", text)
@@ -199,6 +200,7 @@ next(0);
 </script>"""
 
 
+@pytest.mark.expensive
 def test_pages_fit_a_phone(site: Path) -> None:
     names = sorted(pages(site))
     page = site / "widths.html"

@@ -14,6 +14,8 @@ import pytest
 from tests import launch
 
 VARIABLE = "ALLREDUCE_TEST_MPIJOB_CRD"
+pytestmark = pytest.mark.expensive
+
 KUBERNETES = "1.34"  # the version whose schemas the pods must follow
 
 

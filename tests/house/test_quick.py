@@ -12,15 +12,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests import launch
+from tests import changed, launch
 from tests.conftest import LONGEST_JOBS, longest_first, pytest_xdist_make_scheduler, seconds_by_file
-from tests.ranks import pairs
+from tests.ranks import jobs, pairs
 
 CHUNKS = "tests/collectives/test_chunks.py"
 
 
-def collected(*arguments: str, quick: bool) -> list[str]:
-    environment = {**os.environ, "ALLREDUCE_TEST_QUICK": "1" if quick else ""}
+def collected(*arguments: str, quick: bool = False, **variables: str) -> list[str]:
+    environment = {**os.environ, "ALLREDUCE_TEST_QUICK": "1" if quick else "", **variables}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--collect-only", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=launch.ROOT, env=environment)
     return [line for line in done.stdout.splitlines() if "::" in line]
@@ -33,6 +33,50 @@ def test_a_quick_run_starts_three_jobs_under_one_mpi() -> None:
     assert tests[-3:] == drivers
     assert {test.partition("::")[0] for test in tests[:-3]} == {CHUNKS}
     assert len(collected("tests/test_ranks.py", quick=False)) == 10
+
+
+def test_only_a_run_of_all_has_the_expensive_tests() -> None:
+    """And a run of what has changed has those of a page that has changed."""
+    pages, of_a_page = "tests/docs/test_pages.py", "tests/docs/test_pages.py::test_commands[docs/run/resume.md]"
+    every = collected(pages, ALLREDUCE_TEST_STANDARD="")
+    standard = collected(pages, ALLREDUCE_TEST_STANDARD="1")
+    assert of_a_page in set(every) - set(standard)
+    assert f"{pages}::test_commands[README.md]" in standard
+
+
+def test_a_change_runs_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(path: str) -> set[str]:
+        monkeypatch.setattr(changed, "changed", lambda: [path])
+        return changed.tests() - {changed.RULES}
+
+    assert of(CHUNKS) == {CHUNKS}
+    assert of("tests/gone/test_gone.py") == of("LICENSE") == set()
+    assert of("docs/programs/torch_ddp.py") == {"tests/docs/test_programs.py::test_program[torch_ddp.py]"}
+    assert changed.about("torch_ddp.py")
+    assert not changed.about("with_fabric.py")
+    tests = of("allreduce/arrays/chunks.py")
+    assert CHUNKS in tests
+    assert "tests/ranks/collectives/test_grid.py" in changed.tests_on_ranks()
+    assert not any(name.startswith("tests/apps/") for name in tests)
+    assert {*of("tests/ranks/grid.py")} == {
+        _name(path) for path in changed.test_files() if "tests.ranks.grid" in path.read_text()
+    }
+    assert set(changed.FOLDERS) == {name for name in changed.FOLDERS if (launch.ROOT / name).exists()}
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(launch.ROOT).as_posix()
+
+
+def test_every_file_runs_on_two_ranks_of_open_mpi() -> None:
+    """A line JOBS names MPIs and numbers of ranks that the driver has."""
+    every = sorted((launch.ROOT / "tests" / "ranks").glob("*/test_*.py"))
+    assert jobs.files("openmpi", 2) == every
+    for path in every:
+        found = jobs.jobs(path)
+        assert found.keys() <= {*launch.MPIS, "quick"}, path
+        assert all(0 < min(ranks) <= max(ranks) <= 5 for ranks in found.values()), path
+    assert [path.stem for path in jobs.files("mpich", 5)] == ["test_grid"]
 
 
 STARTS = """

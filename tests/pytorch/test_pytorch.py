@@ -146,6 +146,7 @@ def test_without_threads_gradients_are_reduced_after_backward(mpirun: JobRunner,
     assert job.stderr.count("gradients are reduced after backward, not during it: ") == 1
 
 
+@pytest.mark.expensive
 @pytest.mark.jobs
 def test_training_step_benchmark(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -27,77 +27,11 @@ import allreduce  # prepares the environment of MPI, so it comes first
 import numpy as np
 from mpi4py import MPI
 
-from tests.ranks import pairs
+from tests.ranks import jobs, pairs
 
-# What a job leaves out, because many processes take long on the two cores that CI has: above all with PyTorch, which
-# is installed beside Open MPI alone, and under MPICH, whose every message takes longer there.
-# - 2 ranks of Open MPI run all cases of a test, the other jobs those that pairs.py chooses.
-# - Open MPI: 1 and 2 ranks run all files; 3 leave out slow ones, which prove as much on 2 or 5 ranks; 5 ranks leave
-#   out PyTorch, and files with the same result on 3 ranks (elastic/test_exact.py compares exact trainings on 1 to 5).
-# - MPICH: 2 ranks leave out the trainers' files but one, and wrappers: they move bytes through the collectives alone.
-# - The other jobs run what depends on the number of ranks or on the MPI: the grid, errors, and what moves bytes.
+MPIS = {"Open MPI": "openmpi", "MPICH": "mpich"}
+JOB = MPIS[MPI.get_vendor()[0]], MPI.COMM_WORLD.size
 HERE = Path(__file__).parent
-ALL = {path.relative_to(HERE).as_posix() for path in HERE.glob("*/test_*.py")}
-FRAMEWORKS = {name for name in ALL if name.startswith("frameworks/")}  # on 2 ranks of Open MPI alone
-PYTORCH = {name for name in ALL if name.startswith(("pytorch/", "torch_backend/"))}
-GRID = "collectives/test_grid.py"
-HEART = {GRID, "collectives/test_errors.py", "training/test_trainers.py"}
-TRAINING = {name for name in ALL if name.startswith("training/")}
-BYTES = {
-    f"collectives/test_{name}.py" for name in ("moves", "memory", "reach", "topology", "auto", "wrapper", "worker")
-}
-SAME_ON_3 = {f"pytorch/test_{name}.py" for name in ("exact", "several", "traced")} | {
-    f"training/test_{name}.py" for name in ("export", "loop")
-}
-SAME_ON_5 = {
-    f"collectives/test_{name}.py"
-    for name in (
-        "auto",
-        "benchmarks",
-        "bind",
-        "composition",
-        "compressed",
-        "disagreements",
-        "exact",
-        "gpu_staging",
-        "quantized",
-    )
-} | {
-    f"training/test_{name}.py"
-    for name in (
-        "callbacks",
-        "checkpoints",
-        "checks",
-        "compression",
-        "exact",
-        "export",
-        "fit",
-        "inputs",
-        "loader",
-        "local_sgd",
-        "same_data",
-        "stops",
-        "tables",
-    )
-}
-APPS = {name for name in ALL if name.startswith("apps/")}  # parts of ranks: 1, 2 and 5 ranks have all cases
-WRAPPERS = {
-    f"collectives/test_{name}.py" for name in ("composition", "compressed", "exact", "quantized")
-}  # arithmetic around a backend
-READERS = {"training/test_readers.py"}  # processes besides the ranks: on 2 ranks of Open MPI alone
-LEFT_OUT = {
-    ("Open MPI", 1): READERS,
-    ("Open MPI", 3): SAME_ON_3 | READERS | APPS,
-    ("Open MPI", 4): ALL - HEART,
-    ("Open MPI", 5): PYTORCH | SAME_ON_5 | READERS,
-    ("MPICH", 1): ALL - HEART,
-    ("MPICH", 2): (TRAINING | APPS | WRAPPERS) - HEART,
-    ("MPICH", 3): ALL - BYTES - {GRID, "collectives/test_errors.py"},
-    ("MPICH", 4): ALL - {GRID},
-    ("MPICH", 5): ALL - {GRID},
-}
-JOB = MPI.get_vendor()[0], MPI.COMM_WORLD.size
-collect_ignore_glob = sorted(LEFT_OUT.get(JOB, set()) | (FRAMEWORKS if JOB != ("Open MPI", 2) else set()))
 WATCHDOG_SECONDS = float(os.environ.get("ALLREDUCE_TEST_WATCHDOG", "90"))
 
 
@@ -163,11 +97,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.unregister(name="terminalreporter")
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the files that run in other jobs, unless they are named."""
+    ours = collection_path.name.startswith("test_") and HERE in collection_path.parents
+    return True if ours and JOB[1] not in jobs.jobs(collection_path).get(JOB[0], ()) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         item.extra_keyword_matches.update(os.environ.get("ALLREDUCE_TEST_WORDS", "").split())
-    if "ALLREDUCE_TEST_REPORTS" in os.environ and not config.option.keyword and JOB != ("Open MPI", 2):
+    if "ALLREDUCE_TEST_REPORTS" in os.environ and not config.option.keyword and JOB != ("openmpi", 2):
         chosen = pairs.chosen([item.nodeid for item in items], f"{JOB}")  # all cases by hand, or with -k
         items[:] = [item for item in items if item.nodeid in chosen]
 

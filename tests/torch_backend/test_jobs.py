@@ -38,6 +38,7 @@ def test_what_is_built_on_torch_distributed(mpirun: JobRunner) -> None:
 
 
 @needs_torch
+@pytest.mark.expensive
 def test_pipeline_stages_train_as_one_process_does(mpirun: JobRunner) -> None:
     job = mpirun(6, ["-m", "tests.torch_backend.stages_job"], timeout=240)
     assert job.returncode == 0, job.stderr
@@ -424,6 +425,7 @@ def test_without_pytorch_the_error_names_the_extra() -> None:
     assert 'pip install ".[torch]" in the checkout' in job.stderr
 
 
+@pytest.mark.expensive
 def test_some_of_pytorchs_own_tests(mpirun: JobRunner) -> None:
     """pytorch_suite.py runs them all, in a minute or two."""
     names = ["DistributedDataParallelCPU", "all_reduce_coalesced_full_group_sum", "send_recv_any_source"]

@@ -19,6 +19,8 @@ from allreduce.tuning import constants, measuring
 from tests.ranks.grid import run_grid
 from tests.ranks.together import raised_everywhere
 
+JOBS = "openmpi 1 2 3, mpich 2 3"
+
 SIZE = MPI.COMM_WORLD.size
 FLOAT32, FLOAT16 = np.dtype("float32"), np.dtype("float16")
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nothing to reduce")

@@ -10,6 +10,8 @@ import allreduce
 from benchmarks.lib.timing import MOST_BURST, PERIOD, Cell, Checker, Plan, measure
 from tests.ranks.grid import numpy_dtype
 
+JOBS = "openmpi 1 2 3, mpich 2"
+
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16", "uint8", "int8")
 CASES = [
     (dtype, op)

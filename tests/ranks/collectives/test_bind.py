@@ -16,6 +16,8 @@ from tests.backends import SHARDED
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere, usable
 
+JOBS = "openmpi 1 2 3, mpich 2"
+
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
 SUM = SIZE * (SIZE + 1) / 2

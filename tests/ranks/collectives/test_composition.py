@@ -11,6 +11,8 @@ import allreduce
 from tests.ranks.grid import shapes
 from tests.sequences.composition import Composition, Options
 
+JOBS = "openmpi 1 2 3"
+
 WORLD = MPI.COMM_WORLD
 SHAPES = shapes(WORLD.size)
 EAGER = allreduce.PowerSGD(2, start_powerSGD_iter=0)

@@ -20,6 +20,8 @@ from tests.ranks.together import raised
 from trainers import MirroredTrainer
 from trainers.replicas.numpy.network import NumpyNetwork
 
+JOBS = "openmpi 1 2 3"
+
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 several = pytest.mark.skipif(size == 1, reason="one rank sends nothing")
 LENGTH = 12_000

@@ -19,6 +19,8 @@ from tests.backends import ON_CPU
 from tests.ranks.together import raised_everywhere, usable
 from trainers.strategies.central import Central
 
+JOBS = "quick 1 2 3, openmpi 1 2 3 4 5, mpich 1 2 3"
+
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
 

@@ -19,6 +19,8 @@ from allreduce.errors import UnavailableError
 from tests.ranks.grid import numpy_dtype, run_grid, shapes
 from tests.ranks.together import raised_everywhere
 
+JOBS = "openmpi 1 2 3"
+
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 SHAPES = shapes(SIZE)

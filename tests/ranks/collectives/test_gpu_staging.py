@@ -15,6 +15,8 @@ from tests.gpu import fake_cupy
 from tests.ranks.grid import OPS, expected, lengths, numpy_dtype, shapes, values
 from tests.ranks.together import usable
 
+JOBS = "openmpi 1 2 3, mpich 2"
+
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nothing to stage")
 

@@ -17,6 +17,8 @@ from allreduce.transport import point_to_point
 from tests.ranks.grid import DTYPES, QUICK, compare, expected, lengths, numpy_dtype, run_grid, shapes, values
 from tests.ranks.variants import Staged
 
+JOBS = "quick 1 2 3, openmpi 1 2 3 4 5, mpich 1 2 3 4 5"
+
 SIZE = MPI.COMM_WORLD.size
 SHAPES = shapes(SIZE)
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -23,6 +23,8 @@ from tests.ranks.together import usable
 from tests.ranks.variants import Staged
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork
 
+JOBS = "openmpi 1 2 3 5, mpich 2 3"
+
 SIZE = MPI.COMM_WORLD.size
 LENGTH = 200_000
 SMALL_BYTES = 100_000  # requests, views and lists; an array of LENGTH elements is at least four times that

@@ -26,6 +26,8 @@ from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere, usable
 from tests.ranks.variants import Staged
 
+JOBS = "openmpi 1 2 3 5, mpich 2 3"
+
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")

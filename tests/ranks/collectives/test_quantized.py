@@ -17,6 +17,8 @@ from tests.ranks.counting import Counting
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised
 
+JOBS = "openmpi 1 2 3"
+
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 several = pytest.mark.skipif(size == 1, reason="one rank sends nothing")
 KINDS = ("int8", "float8")

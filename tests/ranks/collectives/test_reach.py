@@ -19,6 +19,8 @@ from allreduce.transport import cma, huge_pages
 from allreduce.transport.cma import CMA
 from tests.ranks.grid import expected, values
 
+JOBS = "openmpi 1 2 3 5, mpich 2 3"
+
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
 

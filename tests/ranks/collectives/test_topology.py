@@ -17,6 +17,8 @@ from allreduce.transport.layout import NodeLayout
 from tests.backends import ON_CPU
 from tests.ranks.grid import shapes
 
+JOBS = "openmpi 1 2 3 5, mpich 2 3"
+
 SIZE = MPI.COMM_WORLD.size
 NODES = {  # ranks -> the node sizes of each of grid.shapes
     1: {"flat": (1,)},

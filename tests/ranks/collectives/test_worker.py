@@ -29,6 +29,8 @@ from allreduce.health import stall
 from allreduce.transport.control import all_values
 from allreduce.transport.wait import wait_for
 
+JOBS = "openmpi 1 2 3 5, mpich 2 3"
+
 THREADED = pytest.mark.parametrize("threaded", [False, True])
 
 

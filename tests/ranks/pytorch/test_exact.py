@@ -21,6 +21,8 @@ from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers import Exact  # noqa: E402
 from trainers.pytorch import GradientError, MirroredOptimizer  # noqa: E402
 
+JOBS = "openmpi 1 2"
+
 WORLD = MPI.COMM_WORLD
 ROWS, MICRO = 37, 5  # 8 micro-batches, the last one of 2 rows
 OPTIMIZERS = {

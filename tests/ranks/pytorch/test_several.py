@@ -30,6 +30,8 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
 )
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
 
+JOBS = "openmpi 1 2"
+
 STEPS = 12  # every rank has left out each of the models by then
 
 

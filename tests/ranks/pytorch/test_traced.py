@@ -15,6 +15,8 @@ from tests.ranks.pytorch.trained import OPTIMIZERS, SMALL_BUCKETS, assert_mirror
 from tests.trace_schema import check_trace  # noqa: E402
 from trainers.pytorch import MirroredOptimizer  # noqa: E402
 
+JOBS = "openmpi 1 2"
+
 SIZE = MPI.COMM_WORLD.size
 STEPS = 3
 

@@ -17,6 +17,8 @@ from trainers.state.adopt import Arrays, Piece, adopt_whole, copy_state, newest
 from trainers.state.backup import Backup, holders
 from trainers.strategies import mirrored
 
+JOBS = "openmpi 1 2 3 5"
+
 LENGTH = 3  # elements that a rank owns
 
 

@@ -16,6 +16,8 @@ from trainers.strategies.central_storage import CopyingOwner
 from trainers.strategies.sharded import SliceOwners
 from trainers.watching.callback import Callback
 
+JOBS = "openmpi 1 2 3 5"
+
 Data = tuple[np.ndarray, np.ndarray]
 SHAPES = {"one node": None, "nodes of one": 1, "nodes of two": 2}
 

@@ -14,6 +14,8 @@ from tests.backends import ON_CPU
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.central_storage import CentralStorageTrainer
 
+JOBS = "openmpi 1 2 3 5"
+
 WAYS: dict[str, Callable[[Any], Any]] = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps}
 ways = pytest.mark.parametrize("way", WAYS)
 

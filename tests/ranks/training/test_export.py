@@ -30,6 +30,8 @@ from trainers.cli.main import main
 from trainers.errors import ArgumentError, ExportError
 from trainers.watching.callback import Callback
 
+JOBS = "openmpi 1 2"
+
 WORLD = MPI.COMM_WORLD
 X = np.random.default_rng(3).normal(size=(40, 6)).astype("float32")
 Y = X[:, :3].argmax(1)

@@ -41,6 +41,8 @@ from trainers.state.adopt import complete, copy_state
 from trainers.transforms import clip
 from trainers.watching.callback import Callback
 
+JOBS = "openmpi 1 2 5"
+
 SIZE = MPI.COMM_WORLD.size
 EPOCHS, BATCH, STEPS = 2, 20, 3
 CLIP, DECAY, WARM_UP = 0.3, 0.8, 2

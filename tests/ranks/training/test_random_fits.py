@@ -6,6 +6,8 @@ from tests.sequences.cases import KINDS, Cases
 from tests.sequences.files import FILES, SOURCES
 from tests.sequences.loaders import LOADERS
 
+JOBS = "openmpi 1 2 3 5"
+
 
 def test_random_fits_with_loaders(flat: allreduce.Topology) -> None:
     cases = Cases(LOADERS, flat, 1)

@@ -13,6 +13,8 @@ from tests.ranks.training.test_fit import Once
 from trainers import Exact, MirroredTrainer, NumpyNetwork
 from trainers.data import Samples
 
+JOBS = "openmpi 2"
+
 torch = pytest.importorskip("torch")
 ROWS, BATCH, EPOCHS = 23, 6, 2
 WORLD = MPI.COMM_WORLD

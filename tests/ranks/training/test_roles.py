@@ -12,6 +12,8 @@ from trainers.cli import roles
 from trainers.cli.evaluator import EndSignal
 from trainers.errors import RoleError
 
+JOBS = "openmpi 1 2 3 5"
+
 
 def environment(*tasks: Any, task: Any = None) -> dict[str, str]:
     cluster = {kind: [f"host{at}:1" for at in range(count)] for kind, count in tasks if count}

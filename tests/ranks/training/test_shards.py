@@ -19,6 +19,8 @@ from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit.shards import ShardBatches
 from trainers.fit.source import Given, to_evaluate
 
+JOBS = "openmpi 1 2 3 5"
+
 ROWS = (40, 9, 0, 33)  # of the shards
 SIZES: dict[str, Any] = {"batch_size": 16, "progress": False}
 

@@ -20,6 +20,8 @@ from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
 
+JOBS = "openmpi 1 2 3 5"
+
 ROWS, FEATURES, BATCH = 53, 6, 20
 SIZE = MPI.COMM_WORLD.size
 STEPS = 3

@@ -26,6 +26,8 @@ from trainers.errors import ArgumentError, DivergedError, ModelFileError
 from trainers.replica import ALL, Replica
 from trainers.strategies.rule import FLAGS
 
+JOBS = "quick 1 2 3, openmpi 1 2 3 4 5, mpich 1 2"
+
 EPOCHS, BATCH = 5, 100
 
 

@@ -15,6 +15,8 @@ from trainers import EMA, Accumulate, ClipNorm, Loader, MirroredTrainer, NumpyNe
 from trainers.errors import ArgumentError, DivergedError
 from trainers.watching.callback import Callback
 
+JOBS = "openmpi 1 2 3 5"
+
 # (servers, ranks of a worker) of which a worker has several ranks here; of 5 ranks some workers are smaller
 SHAPES = [(servers, ranks) for servers in (1, 2) for ranks in (2, 3) if ranks <= SIZE - servers]
 several = pytest.mark.skipif(SIZE < 3, reason="a server, and a worker of two ranks")
