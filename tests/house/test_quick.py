@@ -37,7 +37,7 @@ def test_a_quick_run_starts_three_jobs_under_one_mpi() -> None:
 
 def test_only_a_run_of_all_has_the_expensive_tests() -> None:
     """And a run of what has changed has those of a page that has changed."""
-    pages, of_a_page = "tests/docs/test_pages.py", "tests/docs/test_pages.py::test_commands[docs/run/resume.md]"
+    pages, of_a_page = "tests/docs/test_pages.py", "tests/docs/test_pages.py::test_commands[docs/run/data.md]"
     every = collected(pages, ALLREDUCE_TEST_STANDARD="")
     standard = collected(pages, ALLREDUCE_TEST_STANDARD="1")
     assert of_a_page in set(every) - set(standard)

@@ -31,7 +31,6 @@ from tests.ranks import jobs, pairs
 
 MPIS = {"Open MPI": "openmpi", "MPICH": "mpich"}
 JOB = MPIS[MPI.get_vendor()[0]], MPI.COMM_WORLD.size
-HERE = Path(__file__).parent
 WATCHDOG_SECONDS = float(os.environ.get("ALLREDUCE_TEST_WATCHDOG", "90"))
 
 
@@ -99,7 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out the files that run in other jobs, unless they are named."""
-    ours = collection_path.name.startswith("test_") and HERE in collection_path.parents
+    ours = collection_path.name.startswith("test_") and jobs.HERE in collection_path.parents
     return True if ours and JOB[1] not in jobs.jobs(collection_path).get(JOB[0], ()) else None
 
 
