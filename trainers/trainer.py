@@ -262,9 +262,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             self.group.enter(f"{call}: ema={ema!r}", self._ema_error(ema))
 
     @recoverable
-    def predict(
-        self, x: Any, out: Any = None, *, progress: bool = True, stream: TextIO | None = None, ema: bool | None = None
-    ) -> Any:
+    def predict(self, x: Any, out: Any = None, *, ema: bool | None = None) -> Any:
         """Return the replica's output for every row, in order, on every rank. Collective.
 
         If the model has several outputs, they are a tuple or a dict of arrays.
@@ -273,20 +271,17 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             outputs) float32, probabilities with a cross-entropy loss.
         ema: as for `evaluate`.
 
-        With `out`, write the predictions to files instead, in constant memory, and return the paths of the files:
+        With `out`, write the predictions to a file instead, in constant memory, and return its path:
         x: arrays, memory maps too; or files: a path, a list of paths, or a pattern such as `part-*.csv`. Of .npy and
             .npz files (the array x) any number of rows is read; tables (.csv, .tsv) have the columns of the table on
             which the model was trained, or, without a table, only numbers. A label may be there, and is not read.
-        out: a file that ends in .csv or .jsonl (JSON lines), with the rows in order; or a folder, new or empty, where
-            each rank writes its own rows: "folder", or `folder/part-*.jsonl` with the rank for the star.
-            A line has the number of the row, from 0, the class in words and its probability; or all outputs, if the
-            model has no classes. After an error no file is changed.
-        progress: show on rank 0 how many rows are done: on a terminal a bar, elsewhere a line every 10 seconds.
-        stream: where the lines go; None for stdout.
+        out: a file that ends in .csv or .jsonl (JSON lines), with the rows in order. A line has the number of the row,
+            from 0, the class in words and its probability; or all outputs, if the model has no classes. After an error
+            the file is unchanged.
         """
         self._check_ema("predict", ema)
         if out is not None or _are_files(x):
-            return self._predict_into(x, out, progress, stream, ema)
+            return self._predict_into(x, out, ema)
         self._check_open()
         rows, group = source.to_read(self.strategy, "predict", Given(x, source.NO_TARGETS)), self.group
         self.strategy.end_round()
@@ -296,7 +291,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             gather_rows(group.comm, output)
         return outputs
 
-    def _predict_into(self, given: Any, out: Any, progress: bool, output: TextIO | None, ema: bool | None) -> list[str]:
+    def _predict_into(self, given: Any, out: Any, ema: bool | None) -> str:
         group, replica = self.group, self.replica
         self._check_open()
 
@@ -313,8 +308,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             (x,) = source.to_read(self.strategy, "predict", Given(given, source.NO_TARGETS), {"out": out}).data
         self.strategy.end_round()
         with self._weights(ema):
-            paths: list[str] = _app("tables.predicting").predict_into(group, replica, rows, out, progress, output)
-        return paths
+            path: str = _app("tables.predicting").predict_into(group, replica, rows, out)
+        return path
 
     @recoverable
     def save(self, path: str) -> None:
@@ -333,10 +328,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         self,
         path: str,
         x: Any = None,
-        y: Any = None,
         *,
-        int8: bool = False,
-        validation_data: tuple[Any, Any] | None = None,
         classes: Sequence[str] | None = None,
         logits: bool = False,
         ema: bool | None = None,
@@ -350,11 +342,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         within 1e-5. Otherwise, and if the model can't be converted, all ranks raise the same ExportError, and the older
         file stays. Rank 0 writes. Needs the extra "export"; a JaxReplica needs "export-jax".
 
-        x: rows on which the file is checked, and the training rows that int8 needs. None: the first rows of the last
-            fit, or for networks of this package without one, random rows.
-        y: the targets of x, with int8. validation_data: (x, y) on which the accuracy is measured, before and after the
-            conversion to int8; None for x and y.
-        int8: convert the matrices to 8-bit integers, by the ranges of activations on 512 of the rows x.
+        x: rows on which the file is checked. None: the first rows of the last fit, or for networks of this package
+            without one, random rows.
         classes: the names of the classes, by number. None: those of the table, or none.
         logits: True: the outputs are logits of classes, so a softmax makes probabilities of them. Needed for a replica
             that can't tell; a TorchReplica with CrossEntropyLoss and a KerasReplica with a cross-entropy can.
@@ -362,28 +351,18 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         """
         self._check_ema("export", ema)
         name = os.fspath(path) if isinstance(path, os.PathLike) else path
-        settings = {"path": name, "int8": int8, "classes": classes, "logits": logits}
-        rows, scored = self._rows, None
+        settings = {"path": name, "classes": classes, "logits": logits}
+        rows = self._rows
         if x is None:
-            wrong = int8 or y is not None or validation_data is not None
-            error = ArgumentError("export: int8, y and validation_data need training rows: give x") if wrong else None
-            self.group.enter(source.described("export", type(self.replica).__name__, settings), error)
+            self.group.enter(source.described("export", type(self.replica).__name__, settings))
         else:
-            given = Given(x, source.NO_TARGETS if y is None else y)
-            rows, *y = source.to_read(self.strategy, "export", given, settings).data
-            scored = (rows, *y) if y else None
-        if validation_data is not None:
-            if not isinstance(validation_data, tuple | list) or len(validation_data) != 2:
-                self.group.enter("export", ArgumentError("export: validation_data must be a pair (x, y) of arrays"))
-            scored = source.to_read(self.strategy, "validation_data of export", Given(*validation_data)).data
+            (rows,) = source.to_read(self.strategy, "export", Given(x, source.NO_TARGETS), settings).data
         self.strategy.end_round()
         with self._weights(ema):
             self._check_equal("export")
             average = self.replica.averages and ema is not False
             made: list[Any] = []
-            write = partial(
-                _app("export.export").write, classes=classes, logits=logits, scored=scored, int8=int8, average=average
-            )
+            write = partial(_app("export.export").write, classes=classes, logits=logits, average=average)
             self.group.on_one(lambda: made.append(write(name, self.replica, rows)))
         texts = root_value(self.group.comm, made[0].as_properties() if made else None, "export: the metadata")
         return _app("export.metadata").Exported.read(name, texts)

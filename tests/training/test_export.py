@@ -1,4 +1,4 @@
-"""Exported files (.onnx): the graph of each network, the columns of a table, int8, errors, and metadata."""
+"""Exported files (.onnx): the graph of each network, the columns of a table, errors, and metadata."""
 
 import os
 import re
@@ -52,7 +52,7 @@ def properties(path: Path) -> Exported:
 
 
 def test_metadata_are_read_as_they_were_written() -> None:
-    given = Exported("NumpyNetwork", ("no", "yes"), True, COLUMNS, int8=True, accuracy={"int8": 0.5}, rows=7)
+    given = Exported("NumpyNetwork", ("no", "yes"), True, COLUMNS, average=True, rows=7)
     assert Exported.read("a.onnx", given.as_properties()) == given
 
 
@@ -153,58 +153,25 @@ def test_features_become_the_cells_that_made_them() -> None:
     np.testing.assert_allclose(found["a"], [1000001.5, np.nan, 999999])
 
 
-def test_int8_costs_little_accuracy_and_says_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_exports_the_average_unless_told(tmp_path: Path) -> None:
     data = datasets.load("digits")
     network, model, path = network_of(data, (32,)), str(tmp_path / "a.npz"), str(tmp_path / "a.onnx")
     with MirroredTrainer(network) as trainer:
         trainer.fit(data.x_train, data.y_train, epochs=10, progress=False, transforms=[EMA(0.9)])
         trainer.save(model)
         scores = trainer.evaluate(data.x_test, data.y_test)
-        plain = trainer.evaluate(data.x_test, data.y_test, ema=False)
-    assert plain != scores
-    assert main(["export", "--load", model, "--out", path, "--data", "digits", "--int8"]) == 0
+        plain = trainer.predict(data.x_test, ema=False)
+    assert main(["export", "--load", model, "--out", path, "--data", "digits"]) == 0
     about = properties(Path(path))
-    assert about.int8
     assert about.average
     assert about.classes == tuple("0123456789")
-    assert about.accuracy["float32"] == pytest.approx(scores["accuracy"])
-    assert abs(about.accuracy["int8"] - about.accuracy["float32"]) < 0.02
-    printed = capsys.readouterr().out
-    assert f"accuracy as float32 {about.accuracy['float32']:.4f}" in printed
-    assert f"accuracy as int8 {about.accuracy['int8']:.4f}" in printed
-    assert Path(path).stat().st_size < 0.7 * Path(model).stat().st_size
     found = answers(Path(path), {"x": data.x_test.astype(np.float32)})
-    assert np.mean(found["label"].astype(int) == data.y_test) == about.accuracy["int8"]
+    assert np.mean(found["label"].astype(int) == data.y_test) == pytest.approx(scores["accuracy"])
+    assert not np.allclose(found["probabilities"], plain, atol=1e-3)
     assert main(["export", "--load", model, "--out", path, "--no-ema"]) == 0
     assert not properties(Path(path)).average
-    capsys.readouterr()
-    assert main(["export", "--load", model, "--out", path, "--int8"]) != 0
-    assert "add --data" in capsys.readouterr().err
-
-
-def test_int8_of_a_table_and_of_numbers(tmp_path: Path) -> None:
-    data = datasets.load(write(tmp_path / "people.csv", people(300, cities=40)), "income")
-    with MirroredTrainer(network_of(data, (16,))) as trainer:
-        trainer.fit(data.x_train, data.y_train, epochs=1, progress=False)
-        about = trainer.export(str(tmp_path / "a.onnx"), data.x_train, data.y_train, int8=True)
-        assert {*about.accuracy} == {"float32", "int8"}
-        with pytest.raises(ArgumentError, match=r"give y, or validation_data"):
-            trainer.export(str(tmp_path / "a.onnx"), data.x_train, int8=True)
-    words = np.random.default_rng(0).integers(0, 11, (50, 4))
-    with MirroredTrainer(EmbeddingNetwork([6, 3], words=11)) as trainer:
-        assert trainer.export(str(tmp_path / "c.onnx"), words, words[:, 0] % 3, int8=True).int8
-        expected = trainer.predict(words)
-    np.testing.assert_allclose(answers(tmp_path / "c.onnx", {"x": words})["probabilities"], expected, atol=0.1)
-    x = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    with MirroredTrainer(NumpyNetwork([4, 3, 1], loss="mean_squared_error")) as trainer:
-        about = trainer.export(str(tmp_path / "b.onnx"), x, int8=True)
-        assert (about.int8, about.accuracy) == (True, {})
-        expected = trainer.predict(x)
-    apart = answers(tmp_path / "b.onnx", {"x": x})["output"] - expected
-    np.testing.assert_allclose(apart, 0, atol=0.1)
-    assert about.int8_difference == pytest.approx(np.abs(apart).max() / max(1, np.abs(expected).max()))
-    assert properties(tmp_path / "b.onnx") == about
-    assert f"8-bit integers, which differ by {about.int8_difference:.1e}" in str(about)
+    found = answers(Path(path), {"x": data.x_test.astype(np.float32)})
+    np.testing.assert_allclose(found["probabilities"], plain, atol=1e-5)
 
 
 def test_the_constants_of_a_large_model_are_in_a_second_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,20 +191,21 @@ def test_the_constants_of_a_large_model_are_in_a_second_file(tmp_path: Path, mon
         assert path.stat().st_size < 4000 < (tmp_path / first).stat().st_size
         np.testing.assert_allclose(answers(path, {"x": x})["probabilities"], trainer.predict(x), atol=1e-6)
         np.testing.assert_allclose(load_model(str(path)).predict(x), trainer.predict(x), atol=1e-6)
-        assert trainer.export(str(path), x, np.arange(40) % 3, int8=True).int8
-        assert constants() == [], "8-bit integers fit into one file, and the older constants are gone"
+        monkeypatch.setattr(storing, "LARGEST", 1 << 20)
+        trainer.export(str(path), x)
+        assert constants() == [], "the constants fit into one file, and the older ones are gone"
         monkeypatch.setattr(storing, "LARGEST", 1500)
-        assert trainer.export(str(path), x, np.arange(40) % 3, int8=True).int8
-        (small,) = constants()
-        assert small != first
-        np.testing.assert_allclose(load_model(str(path)).predict(x), trainer.predict(x), atol=0.1)
+        trainer.export(str(path), x)
+        (second,) = constants()
+        assert second != first
+        np.testing.assert_allclose(load_model(str(path)).predict(x), trainer.predict(x), atol=1e-6)
         older = path.read_bytes()
         network.parameters[0] = np.nan
         with pytest.raises(ExportError, match="not finite"):
             trainer.export(str(path), x)
-    assert (path.read_bytes(), constants()) == (older, [small])
-    (tmp_path / small).unlink()
-    with pytest.raises(ModelFileError, match=re.escape(small)):
+    assert (path.read_bytes(), constants()) == (older, [second])
+    (tmp_path / second).unlink()
+    with pytest.raises(ModelFileError, match=re.escape(second)):
         load_model(str(path))
 
 
@@ -299,9 +267,7 @@ X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
         (lambda: NumpyNetwork([4, 3]), [X], {"classes": "abc"}, ArgumentError, "3 different names"),
         (lambda: NumpyNetwork([4, 3]), [X], {"logits": True}, ArgumentError, "are probabilities"),
         (lambda: NumpyNetwork([4, 3]), [X], {"logits": "yes"}, ArgumentError, "logits must be True or False"),
-        (lambda: NumpyNetwork([4, 3]), [], {"int8": True}, ArgumentError, "give x"),
         (lambda: NumpyNetwork([4, 3]), [X], {"ema": True}, ArgumentError, "no average"),
-        (lambda: NumpyNetwork([4, 3]), [X, [0] * 6], {"int8": True, "validation_data": X}, ArgumentError, "a pair"),
     ],
 )
 def test_errors_leave_the_older_file(

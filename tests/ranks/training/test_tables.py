@@ -68,7 +68,7 @@ def rows_of(path: str) -> list[list[str]]:
 def test_predictions_of_a_table(
     table: str, folder: Path, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one file and in a file of each rank, as CSV and as JSON lines, of several tables, with and without a label."""
+    """As CSV and as JSON lines, of several tables, with and without a label."""
     monkeypatch.setattr(predicting, "ROUND", 17)
     monkeypatch.setattr("trainers.datasets.rows.BLOCK", 300)
     data = datasets.load(table, "income")
@@ -87,39 +87,30 @@ def test_predictions_of_a_table(
         trainer.replica.columns = None  # as of a network that was made for no table
         trainer.load(str(folder / "model.npz"))
         assert trainer.replica.columns == data.columns
-        for out in ("all.csv", "all.jsonl", "csv", "jsonl/*.jsonl"):
-            paths = trainer.predict(str(folder / "new-*.csv"), str(folder / out), progress=False)
-            assert len(paths) == (flat.size if "all" not in out else 1)
-            found = [row for path in paths for row in rows_of(path)]
+        for out in ("all.csv", "all.jsonl"):
+            found = rows_of(trainer.predict(str(folder / "new-*.csv"), str(folder / out)))
             assert [row[:2] for row in found] == [[str(number), word] for number, word in enumerate(expected)]
             np.testing.assert_allclose([float(row[2]) for row in found], outputs.max(axis=1), rtol=1e-4)
-        assert rows_of(trainer.predict(str(folder / "new-3.csv"), str(folder / "none.csv"))[0]) == []
-        with pytest.raises(ArgumentError, match="has files already"):
-            trainer.predict(str(folder / "new-1.csv"), str(folder / "csv"))
-        with pytest.raises(ArgumentError, match=r"ends in .csv or .jsonl; of a new folder write all.json/"):
+        assert rows_of(trainer.predict(str(folder / "new-3.csv"), str(folder / "none.csv"))) == []
+        with pytest.raises(ArgumentError, match=r"give a file that ends in .csv or .jsonl"):
             trainer.predict(str(folder / "new-1.csv"), str(folder / "all.json"))
 
 
-def test_a_folder_has_all_files_or_none(
+def test_no_file_is_left_if_the_last_step_fails(
     table: str, folder: Path, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last rank can't give its file its name."""
-    replace = os.replace
-
     def refuse(old: str, new: str) -> None:
-        if flat.rank == flat.size - 1:
-            raise OSError(28, "No space left on device")
-        replace(old, new)
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("trainers.apps.tables.predicting.os.replace", refuse)
     data = datasets.load(table, "income")
     with (
         MirroredTrainer(network(data), "native", flat) as trainer,
-        pytest.raises(ArgumentError, match=r"part-.*No space left on device"),
+        pytest.raises(ArgumentError, match=r"out.csv.*No space left on device"),
     ):
-        trainer.predict(table, str(folder / "predictions"), progress=False)
+        trainer.predict(table, str(folder / "out.csv"))
     flat.world.Barrier()
-    assert not (folder / "predictions").exists()
+    assert os.listdir(folder) == ["people.csv"]
 
 
 def test_files_of_a_killed_prediction_are_removed_after_a_day(folder: Path, flat: allreduce.Topology) -> None:
@@ -132,7 +123,7 @@ def test_files_of_a_killed_prediction_are_removed_after_a_day(folder: Path, flat
             age = (90 if number else 1) * 1000
             os.utime(folder / name, (time.time() - age, time.time() - age))
     with MirroredTrainer(NumpyNetwork([4, 3], seed=1), "native", flat) as trainer:
-        trainer.predict(np.zeros((5, 4), np.float32), folder / "out.csv", progress=False)
+        trainer.predict(np.zeros((5, 4), np.float32), folder / "out.csv")
     assert sorted(each.name for each in folder.iterdir()) == sorted([*others, "out.csv"])
 
 
@@ -151,10 +142,10 @@ def test_predictions_of_arrays(folder: Path, flat: allreduce.Topology) -> None:
             outputs = trainer.predict(x) if rows else np.zeros((0, 3))
             given: list[Any] = [x, *(str(folder / name) for name in ("x.npy", "x.npz", "packed.npz", "x.csv"))]
             for each in given if rows else given[:4]:
-                (path,) = trainer.predict(each, folder / "out.csv", progress=False)
+                path = trainer.predict(each, folder / "out.csv")
                 assert [row[1] for row in rows_of(path)] == [str(number) for number in outputs.argmax(axis=1)]
         with MirroredTrainer(NumpyNetwork([4, 2], loss="mean_squared_error"), "native", flat) as trainer:
-            (path,) = trainer.predict(x, folder / "out.jsonl", progress=False)
+            path = trainer.predict(x, folder / "out.jsonl")
             found = [list(json.loads(line).values())[1:] for line in Path(path).read_text().splitlines()]
             assert len(found) == rows
             if rows:
@@ -179,21 +170,24 @@ def test_a_fault_on_one_rank_is_raised_on_all_and_changes_no_file(
                 (folder / "bad.csv").write_bytes(Path(table).read_bytes() + content)
                 (folder / "old.csv").write_text("as it was")
             world.Barrier()
-            for out in ("old.csv", "new"):
-                with pytest.raises(DataError, match=text) as error:
-                    trainer.predict(str(folder / "bad.csv"), str(folder / out), progress=False)
-                assert len(set(world.allgather(str(error.value)))) == 1
+            with pytest.raises(DataError, match=text) as error:
+                trainer.predict(str(folder / "bad.csv"), str(folder / "old.csv"))
+            assert len(set(world.allgather(str(error.value)))) == 1
             assert (folder / "old.csv").read_text() == "as it was"
             assert sorted(path.name for path in folder.iterdir()) == ["bad.csv", "old.csv", "people.csv"]
             world.Barrier()  # before rank 0 writes them again
+        if flat.rank == 0:
+            (folder / "folder.csv").mkdir()
+        world.Barrier()
         for given, out, text in (
-            (str(folder / "no*.csv"), "new", "no file matches"),
-            (table, "new.txt/*.txt", "a file ends in .csv or .jsonl"),
+            (str(folder / "no*.csv"), "new.csv", "no file matches"),
+            (table, "new", "a file that ends in .csv or .jsonl"),
+            (table, "folder.csv", "is no regular file"),
             (table, "nowhere/new.csv", "give a file in a folder that exists"),
             ([], "new.csv", "x must|no|empty"),
         ):
             with pytest.raises((ArgumentError, DataError), match=text):
-                trainer.predict(given, str(folder / out), progress=False)
+                trainer.predict(given, str(folder / out))
         with pytest.raises(ArgumentError, match="say where the predictions go"):
             trainer.predict(table)
 

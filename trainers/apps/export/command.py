@@ -27,7 +27,6 @@ file on rows of --data, without it on random rows. Only a file that answers as t
 EXAMPLES = """examples:
   python -m trainers export --load model.npz --out model.onnx
   python -m trainers export --load model.npz --out model.onnx --data digits
-  python -m trainers export --load model.npz --out small.onnx --data people.csv --int8
 """
 
 
@@ -41,17 +40,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--data", help="the data on which the model was trained, as `python -m trainers --data` takes them"
     )
     parser.add_argument(
-        "--int8", action="store_true",
-        help="convert the matrices to 8-bit integers, by the training rows of --data; prints the accuracy of the test "
-        "rows before and after",
-    )  # fmt: skip
-    parser.add_argument(
         "--no-ema", action="store_true",
         help="export the parameters, although the file has their moving average (by default the average is exported)",
     )  # fmt: skip
 
 
-COMMAND = Command("--load FILE --out FILE [--data DATA] [--int8]", ABOUT, EXAMPLES, add_options)
+COMMAND = Command("--load FILE --out FILE [--data DATA]", ABOUT, EXAMPLES, add_options)
 
 
 def run(arguments: Sequence[str], world: Topology, program: str) -> None:
@@ -64,12 +58,9 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
         if data is None:
             about = trainer.export(options.out, ema=ema)
         else:
-            y, test = (data.y_train, (data.x_test, data.y_test)) if options.int8 else (None, None)
             named = data.columns is None and network.probabilities and len(data.classes) == network.sizes[-1]
             names = data.classes if named else None
-            about = trainer.export(
-                options.out, data.x_train, y, int8=options.int8, validation_data=test, classes=names, ema=ema
-            )
+            about = trainer.export(options.out, data.x_train, classes=names, ema=ema)
     if world.rank == 0:
         print(f"exported: {options.out} ({time.perf_counter() - begin:.1f} s), {about}", flush=True)
 
@@ -90,8 +81,6 @@ def _file(given: str) -> str:
 def _prepared(options: argparse.Namespace) -> tuple[NumpyNetwork, Dataset | None]:
     """Return the network, and the data if there are any. Raises ArgumentError, ModelFileError,
     CheckpointError, DataError."""
-    if options.int8 and options.data is None:
-        raise ArgumentError("--int8 measures the training rows: add --data")
     path = _file(options.load)
     kind, _ = model_file.read_header(path)
     if kind not in NETWORKS:

@@ -11,27 +11,25 @@ import numpy as np
 
 from allreduce.files import writable
 from trainers.apps.export import graph
-from trainers.apps.export.int8 import quantized
 from trainers.apps.export.metadata import Exported
 from trainers.apps.export.running import (
     Session,
     are_probabilities,
     as_in_table,
     compared,
-    largest_difference,
     need_onnxruntime,
     sample,
     softmax,
     taken,
 )
-from trainers.apps.export.storing import Store, stored
+from trainers.apps.export.storing import stored
 from trainers.arguments import flag_error, require
-from trainers.data import Tree, leaves, row_count
+from trainers.data import Tree, row_count
 from trainers.errors import ArgumentError, ExportError
 from trainers.files.onnx_graph import need_onnx
 from trainers.replica import Replica
 
-CHECKED, MEASURED = 256, 10_000  # rows on which a file is compared with the replica, and on which accuracy is measured
+CHECKED = 256  # rows on which a file is compared with the replica
 DRAWN = 32
 CLOSE = {"float16": 5e-3, "bfloat16": 4e-2}  # of models that compute in 16 bits; the file computes in float32
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal, in PyTorch's errors
@@ -45,16 +43,13 @@ def write(
     *,
     classes: Sequence[str] | None = None,
     logits: bool = False,
-    scored: tuple[Tree, Any] | None = None,
-    int8: bool = False,
     average: bool = False,
 ) -> Exported:
     """Write a replica's model to `path`, and return a description of the file. Local. Raises ExportError.
 
-    x: rows as `predict` takes them, of the training with int8; None for the replica's `drawn_rows`.
+    x: rows as `predict` takes them; None for the replica's `drawn_rows`.
     classes: the names of the classes; None for those of the table. logits: whether the outputs are logits of classes,
-        for a replica that does not say so. average: whether the parameters are now those of the moving average. scored:
-        rows x and their class numbers y, on which the accuracy of int8 is measured.
+        for a replica that does not say so. average: whether the parameters are now those of the moving average.
     """
     check_path(path)
     need_onnx()
@@ -78,12 +73,6 @@ def write(
         session = Session(model, about, store.folder)
         difference = compared(session, about, rows, expected, tolerance)
         about = replace(about, average=average, rows=row_count(rows), difference=difference)
-        if int8:
-            model, about = _as_int8(model, session, about, x, scored, store)
-        found = Session(model, about, store.folder).run(rows)
-        if int8:
-            apart = largest_difference(about, found, [*map(np.asarray, leaves(expected))])
-            about = replace(about, int8_difference=apart)
         graph.describe(model, about)
         with _writing(path):
             store.replace(model)
@@ -166,28 +155,3 @@ def _causes(error: BaseException) -> str:
         texts.insert(0, f"{type(found).__name__}: {lines[0] if lines else ''}")
         found = found.__cause__
     return "; ".join(texts)
-
-
-def _as_int8(
-    model: Any, session: Session, about: Exported, x: Tree, scored: tuple[Tree, Any] | None, store: Store
-) -> tuple[Any, Exported]:
-    """Return the model with integers, and its description with the accuracy before and after."""
-    about = replace(about, int8=True)
-    large = bool(store.constants_of(model))
-    with _writing(store.path):
-        store.give_constants(model)
-        small = quantized(model, session, x, large)
-        store.take_constants(small)
-    if not about.classifies:
-        return small, about
-    if scored is None:
-        raise ArgumentError("export: int8 costs accuracy, which is measured: give y, or validation_data=(x, y)")
-    places = sample(scored[0], MEASURED)
-    rows = as_in_table(about.columns, taken(scored[0], places))
-    y = np.asarray(scored[1])[places]
-    right = y.argmax(axis=1) if y.ndim > 1 else y
-    accuracy = {
-        name: float((each.class_numbers(rows) == right).mean())
-        for name, each in (("float32", session), ("int8", Session(small, about, store.folder)))
-    }
-    return small, replace(about, accuracy=accuracy)

@@ -18,7 +18,7 @@ Metadata (`metadata_props` in the file, `session.get_modelmeta().custom_metadata
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from trainers.datasets.columns import Columns
@@ -42,10 +42,7 @@ class Exported:
     classifies: whether the outputs are LABEL and PROBABILITIES.
     columns: of the table on which the model was trained, or None. They are the inputs.
     average: whether the parameters are the moving average that EMA keeps.
-    int8: whether the matrices are 8-bit integers.
-    accuracy: before and after the conversion to int8, {"float32": 0.975, "int8": 0.972}; empty if it was not measured.
-    rows: the number of rows on which the file was compared with the replica. difference: the largest one found, before
-        the conversion to int8. int8_difference: after it, of the probabilities or outputs; 0 without it.
+    rows: the number of rows on which the file was compared with the replica. difference: the largest one found.
     """
 
     kind: str
@@ -53,17 +50,12 @@ class Exported:
     classifies: bool = False
     columns: Columns | None = None
     average: bool = False
-    int8: bool = False
-    accuracy: Mapping[str, float] = field(default_factory=dict)
     rows: int = 0
     difference: float = 0.0
-    int8_difference: float = 0.0
 
     def __str__(self) -> str:
         texts = ["the moving average"] if self.average else []
         texts += [f"checked on {self.rows} rows, which differ by {self.difference:.1e}"]
-        texts += [f"8-bit integers, which differ by {self.int8_difference:.1e}"] if self.int8 else []
-        texts += [f"accuracy as {name} {value:.4f}" for name, value in self.accuracy.items()]
         return ", ".join(texts)
 
     def as_properties(self) -> dict[str, str]:
@@ -74,11 +66,8 @@ class Exported:
             "classifies": self.classifies,
             "columns": None if self.columns is None else self.columns.as_dict(),
             "average": self.average,
-            "int8": self.int8,
-            "accuracy": dict(self.accuracy),
             "rows": self.rows,
             "difference": self.difference,
-            "int8_difference": self.int8_difference,
         }
         return {f"{PREFIX}format": FORMAT} | {f"{PREFIX}{name}": json.dumps(value) for name, value in held.items()}
 
@@ -99,9 +88,8 @@ class Exported:
         try:
             held = {name: json.loads(properties[f"{PREFIX}{name}"]) for name in cls.__dataclass_fields__}
             columns, classes = held["columns"], held["classes"]
-            texts = [held["kind"], *classes, *held["accuracy"]]
-            flags = [held["classifies"], held["average"], held["int8"]]
-            measured = [held["rows"], held["difference"], held["int8_difference"], *held["accuracy"].values()]
+            texts, flags = [held["kind"], *classes], [held["classifies"], held["average"]]
+            measured = [held["rows"], held["difference"]]
             if not (
                 isinstance(classes, list) and _all(texts, str) and _all(flags, bool) and _all(measured, int | float)
             ):

@@ -36,11 +36,6 @@ class Store:
         helper.convert_model_to_external_data(model, location=name, size_threshold=SMALL)
         helper.write_external_data_tensors(model, self.folder)
 
-    def give_constants(self, model: Any) -> None:
-        """Move the constants of a graph back into it. Changes `model`."""
-        if self.constants_of(model):
-            need_onnx().external_data_helper.load_external_data_for_model(model, self.folder)
-
     def constants_of(self, model: Any) -> set[str]:
         """Return the names of the files with the constants of a graph that this class has written."""
         found = {

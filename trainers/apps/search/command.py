@@ -17,10 +17,9 @@ from allreduce.elastic.ranks import on_all_ranks, root_value, together
 from allreduce.files import writable
 from allreduce.topology import Topology
 from trainers import datasets
-from trainers.apps.search import pictures
 from trainers.apps.search.options import OF_THE_SEARCH, arguments
 from trainers.apps.search.searching import SearchResult, search
-from trainers.apps.search.study import COMPLETE, STUDY, Ended, optuna
+from trainers.apps.search.study import COMPLETE, Ended, optuna
 from trainers.apps.search.trial import Trial
 from trainers.cli import results
 from trainers.cli.command import Command
@@ -54,10 +53,9 @@ the test rows show only at the end how good the best model is.
 EXAMPLES = """examples:
   mpirun -n 4 python -m trainers search --config tuning.yaml --data digits
   mpirun -n 4 python -m trainers search --config tuning.yaml --ranks-per-trial 2 --storage search.journal
-  mpirun -n 4 python -m trainers search --config tuning.yaml --save best.npz --html search.html
+  mpirun -n 4 python -m trainers search --config tuning.yaml --save best.npz --json search.json
 """
 OF_THE_RANKS = ("strategy", "servers", "ranks_per_worker", "backup_workers")  # options that need several ranks
-FILES = ("save", "json", "html")
 WARM_UP_EPOCHS = 2  # in which no trial is pruned
 
 
@@ -75,7 +73,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--save", metavar="FILE", help="write the best trial's model (.npz)")
     parser.add_argument("--json", metavar="FILE", help="write the trials; - writes them to stdout, all else to stderr")
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures of the trials")
 
 
 class SearchCommand(Command):
@@ -147,8 +144,6 @@ def _read(given: Sequence[str], world: Topology, program: str) -> Job:
         fits(first)
     found.check(base, fits)
     optuna()
-    if options.html:
-        pictures.plotly()
     _check_files(options)
     if found.parallel is not None:
         _check_ranks(found.parallel, options.ranks_per_trial or 1, world.size)
@@ -204,7 +199,7 @@ def _check_part(ranks: int, options: argparse.Namespace) -> None:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    for name in (*FILES, "storage"):
+    for name in ("save", "json", "storage"):
         path = getattr(options, name)
         if path and not (name == "json" and path == results.STANDARD_OUTPUT) and not writable(path):
             raise ArgumentError(f"--{name} {path}: this can't be written; give a file in a folder that exists")
@@ -371,16 +366,6 @@ def _end(job: Job, result: SearchResult, models: str) -> None:
     _say(job, "\n".join(lines))
     if options.json:
         results.write_json(options.json, _as_json(job, result, accuracy))
-    if options.html:
-        table = "\n".join([*(line_of(tuned, each) for each in result.trials), *lines])
-        study = optuna().load_study(study_name=STUDY, storage=_storage(job, models))
-        pictures.write(options.html, pictures.page(study, f"Search on {job.data.name}", table, result.trials))
-
-
-def _storage(job: Job, models: str) -> Any:
-    storages = optuna().storages
-    path = job.options.storage or str(Path(models) / "journal")
-    return storages.JournalStorage(storages.journal.JournalFileBackend(path))
 
 
 def _values(tuned: "Tuning", trial: Ended) -> dict[str, Any]:

@@ -32,7 +32,7 @@ if an .onnx file has the names of the classes.
 EXAMPLES = """examples:
   mpirun -n 4 python -m trainers predict --load model.npz --data new.csv --out predictions.csv
   mpirun -n 4 python -m trainers predict --load model.npz --data new.npy --out predictions.jsonl
-  mpirun -n 4 python -m trainers predict --load model.npz --data 'new-*.csv' --out predictions/
+  mpirun -n 4 python -m trainers predict --load model.npz --data 'new-*.csv' --out predictions.csv
   mpirun -n 4 python -m trainers predict --load model.onnx --data new.csv --out predictions.csv
 """
 
@@ -48,8 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--out", metavar="FILE", required=True,
-        help="the predictions: a file that ends in .csv or .jsonl (JSON lines), with the rows in order; or a new "
-        "folder (or FOLDER/part-*.jsonl), in which each rank writes a file",
+        help="the predictions: a file that ends in .csv or .jsonl (JSON lines), with the rows in order",
     )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda needs CuPy (default: cpu)")
 
@@ -64,12 +63,11 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
     begin = time.perf_counter()
     if isinstance(model, NumpyNetwork):
         with MirroredTrainer(model, topology=world) as trainer:
-            paths = trainer.predict(options.data, options.out)
+            path = trainer.predict(options.data, options.out)
     else:
-        paths = _Predicting(model, world).files(options)
+        path = _Predicting(model, world).files(options)
     if world.rank == 0:
-        written = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
-        print(f"predictions: {written} ({time.perf_counter() - begin:.1f} s)", flush=True)
+        print(f"predictions: {path} ({time.perf_counter() - begin:.1f} s)", flush=True)
 
 
 def _loaded(options: argparse.Namespace, node_rank: int) -> NumpyNetwork | Model:
@@ -105,12 +103,12 @@ class _Predicting:
         """Return rows of samples of any shape as a model of flat rows takes them, as a NumpyNetwork does."""
         return x if self._features is None else x.reshape(len(x), -1)
 
-    def files(self, options: argparse.Namespace) -> list[str]:
-        """Predict the rows of files; returns the paths of the predictions. Collective."""
+    def files(self, options: argparse.Namespace) -> str:
+        """Predict the rows of files; returns the path of the predictions. Collective."""
         group = self._group
         group.enter(f"predict: {options.load} of {self._model.stamp}, {options.data}, out={options.out}")
         rows = partial(open_stream, options.data, self.columns, self._features)
-        return predict_into(group, self, rows, options.out, True, None, self._model.classes)
+        return predict_into(group, self, rows, options.out, self._model.classes)
 
     def close(self) -> None:
         self._group.release()
