@@ -1,7 +1,8 @@
-"""scripts/kubernetes/train.yaml by the published schemas: Kubernetes' own and the MPI Operator's; and the Dockerfile.
+"""scripts/kubernetes by the published schemas: Kubernetes' own, the MPI Operator's and Trainer's; and the Dockerfile.
 
-The schemas of pods and volumes come with the package kubernetes-validate. No package has the operator's, so its test
-takes the file that ALLREDUCE_TEST_MPIJOB_CRD names, manifests/base/kubeflow.org_mpijobs.yaml of kubeflow/mpi-operator.
+The schemas of pods and volumes come with the package kubernetes-validate. No package has those of jobs, so their tests
+take files: ALLREDUCE_TEST_MPIJOB_CRD names manifests/base/kubeflow.org_mpijobs.yaml of kubeflow/mpi-operator, and
+ALLREDUCE_TEST_TRAINER_CRDS the folder manifests/base/crds of kubeflow/trainer.
 """
 
 import os
@@ -16,6 +17,7 @@ from tests import launch
 VARIABLE = "ALLREDUCE_TEST_MPIJOB_CRD"
 pytestmark = pytest.mark.expensive
 
+FOLDER_VARIABLE = "ALLREDUCE_TEST_TRAINER_CRDS"
 KUBERNETES = "1.34"  # the version whose schemas the pods must follow
 
 
@@ -43,9 +45,9 @@ MPIJOB = fields(
 )  # fmt: skip
 
 
-def documents() -> Any:
+def documents(name: str = "train.yaml") -> Any:
     yaml = pytest.importorskip("yaml")
-    return list(yaml.safe_load_all((launch.ROOT / "scripts" / "kubernetes" / "train.yaml").read_text()))
+    return list(yaml.safe_load_all((launch.ROOT / "scripts" / "kubernetes" / name).read_text()))
 
 
 def closed(schema: Any) -> Any:
@@ -72,13 +74,51 @@ def test_pods_and_volumes_follow_the_published_schemas() -> None:
             kubernetes.validate(pod, KUBERNETES, strict=True)
 
 
-def published() -> Any:
-    """Return the schema of an MPIJob, closed, from the operator's definition."""
-    definition = pytest.importorskip("yaml").safe_load(Path(os.environ[VARIABLE]).read_text())
-    (version,) = [each for each in definition["spec"]["versions"] if each["name"] == "v2beta1"]
+def published(file: str = os.environ.get(VARIABLE, ""), api: str = "kubeflow.org/v2beta1", kind: str = "MPIJob") -> Any:
+    """Return the schema of objects of a kind, closed, from the file of its CustomResourceDefinition."""
+    definition = pytest.importorskip("yaml").safe_load(Path(file).read_text())
+    group, _, number = api.partition("/")
+    (version,) = [each for each in definition["spec"]["versions"] if each["name"] == number]
     assert version["served"]
-    assert (definition["spec"]["group"], definition["spec"]["names"]["kind"]) == ("kubeflow.org", "MPIJob")
+    assert (definition["spec"]["group"], definition["spec"]["names"]["kind"]) == (group, kind)
     return closed(version["schema"]["openAPIV3Schema"])
+
+
+def test_the_runtime_and_the_train_job_follow_the_published_schemas() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    if FOLDER_VARIABLE not in os.environ:
+        pytest.skip(f"{FOLDER_VARIABLE} is not set; docs/contribute/tests.md says what it names")
+    for job in documents("trainjob.yaml")[1:]:
+        api, kind = job["apiVersion"], job["kind"]
+        file = Path(os.environ[FOLDER_VARIABLE]) / f"{api.partition('/')[0]}_{kind.lower()}s.yaml"
+        schema = published(str(file), api, kind)
+        jsonschema.validate(job, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**job, "spec": {**job["spec"], "slots": 3}}, schema)
+
+
+def test_the_train_job_starts_what_the_mpi_job_starts() -> None:
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    claim, runtime, job = documents("trainjob.yaml")
+    former_claim, former = documents()
+    assert claim == former_claim
+    policy, spec = runtime["spec"]["mlPolicy"], former["spec"]
+    workers, launcher = spec["mpiReplicaSpecs"]["Worker"], spec["mpiReplicaSpecs"]["Launcher"]
+    assert (policy["numNodes"], policy["mpi"]["numProcPerNode"]) == (workers["replicas"], spec["slotsPerWorker"])
+    assert policy["mpi"]["sshAuthMountPath"] == spec["sshAuthMountPath"]
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    (started,) = launcher["template"]["spec"]["containers"]
+    assert job["spec"]["trainer"] == {key: started[key] for key in ("command", "args", "env")}
+    for part in runtime["spec"]["template"]["spec"]["replicatedJobs"]:
+        template = part["template"]["spec"]["template"]
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": part["name"]}, **template}
+        kubernetes.validate(pod, KUBERNETES, strict=True)
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    (worker,) = workers["template"]["spec"]["containers"]
+    same = ("image", "command", "args", "resources", "volumeMounts", "securityContext")
+    assert {key: node[key] for key in same} == {key: worker[key] for key in same}
 
 
 @pytest.mark.parametrize("source", ["our table", "the published schema"])
