@@ -8,7 +8,7 @@ from setuptools import Extension, setup
 limited = not sysconfig.get_config_var("Py_GIL_DISABLED")
 library = Extension(
     "allreduce.kernels.library",
-    ["allreduce/kernels/kernels.c"],
+    ["allreduce/kernels/kernels.c", "allreduce/kernels/meeting.c"],
     # No fused operations, whose bits differ from NumPy's; the other two flags change no bits.
     extra_compile_args=["-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"],
     py_limited_api=limited,

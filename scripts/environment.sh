@@ -102,7 +102,7 @@ ensure_venv() { # ensure_venv FOLDER NAME PIP-ARGUMENTS...: an environment with 
     place="$folder $("$python" -c 'import sys; print(sys.version, sys.base_prefix)' | tr '\n' ' ')"
     wanted=$(cd "$checkout" && {
         echo "$*"
-        cat pyproject.toml setup.py allreduce/kernels/kernels.c tests/constraints.txt 2>/dev/null || true # some of these files may not exist
+        cat pyproject.toml setup.py allreduce/kernels/*.c tests/constraints.txt 2>/dev/null || true # some of these files may not exist
     } | cksum)
     if ! venv_works "$folder" "$place"; then
         echo "+ making the virtual environment $folder" >&2

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import kernels
 from allreduce.arrays.workspace import Workspace
 from allreduce.call.call import AGREEING, MEETING, SEQUENCE_BITS, SEQUENCE_MASK, Call, fingerprint
 from allreduce.call.queue import Future, Queue, Worker, without_frames
@@ -28,7 +29,7 @@ from allreduce.call.rendezvous import (
     ORDERED_STORES,
     PARITIES,
     VERDICTS,
-    Round,
+    Meet,
     Row,
     Slot,
     Tables,
@@ -50,7 +51,6 @@ ERRSTATE_PER_CONTEXT = int(np.__version__.partition(".")[0]) >= 2
 AGREEING_NUMBER = AGREEING >> SEQUENCE_BITS
 TAGS = 32749  # largest prime below 32767, the smallest MPI_TAG_UB that the standard allows
 MOST_PLACES = 64  # of one signature, whose fingerprints are kept
-POLLS = 20  # reads of the fingerprints before the slower loop of `_wait_for`
 # a waiting rank polls for SPIN_SECONDS, yields its core until YIELD_SECONDS, then sleeps SLEEP_SECONDS between polls
 SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5
 
@@ -83,17 +83,17 @@ class PreparedCall(NamedTuple):
         return self._replace(fingerprint=self.fingerprint ^ place_hash(place) << SEQUENCE_BITS, place=None, where=where)
 
 
-class Placed(dict[Place | None, tuple[PreparedCall, list[Round]]]):
-    """A call at each place of memory from `allocate`, and its rounds; made when it is first looked up."""
+class Placed(dict[Place | None, tuple[PreparedCall, Meet]]):
+    """A call at each place of memory from `allocate`, and how the ranks meet in it; made when it is first looked up."""
 
-    def __init__(self, prepared: PreparedCall, slot: Slot) -> None:
-        self._prepared, self._slot = prepared, slot
+    def __init__(self, prepared: PreparedCall, slot: Slot, spin: float) -> None:
+        self._prepared, self._slot, self._spin = prepared, slot, spin
 
-    def __missing__(self, place: Place | None) -> tuple[PreparedCall, list[Round]]:
+    def __missing__(self, place: Place | None) -> tuple[PreparedCall, Meet]:
         if len(self) >= MOST_PLACES:  # a program with ever new slices
             self.clear()
         here = self._prepared.at(place)
-        self[place] = found = here, self._slot.rounds(here.fingerprint)
+        self[place] = found = here, self._slot.meeting(here.fingerprint, self._spin)
         return found
 
 
@@ -120,13 +120,14 @@ class Executor:
         self.comm = topology.private(user, self.wait)  # for data
         self._control = topology.private(wait=self.wait)
         self._slot: Slot | None = None
+        self._ordered = False  # True: `Slot.meeting` orders the stores of all ranks of the only node
         self._several = False  # True: the leaders of several nodes compare the calls of their nodes
         self._leaders: MPI.Intracomm | None = None  # their communicator, on leaders
         if topology.size > 1:
             self._connect(topology)
         self._alike = np.zeros(3, np.int64)
         oversubscribed = topology.sharing > topology.cores  # a late rank may need the core that this rank would poll on
-        self._polls, self._spin = range(1 if oversubscribed else POLLS), 0.0 if oversubscribed else SPIN_SECONDS
+        self._spin = 0.0 if oversubscribed else SPIN_SECONDS
         # ids of the thread whose next call need not wait for its turn, and of the one that runs submitted calls
         self._thread = self._worker = 0
         self._queue: Queue | None = None  # of submitted calls, from the first one on
@@ -142,6 +143,8 @@ class Executor:
         lacks = topology.node_size > 1 and slot is None
         if topology.nodes == 1:
             self._slot = slot
+            # Python can't order its stores, and a rank that calls C does not wait in the barrier of one that does not
+            self._ordered = ORDERED_STORES or on_all(self._control, kernels.status() == "C", "order stores by C")
         elif on_all(self._control, not lacks, "share fingerprints"):
             self._slot = slot
             leaders = self.communicator(topology.cross, alone=topology.node_rank > 0)
@@ -257,14 +260,14 @@ class Executor:
         bound: the array to work on if the function is called without one. The function reads few attributes, because
         small calls spend their time here.
         """
-        wait, slot, ident, record = self.wait, self._slot, get_ident, dump.record
+        wait, ident, record = self.wait, get_ident, dump.record
         user, observers, call, work = wait.user, self.observers, prepared.call, prepared.run
-        fixed, placed = self._rounds(prepared)
+        fixed, placed = self._meeting(prepared)
         place: Any = prepared.place
-        rank, meets = self._topology.node_rank, self._topology.size > 1
+        meets = self._topology.size > 1
 
         def run(flat: Any = bound) -> None:
-            begin, end, here, rounds = perf_counter(), 0.0, prepared, fixed
+            begin, end, here, meet = perf_counter(), 0.0, prepared, fixed
             if ident() != self._thread or wait.call is not None:
                 self._wait_for_turn()
             count = wait.count + 1
@@ -273,13 +276,11 @@ class Executor:
                 wait.begun = begin
                 wait.call = prepared  # no function call, so no thread switch, between the check above and this line
                 if placed is not None:
-                    here, rounds = placed[place(flat)]
-                if rounds is not None:
+                    here, meet = placed[place(flat)]
+                if meet is not None:
                     sequence = self._sequence = self._sequence + 1
-                    fingerprints, mine, alike = rounds[sequence & SEQUENCE_MASK]
-                    fingerprints[rank] = mine
-                    if fingerprints.tobytes() != alike:  # this rank is not the last one
-                        self._wait_alike(slot.rows[sequence % PARITIES], mine, alike, here)  # type: ignore[union-attr]
+                    if not meet(sequence):
+                        self._compare(here.fingerprint, here, meet=meet)
                 elif meets:
                     self._rendezvous(prepared, flat)
                 work(flat)
@@ -335,14 +336,14 @@ class Executor:
 
     # The rendezvous
 
-    def _rounds(self, prepared: PreparedCall) -> tuple[list[Round] | None, Placed | None]:
-        """Return the rounds of a call in which the ranks of one node only compare numbers; if they compare places too,
-        the rounds at each place."""
-        if self._slot is None or self._several or prepared.address is not None or not ORDERED_STORES:
+    def _meeting(self, prepared: PreparedCall) -> tuple[Meet | None, Placed | None]:
+        """Return how the ranks of one node meet in a call in which they only compare numbers; if they compare places
+        too, how they meet at each place."""
+        if self._slot is None or self._several or prepared.address is not None or not self._ordered:
             return None, None
         if prepared.place is not None:
-            return None, Placed(prepared, self._slot)
-        return self._slot.rounds(prepared.fingerprint), None
+            return None, Placed(prepared, self._slot, self._spin)
+        return self._slot.meeting(prepared.fingerprint, self._spin), None
 
     def _rendezvous(self, prepared: PreparedCall, flat: Any) -> None:
         """Meet in a call for which `prepare` has no Rounds: by place or address, on several nodes, by messages."""
@@ -358,8 +359,8 @@ class Executor:
             if (self.check or number == AGREEING_NUMBER) and not self._alike_between(comm, number, True):
                 self._refuse_call(number, text, error)
             return
-        row, mine = self._enter(fingerprint, address)
-        self._compare(row, mine, text, error)
+        self._enter(fingerprint, address)
+        self._compare(fingerprint, text, error)
 
     def _enter(self, fingerprint: int, address: int) -> tuple[Row, int]:
         """Write this rank's fingerprint into the row of the next rendezvous. Return the row and the written number."""
@@ -370,21 +371,20 @@ class Executor:
         row.fingerprints[self._slot.rank] = mine
         return row, mine
 
-    def _wait_alike(self, row: Row, mine: int, alike: bytes, text: object) -> None:
-        """Return when all ranks of the node have written `mine`, the bytes of the row being `alike`; see `_compare`."""
-        for _ in self._polls:
-            if row.fingerprints.tobytes() == alike:
-                return
-        self._compare(row, mine, text)
-
-    def _compare(self, row: Row, mine: int, text: object, error: Exception | None = None) -> None:
+    def _compare(
+        self, fingerprint: int, text: object, error: Exception | None = None, meet: Meet | None = None
+    ) -> None:
         """Wait for the node's ranks; raise if the calls differ. On several nodes the leaders' verdict decides, or with
-        check=False nothing does: only AGREEING is compared there."""
+        check=False nothing does: only AGREEING is compared there. meet: this rank has entered by it."""
+        assert self._slot is not None
+        row, mine = self._slot.rows[self._sequence % PARITIES], fingerprint | self._sequence & SEQUENCE_MASK
         # all ranks read the same row, so all of them agree here or none does
         alike = self._wait_for(row, mine & SEQUENCE_MASK).count(mine) == len(row.fingerprints)
-        if not ORDERED_STORES:
+        if meet is not None:
+            alike = alike and (ORDERED_STORES or meet(self._sequence))  # which reads again, in order
+        elif not ORDERED_STORES and (alike or self._several):
             self._topology.node.Barrier()
-        number = mine >> SEQUENCE_BITS
+        number = fingerprint >> SEQUENCE_BITS
         if self._several:
             alike = not (self.check or number == AGREEING_NUMBER) or self._verdict(row, mine, alike)
         if not alike:

@@ -12,11 +12,13 @@ the node knows these addresses, and sees the memory that the others have written
 
 import platform
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import kernels
 from allreduce.call.call import SEQUENCE_MASK
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
@@ -28,9 +30,9 @@ AGREED, DIFFERENT, VERDICTS = 1, 2, 4  # a leader's verdict about a call, beside
 # Here the other ranks see the stores of one rank in their order. Elsewhere a barrier of MPI has to order them.
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 
-# The memory of all ranks' fingerprints in a row, the fingerprint that this rank writes, and the bytes of this memory
-# when all ranks have written the same fingerprint.
-Round = tuple[memoryview, int, bytes]
+POLLS = 20  # reads of the fingerprints in Python before `meet` returns False
+
+Meet = Callable[[int], bool]
 
 
 class Row(NamedTuple):
@@ -54,10 +56,27 @@ class Slot(NamedTuple):
     rows: tuple[Row, Row]
     rank: int
 
-    def rounds(self, fingerprint: int) -> list[Round]:
-        """Return the Round of calls with this fingerprint for each sequence number."""
-        numbered = [(self.rows[call % PARITIES].fingerprints, fingerprint | call) for call in range(SEQUENCE_MASK + 1)]
-        return [(row, mine, mine.to_bytes(8, sys.byteorder) * len(row)) for row, mine in numbered]
+    def meeting(self, fingerprint: int, spin: float) -> Meet:
+        """Return the function `meet(number)` of calls with this fingerprint. Local.
+
+        It writes the fingerprint into the row of this number of a rendezvous, and returns True when all ranks have
+        written the same one. It returns False if a rank is late, or in another call. spin: how many seconds it polls.
+        """
+        rows, rank, size = [row.fingerprints for row in self.rows], self.rank, len(self.rows[0].fingerprints)
+        words = [*map(MPI.Get_address, rows), rank, size, fingerprint, int(spin * 1e9)]
+        by_c: Meet | None = kernels.method("meet", words, rows)
+        if by_c is not None:
+            return by_c
+        numbered = [(rows[call % PARITIES], fingerprint | call) for call in range(SEQUENCE_MASK + 1)]
+        rounds = [(row, mine, mine.to_bytes(8, sys.byteorder) * size) for row, mine in numbered]
+        polls = range(POLLS if spin else 1)
+
+        def meet(number: int) -> bool:
+            row, mine, alike = rounds[number & SEQUENCE_MASK]
+            row[rank] = mine
+            return any(row.tobytes() == alike for _ in polls)
+
+        return meet
 
 
 class FingerprintTable:

@@ -11,6 +11,7 @@ import pytest
 from allreduce import kernels
 from allreduce.arrays import casts, ops, quantize
 from allreduce.arrays.workspace import Workspace
+from allreduce.call import rendezvous
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 EVERY_HALF = np.arange(2**16, dtype=np.uint16)
@@ -26,11 +27,13 @@ def by_numpy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     def switch() -> None:
         monkeypatch.setenv(kernels.SWITCH, "0")
         kernels._function.cache_clear()
+        kernels._definition.cache_clear()
         assert kernels.status().startswith("NumPy")
 
     yield switch
     monkeypatch.undo()
     kernels._function.cache_clear()
+    kernels._definition.cache_clear()
 
 
 def hostile(length: int, seed: int) -> np.ndarray:
@@ -115,6 +118,29 @@ def test_codes_of_8_bits(kind: str, block: int, feedback: bool, by_numpy: Callab
     for values, arrays in zip(cases, found, strict=True):
         for array, wanted in zip(arrays, run(values), strict=True):
             same_bits(array, wanted)
+
+
+@pytest.mark.parametrize("spin", [0.0, 1e-4])
+def test_ranks_meet(spin: float, by_numpy: Callable[[], None]) -> None:
+    """A rank writes its fingerprint, and learns whether the others have written the same."""
+
+    def run() -> list[object]:
+        words = np.zeros((2, 3), np.int64)
+        nothing = memoryview(np.zeros(3, np.int64))
+        even, odd = (rendezvous.Row(memoryview(row), nothing, nothing) for row in words)
+        meet = rendezvous.Slot(None, 0, 0, (even, odd), 1).meeting(fingerprint, spin)  # type: ignore[arg-type]
+        found: list[object] = []
+        for number, others in ((1, 1), (1, 2), (2, 2), (5, 5), (7, 3), (7, 5)):
+            words[number % 2, ::2] = fingerprint | others & 3
+            found += [meet(number), words.tolist()]
+        words[1, 0] = fingerprint ^ 8
+        return [*found, meet(7)]
+
+    fingerprint = (1 << 61) + 4
+    found = run()
+    assert found[::2] == [True, False, True, True, True, False, False]
+    by_numpy()
+    assert run() == found
 
 
 def test_arrays_that_no_kernel_takes_are_left_alone() -> None:
