@@ -1,8 +1,5 @@
-"""The values from which random calls are drawn, and the right results: for tests.sequences, tests.faults and its random
-programs.
-
-In tests.sequences all ranks make the same calls, in random programs one rank makes a different one, and in tests.faults
-ranks fail. All of them draw from these values. Pure.
+"""The values from which random calls are drawn, and the right results: for tests.sequences, in which all ranks make the
+same calls, and tests.faults, in which ranks fail. Pure.
 """
 
 import random

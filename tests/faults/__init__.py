@@ -7,7 +7,6 @@ jobs       starts the job of a plan, sends signals to its ranks, and leaves noth
 notes      the events that each rank records while it runs
 judging    the verdict, from the notes, the output and the results
 programs/  the programs that the ranks of a plan run;  moments/  jobs that tests start, whose ranks die at named points
-random_programs/  random collective calls, in which one rank differs or ends
 """
 
 

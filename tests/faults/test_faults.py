@@ -1,5 +1,4 @@
-"""The drivers of tests.faults, in short: random programs with an injected disagreement, the table of leaks, and one job
-for each kind of fault."""
+"""The drivers of tests.faults, in short: the table of leaks, and one job for each kind of fault."""
 
 import importlib
 import inspect
@@ -15,50 +14,6 @@ from tests import launch
 from tests.conftest import JobRunner, lacking
 from tests.faults import drawing, jobs, judging, notes, plans, points
 from tests.faults.programs import model
-from tests.faults.random_programs import __main__ as programs
-from tests.faults.random_programs import making
-
-
-def run_programs(mpi: str, *arguments: str) -> int:
-    try:
-        return programs.main(["--mpi", mpi, *arguments])
-    except launch.MissingEnvironmentError as error:
-        lacking(error)
-        raise
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize(("mpi", "count"), [("openmpi", "15"), ("mpich", "10")])
-def test_no_program_is_wrong_or_hangs_or_ends_in_a_raw_error(mpi: str, count: str) -> None:
-    """The table, and the numbers of bad programs, are in the captured output."""
-    assert run_programs(mpi, "--programs", count, "--seed", "7", "--timeout", "2", "--limit", "30", "--jobs", "3") == 0
-
-
-@pytest.mark.jobs
-def test_a_program_that_hangs_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
-    """A time-out that does not come in time."""
-    one = ["--kinds", "asleep", "--checks", "on", "--programs", "1", "--seed", "3", "--timeout", "500"]
-    assert run_programs("openmpi", *one, "--limit", "4") == 1
-    assert "hang: --only 3000000 (asleep, check on)" in capsys.readouterr().out
-
-
-def test_every_program_but_those_of_kind_none_has_one_rank_that_differs() -> None:
-    for seed in range(500):
-        program = making.make(seed)
-        assert (program.calls == program.injected) == (program.kind == "none"), str(program)
-        assert program == making.make(seed)
-
-
-def test_what_is_right_is_told_from_the_calls_of_all_ranks() -> None:
-    call = making.Call("reduce", length=3, dtype="float32", op="sum")
-    other = making.Call("reduce", length=3, dtype="float32", op="max")
-    program = making.Program(0, 2, "first", None, False, "op", 1, (call, call), (call, other))
-    sides = [making.values(call, rank, 0) for rank in range(2)]
-    right = making.expected(program, call, 0)
-    assert right is not None
-    assert right.tolist() == (sides[0] + sides[1]).tolist()
-    assert making.expected(program, call, 1) is None  # a sum and a maximum
-    assert making.expected(program, call, 2) is None  # no rank has a third call
 
 
 @pytest.mark.parametrize("mpi", launch.MPIS)

@@ -47,12 +47,16 @@ def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
 
 
 def _calls(plan: Plan, odd: Odd, topology: Topology) -> None:
-    reduce = create(plan.backend, topology, check=True)
+    other = "native" if plan.backend != "native" else "ring"
+    reduce = create(other if odd("backend") else plan.backend, topology, check=True)
+    reduce.allocate(LENGTH + odd("allocation"))
     for step in range(STEPS):
+        reduce.broadcast(np.ones(LENGTH), int(odd("root", step)))
         length = LENGTH + odd("length", step)
         dtype = "float32" if odd("dtype", step) else "float64"
         op = "max" if odd("op", step) else "sum"
         pair = [np.ones(length, dtype), np.ones(length + 10, dtype)]
+        pair = pair[1:] if odd("a call left out", step) else pair
         for array in reversed(pair) if odd("order of calls", step) else pair:
             reduce(array, op)
 

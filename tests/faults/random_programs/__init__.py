@@ -1,1 +1,0 @@
-"""Random programs of collective calls, in each of which one rank differs or ends."""
