@@ -46,18 +46,18 @@ from benchmarks.lib.machine import peak_memory, trim
 from benchmarks.lib.networks import Trained, convolutional, one_thread, perceptron
 from benchmarks.lib.outputs import Screen
 from trainers import Sharded
-from trainers.pytorch import MirroredOptimizer
+from trainers.pytorch import Buckets, MirroredOptimizer
 from trainers.replicas import malloc
 
 PLAIN, DDP_GLOO, DDP_OURS = "no communication", "DDP + gloo", "DDP + allreduce"
 DDP_NOTHING, BARE = "DDP, hook without all-reduce", "all-reduce alone"  # the floor of DDP; of the gradients' bytes
 GLOO, OURS = " + gloo", " + allreduce"  # endings of a way's names
 MIRRORED: dict[str, dict[str, Any]] = {  # options of MirroredOptimizer
-    "replicated": {"update": "replicated", "overlap": False},
-    "replicated, overlap": {"update": "replicated", "overlap": True},
-    "sharded": {"update": "sharded", "overlap": False},
-    "sharded, overlap": {"update": "sharded", "overlap": True},
-    "sharded, copies=2": {"update": Sharded(copies=2), "overlap": False},  # with mpirun --with-ft ulfm
+    "replicated": {"update": "replicated", "buckets": Buckets(False)},
+    "replicated, overlap": {"update": "replicated", "buckets": Buckets(True)},
+    "sharded": {"update": "sharded", "buckets": Buckets(False)},
+    "sharded, overlap": {"update": "sharded", "buckets": Buckets(True)},
+    "sharded, copies=2": {"update": Sharded(copies=2), "buckets": Buckets(False)},  # with mpirun --with-ft ulfm
 }
 WAYS = {
     "ddp": (DDP_NOTHING, BARE, DDP_GLOO, DDP_OURS),

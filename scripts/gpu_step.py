@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from allreduce import Topology
 from allreduce.torch_backend.rendezvous import store_of_rank_0
 from benchmarks.lib import timing
+from trainers.callbacks import CheckDivergence
 from trainers.datasets.parser import Parser
 from trainers.pytorch import MirroredOptimizer
 
@@ -42,7 +43,9 @@ def main() -> None:
     for update in ("replicated", "sharded"):
         for name in ("nccl" if alone else "auto", "shared"):
             model, plain = made(options.width, device)
-            with MirroredOptimizer(plain, model, name, topology=topology, update=update, check_every=0) as ours:
+            with MirroredOptimizer(
+                plain, model, name, topology=topology, update=update, checks=[CheckDivergence(0)]
+            ) as ours:
                 name = f"MirroredOptimizer, {update}, {ours.backend.name}"
                 report(topology, options, name, partial(step, model, ours, x))
     if alone and topology.size > 1:

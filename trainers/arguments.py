@@ -45,6 +45,13 @@ REPLACED = {
     "fragment_update_alpha": "average=LocalSGD(steps, alpha={})",
     "copies": "update=Sharded(copies={})",
     "shard": "update=Sharded(shard={})",
+    "overlap": "buckets=Buckets(overlap={})",
+    "bucket_mb": "buckets=Buckets(mb={})",
+    "first_bucket_mb": "buckets=Buckets(first_mb={})",
+    "check_every": "checks=[CheckDivergence(every={})]",
+    "on_divergence": "checks=[CheckDivergence(every, on_divergence={})]",
+    "source": "checks=[CheckDivergence(every, source={})]",
+    "check_gradients": "checks=[CheckGradients({})]",
 }
 
 

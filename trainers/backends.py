@@ -23,7 +23,7 @@ LOST_RESIDUALS = (
 
 
 def backend_for(
-    given: str | AllReduce,
+    given: str | AllReduce | Config,
     topology: Topology,
     update: str,
     compress: Given = None,
@@ -33,10 +33,12 @@ def backend_for(
     """Return `given` if it is a backend, else create the backend of that name on `topology`, checked for the update.
     Collective.
 
-    given: a name or a backend, the same on all ranks. update: "sharded" needs a backend with two phases. compress,
-        exact: options of the backend that is created. device: of the arrays, "cpu" or "cuda". Raises OptionError or
-        UnavailableError on all ranks.
+    given: a name or a backend, the same on all ranks; or the Config of one, which is created again. update: "sharded"
+        needs a backend with two phases. compress, exact: options of the backend that is created. device: of the arrays,
+        "cpu" or "cuda". Raises OptionError or UnavailableError on all ranks.
     """
+    if isinstance(given, Config):
+        return allreduce.create(given.name, topology, **given.options)
     if device == "cuda" and (update == "sharded" or given == "nccl"):
         backend = connected_nccl(given, topology, compress)
         if backend is not None:

@@ -1,7 +1,7 @@
 """Checks during training: whether gradients can be averaged, whether the ranks train on the same data, and whether all
 replicas still have the same bits.
 
-The callbacks CheckGradients and CheckDivergence use them, and MirroredOptimizer(check_gradients=, check_every=).
+The callbacks CheckGradients and CheckDivergence use them, and MirroredOptimizer(checks=).
 """
 
 import itertools
@@ -148,9 +148,9 @@ def compare(comm: MPI.Intracomm, held: Compared) -> Divergence | None:
     return Divergence(names, sums, all_values(comm, value, COMPARE))
 
 
-def options_error(every: Any, on_divergence: Any, source: Any, ranks: int | None) -> str:
+def options_error(every: Any, on_divergence: Any, source: Any, ranks: int | None, least: int = 1) -> str:
     """Return the error text if these options are invalid, or "". ranks: the number of ranks, None if not known."""
-    if text := integer_error("every", every, 1) or name_error("on_divergence", on_divergence, DIVERGENCE_ANSWERS):
+    if text := integer_error("every", every, least) or name_error("on_divergence", on_divergence, DIVERGENCE_ANSWERS):
         return text
     if source != MAJORITY and not is_integer(source, 0, math.inf if ranks is None else ranks - 1):
         limits = "" if ranks is None else f", 0 to {ranks - 1}"

@@ -68,6 +68,7 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
     """Otherwise the slices of the overwritten replica would come back at the next failure."""
     torch = pytest.importorskip("torch")
     from trainers import checks
+    from trainers.callbacks import CheckDivergence
     from trainers.pytorch import MirroredOptimizer
     from trainers.state.backup import Backup
 
@@ -82,7 +83,7 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
     monkeypatch.setattr("trainers.pytorch.owners.broadcast_tensors", overwrite)
     model = torch.nn.Linear(3, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"update": "sharded", "check_every": 1, "on_divergence": "copy", "source": 0}
+    options = {"update": "sharded", "checks": [CheckDivergence(1, "copy", 0)]}
     with (
         Topology(MPI.COMM_SELF) as topology,
         MirroredOptimizer(plain, model, topology=topology, **options) as optimizer,

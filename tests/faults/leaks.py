@@ -32,7 +32,7 @@ from mpi4py import MPI
 try:
     import torch
 
-    from trainers.pytorch import MirroredOptimizer
+    from trainers.pytorch import Buckets, MirroredOptimizer
     from trainers.replicas.pytorch import TorchReplica
 except ImportError:
     torch = None
@@ -213,7 +213,11 @@ def torch_cases() -> list[Case]:
         wrapped, _ = parts()
         refused(lambda: TorchReplica(torch.nn.Linear(50, 4), torch.nn.functional.mse_loss, wrapped))
 
-    options = [("overlap", {"overlap": True}), ("no overlap", {"overlap": False}), ("sharded", {"update": "sharded"})]
+    options = [
+        ("overlap", {"buckets": Buckets(True)}),
+        ("no overlap", {"buckets": Buckets(False)}),
+        ("sharded", {"update": "sharded"}),
+    ]
     living = [
         Case(f"optimizers, {name}, {end}", 300, optimizer(end == "closed", **each))
         for name, each in options
@@ -224,7 +228,7 @@ def torch_cases() -> list[Case]:
         Case("refused: MirroredOptimizer, name", 1_000, lambda _: refused(lambda: MirroredOptimizer(*parts(), "rign"))),
         Case(
             "refused: MirroredOptimizer, models", 1_000,
-            lambda _: refused(lambda: MirroredOptimizer(*parts(4 + rank), "ring", overlap=False)),
+            lambda _: refused(lambda: MirroredOptimizer(*parts(4 + rank), "ring", buckets=Buckets(False))),
         ),
         Case("refused: TorchReplica", 1_000, replica),
     ]  # fmt: skip

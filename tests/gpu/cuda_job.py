@@ -19,6 +19,7 @@ from tests.gpu.cuda_training import compare, fitted, optimized
 from tests.gpu.fake_gpu import Gpu, TorchCuda
 from tests.ranks.grid import expected, numpy_dtype, values
 from trainers import MirroredTrainer
+from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.pytorch import MirroredOptimizer
 from trainers.pytorch.buckets import allocate_flat
 from trainers.replicas.pytorch import devices
@@ -169,8 +170,9 @@ def check_optimizer() -> None:
         wanted = optimized(TOPOLOGY, HOST, allreduce="ring", update=update)
         compare(optimized(TOPOLOGY, HOST, allreduce="nccl", update=update), wanted)  # a model on the host, by GPUs
         for name, overlap in (("auto", True), ("auto", False), ("ring", True)):
-            options = {"allreduce": name, "update": update, "overlap": overlap, "check_gradients": "raise"}
-            compare(on_gpu(optimized, watched, check_every=2, **options), wanted)
+            checks = [CheckGradients(), CheckDivergence(2)]
+            options = {"allreduce": name, "update": update, "overlap": overlap, "checks": checks}
+            compare(on_gpu(optimized, watched, **options), wanted)
             no_races()
 
 

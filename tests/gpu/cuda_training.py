@@ -9,7 +9,7 @@ import torch
 
 from allreduce import Topology
 from trainers import Loader, MirroredTrainer, NumpyNetwork
-from trainers.pytorch import MirroredOptimizer
+from trainers.pytorch import Buckets, MirroredOptimizer
 from trainers.replicas.pytorch import TorchReplica
 
 X = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
@@ -36,6 +36,7 @@ def optimized(
     device: torch.device,
     made: Callable[[MirroredOptimizer, torch.nn.Module], object] = lambda *_: None,
     steps: int = 3,
+    overlap: bool | str = "auto",
     **options: Any,
 ) -> list[torch.Tensor]:
     """Return the parameters after some steps, on the host. Rows differ between ranks; gradients are accumulated and
@@ -45,7 +46,7 @@ def optimized(
     """
     model = Net().to(device)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    with MirroredOptimizer(plain, model, bucket_mb=0.0001, topology=topology, **options) as optimizer:
+    with MirroredOptimizer(plain, model, buckets=Buckets(overlap, 0.0001), topology=topology, **options) as optimizer:
         made(optimizer, model)
         for step in range(steps):
             words = (torch.arange(4 + topology.rank) + 3 * step).to(device)

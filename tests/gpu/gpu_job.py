@@ -14,6 +14,7 @@ import allreduce
 from allreduce.algorithms.nccl import SHARED_GPU_VERSION
 from allreduce.arrays import dtypes, ops
 from tests.gpu.cuda_training import compare, fitted, networks, optimized
+from trainers.callbacks import CheckDivergence, CheckGradients
 
 TOPOLOGY = allreduce.Topology()
 HOST = torch.device("cpu")
@@ -67,15 +68,16 @@ def check_networks() -> None:
 
 def check_optimizer(place: torch.device) -> None:
     """The results are roughly those on the host, and closely those on this GPU with "ring" after backward."""
+    checks = [CheckGradients(), CheckDivergence(2)]
     for update in ("replicated", "sharded"):
         wanted = optimized(TOPOLOGY, place, allreduce="ring", update=update, overlap=False)
         compare(wanted, optimized(TOPOLOGY, HOST, allreduce="ring", update=update), **LOOSE)
         for name in NAMES:
             compare(optimized(TOPOLOGY, HOST, allreduce=name, update=update), wanted, **LOOSE)
             for overlap in (True, False):
-                options = {"allreduce": name, "update": update, "overlap": overlap, "check_gradients": "raise"}
+                options = {"allreduce": name, "update": update, "overlap": overlap, "checks": checks}
                 close = {"rtol": 1e-3, "atol": 1e-4}
-                compare(optimized(TOPOLOGY, place, check_every=2, **options), wanted, **close)
+                compare(optimized(TOPOLOGY, place, **options), wanted, **close)
                 with torch.cuda.stream(torch.cuda.Stream(place)):
                     compare(optimized(TOPOLOGY, place, **options), wanted, **close)
                 say(f"MirroredOptimizer, {update}, {name}, overlap={overlap}: as on the host")

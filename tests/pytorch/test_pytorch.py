@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,12 +43,12 @@ def test_a_rank_ends_early(mpirun: JobRunner, tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import os, signal, sys, threading, time, torch
-from trainers.pytorch import MirroredOptimizer
+from trainers.pytorch import Buckets, MirroredOptimizer
 for overlap in (False, True):
     told = f"{sys.argv[1]}-{overlap}"
     model = torch.nn.Linear(3, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = MirroredOptimizer(plain, model, overlap=overlap)
+    optimizer = MirroredOptimizer(plain, model, buckets=Buckets(overlap))
     rank = optimizer.topology.rank
     def backward():
         (model.bias.sum() * (rank + 1)).backward()
@@ -123,6 +124,20 @@ def test_a_rank_drops_its_optimizer(mpirun: JobRunner, tmp_path: Path) -> None:
         assert told in job.stderr, job.stderr
 
 
+def test_a_former_option_shows_the_new_form() -> None:
+    pytest.importorskip("torch")
+    from trainers.errors import ArgumentError
+    from trainers.pytorch import Buckets, MirroredOptimizer
+
+    old: Any = {"check_gradients": "skip"}
+    with pytest.raises(
+        TypeError, match=r"takes no check_gradients=.* any more; give checks=\[CheckGradients\(.skip.\)]"
+    ):
+        MirroredOptimizer(None, None, **old)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"Buckets: overlap must be True, False or .auto., got 'maybe'"):
+        Buckets("maybe")
+
+
 def test_without_threads_gradients_are_reduced_after_backward(mpirun: JobRunner, tmp_path: Path) -> None:
     """If MPI was started without MPI_THREAD_MULTIPLE, a notice reports it once, and the training is right."""
     pytest.importorskip("torch")
@@ -131,9 +146,9 @@ def test_without_threads_gradients_are_reduced_after_backward(mpirun: JobRunner,
         "import mpi4py\n"
         "mpi4py.rc.thread_level = 'serialized'\n"
         "import torch\n"
-        "from trainers.pytorch import MirroredOptimizer\n"
+        "from trainers.pytorch import Buckets, MirroredOptimizer\n"
         "model = torch.nn.Linear(3, 2)\n"
-        "optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)\n"
+        "optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, buckets=Buckets(True))\n"
         "(model.bias.sum() * (optimizer.topology.rank + 1)).backward()\n"
         "optimizer.step()\n"
         "if optimizer.topology.rank == 0:\n"

@@ -14,7 +14,7 @@ from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, No
 from tests.sequences.fits import Does, Incident, Rows, WantedError
 from tests.sequences.models import FEATURES, numpy_network
 from trainers import MirroredTrainer, ParameterServerTrainer
-from trainers.callbacks import CheckGradients
+from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.errors import ArgumentError, DataError
 
 
@@ -151,7 +151,7 @@ def join_compares_no_rank_that_has_left() -> None:
 
     model = torch.nn.Linear(FEATURES, 3)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    with MirroredOptimizer(plain, model, check_every=1) as optimizer:
+    with MirroredOptimizer(plain, model, checks=[CheckDivergence(1)]) as optimizer:
         with optimizer.join():
             for _ in range(1 + optimizer.topology.rank):
                 optimizer.zero_grad()

@@ -17,7 +17,8 @@ from allreduce.arrays.chunks import chunk
 from tests.backends import ON_CPU, ON_NODES, SHARDED
 from tests.sequences.calls import Calls, FailureError
 from tests.sequences.models import CLASSES, FEATURES
-from trainers.pytorch import MirroredOptimizer
+from trainers.callbacks import CheckDivergence, CheckGradients
+from trainers.pytorch import Buckets, MirroredOptimizer
 
 WIDTH = 5
 
@@ -136,15 +137,13 @@ class Loops(Calls):
         topology = self.pick(None, *self.topologies) if backend in ON_NODES else None
         options = {
             "update": update,
-            "overlap": self.pick(True, False, "auto"),
-            "bucket_mb": self.pick(25.0, 1e-4),
-            "first_bucket_mb": self.pick(1.0, 1e-5),
-            "check_every": self.pick(1000, 1, 0),
-            "check_gradients": self.pick(None, "raise", "skip"),
+            "buckets": Buckets(self.pick(True, False, "auto"), self.pick(25.0, 1e-4), self.pick(1.0, 1e-5)),
         }
+        every, on_bad = self.pick(1000, 1, 0), self.pick(None, "raise", "skip")
+        options["checks"] = [CheckDivergence(every), *([] if on_bad is None else [CheckGradients(on_bad)])]
         loop.name = f"MirroredOptimizer({loop.kind}, {backend}, {options})"
         self.note(f"make {loop.name}, {'own' if topology is None else 'shared'} topology")
-        loop.raises, loop.skips = options["check_gradients"] == "raise", options["check_gradients"] == "skip"
+        loop.raises, loop.skips = on_bad == "raise", on_bad == "skip"
         loop.optimizer = self.well(
             "make", lambda: MirroredOptimizer(loop.plain, loop.model, backend, topology=topology, **options)
         )

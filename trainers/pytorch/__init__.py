@@ -16,8 +16,18 @@ except ImportError as error:
 from trainers.options.average import OuterSGD
 from trainers.pytorch.buckets import GradientError
 from trainers.pytorch.optimizer import MirroredOptimizer
+from trainers.pytorch.options import Buckets
 from trainers.pytorch.report import Report
 from trainers.pytorch.sparse import TAKES_SPARSE
 from trainers.replicas.pytorch.division import ELEMENTWISE, TENSORWISE
 
-__all__ = ["ELEMENTWISE", "TAKES_SPARSE", "TENSORWISE", "GradientError", "MirroredOptimizer", "OuterSGD", "Report"]
+__all__ = [
+    "ELEMENTWISE",
+    "TAKES_SPARSE",
+    "TENSORWISE",
+    "Buckets",
+    "GradientError",
+    "MirroredOptimizer",
+    "OuterSGD",
+    "Report",
+]

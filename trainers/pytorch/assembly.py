@@ -8,7 +8,7 @@ from mpi4py import MPI
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from allreduce import create, notices
+from allreduce import notices
 from allreduce.backend import AllReduce, Config
 from allreduce.errors import ClosedError
 from allreduce.topology import Topology
@@ -45,7 +45,7 @@ class Assembly:
 
     topology: the ranks. backend: reduces the gradients. reducer: averages them. owners: the ranks that update.
     trained, frozen: the parameters of `optimizer`, by name.
-    buffers: with check_gradients="skip", copies of the model's buffers from before the step. source: the rank whose
+    buffers: with SkipNotFinite, copies of the model's buffers from before the step. source: the rank whose
     replica is copied when replicas differ.
     """
 
@@ -61,7 +61,7 @@ class Assembly:
         given = options.allreduce.topology if isinstance(options.allreduce, AllReduce) else options.topology
         group = group_of(given)
         self._make(given or group.topology, group)
-        self.source = checks.Source(options.source, self.topology.world)
+        self.source = checks.Source(options.divergence.source, self.topology.world)
         announce_policy(self.topology)
         warn_of_threads(self.topology)
 
@@ -102,7 +102,7 @@ class Assembly:
         if traced is not None:
             self.reducer.clock = Clock(traced)
         self.owners = self._make_owners(comm)
-        if options.check_gradients == "skip":
+        if options.on_bad == "skip":
             self._hook(model.register_forward_pre_hook(Hook(self.buffers.before_forward)))
         self.reducer.take_over(self)
         group.members[number] = self
@@ -124,7 +124,7 @@ class Assembly:
 
     def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, device: Host) -> None:
         """Create the Reducer, with the buckets of dense and sparse gradients. Collective."""
-        threaded: bool | str = self.options.overlap
+        threaded: bool | str = self.options.buckets.overlap
         if self.options.local and self.options.local.delay and threaded == "auto":
             threaded = True  # averages of a fragment run while the steps go on
         queue, during = group.queue(number, self.topology, threaded, device.kind == "cuda")
@@ -243,20 +243,12 @@ class Assembly:
 
 
 def _backend(options: Options, topology: Topology, device: Host) -> AllReduce:
-    given = options.allreduce
-    if isinstance(given, Config):
-        return create(given.name, topology, **given.options)
-    if device.kind == "cuda":
+    given, compress = options.allreduce, options.compress
+    if device.kind == "cuda" and not isinstance(given, Config):
         with own_gpu(device):
-            if (backend := connected_nccl(given, topology, options.compress)) is not None:
+            if (backend := connected_nccl(given, topology, compress)) is not None:
                 return backend
-    return backend_for(
-        given,
-        topology,
-        options.update_name,
-        options.compress,
-        exact=options.exact is not None,
-    )
+    return backend_for(given, topology, options.update_name, compress, exact=options.exact is not None)
 
 
 def warn_of_threads(topology: Topology) -> None:

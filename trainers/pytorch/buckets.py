@@ -320,7 +320,7 @@ class DenseBucket:
         self._gradients = [gradients[number] for number in self.parameters]
         self.nbytes, self.length = memory.array.nbytes, memory.array.size
         self.owned = (slice(0, self.length),) if share is None else share.parts
-        self.transfer = None if share is None else share.transfer
+        self._share = Share(self.owned) if share is None else share
         self.kind = "all_reduce" if share is None else "reduce_scatter"
         self._sum = backend.bind(memory.array, "mean", self.kind)
         self._gather = None if share is None else backend.bind(memory.array, kind="all_gather")
@@ -362,8 +362,7 @@ class DenseBucket:
 
     def _reduce(self) -> None:
         self._sum()
-        if self.transfer is not None:
-            self.transfer.deliver(self.memory.array)
+        self._share.deliver(self.memory.array)
 
     def gather(self) -> None:
         """Gather the averages of all parts on every rank. Collective."""
@@ -377,8 +376,7 @@ class DenseBucket:
         """
 
         def work() -> None:
-            if self.transfer is not None:
-                self.transfer.collect(memory.array)
+            self._share.collect(memory.array)
             gather()
 
         memory.run_on_array(work, reads=self.owned)

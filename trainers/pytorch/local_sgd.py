@@ -149,7 +149,7 @@ class LocalSteps(TorchOwners):
 
     def _usable(self) -> bool:
         """Whether this rank's gradients are finite, or not to be checked. Local."""
-        if self.options.check_gradients is None:
+        if self.options.on_bad is None:
             return True
         found = [each.grad for each in self.trained.values() if each.grad is not None]
         values = [each.coalesce().values() if each.is_sparse else each for each in found]
@@ -165,7 +165,7 @@ class LocalSteps(TorchOwners):
         """Leave out this rank's step, or keep an error for the end of the round. Local."""
         self.buffers.restore()
         text = NOT_FINITE.format(self.reducer.comm.rank, self.steps + 1)
-        if self.options.check_gradients == "raise":
+        if self.options.on_bad == "raise":
             self.rounds.error = self.rounds.error or NotFiniteError(text)
         else:
             self.kept.skipped += 1
@@ -213,8 +213,8 @@ class LocalSteps(TorchOwners):
         self.end_round()
 
     def _compare_if_due(self) -> None:
-        """Compare `start` on all ranks if `check_every` steps were taken since the last time. Collective then."""
-        every = self.options.check_every
+        """Compare `start` on all ranks if `every` steps were taken since the last time. Collective then."""
+        every = self.options.divergence.every
         if every and self.rounds.steps - self._compared >= every:
             self._compared = self.rounds.steps
             self.reducer.run_in_queue("compares the replicas", self._compare)

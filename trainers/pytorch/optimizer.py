@@ -1,6 +1,7 @@
 """MirroredOptimizer: three lines that make a training loop data-parallel."""
 
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,12 +11,15 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce
 from allreduce.errors import CopyError, OptionError
 from allreduce.topology import Topology
-from trainers.arguments import is_number
+from allreduce.tracing.trace import Trace
+from trainers.arguments import is_number, known_only
+from trainers.options.average import Average, Sharded
 from trainers.pytorch.assembly import Assembly
-from trainers.pytorch.options import GROUP_ADDED, Options, with_options
+from trainers.pytorch.options import DEFAULT_BUCKETS, GROUP_ADDED, Buckets, Inspection, Options
 from trainers.pytorch.report import Report
 from trainers.pytorch.state import broadcast_tensors
 from trainers.replicas import malloc
@@ -64,8 +68,22 @@ class MirroredOptimizer(Optimizer):
 
     # The docstring of `Options` is appended below the class.
 
-    @with_options(Options)
-    def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
+    @known_only
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: torch.nn.Module,
+        allreduce: str | AllReduce = "auto",
+        *,
+        topology: Topology | None = None,
+        update: str | Sharded = "replicated",
+        average: Average | None = None,
+        compress: Given = None,
+        buckets: Buckets = DEFAULT_BUCKETS,
+        checks: Sequence[Inspection] = (),
+        trace: str | os.PathLike[str] | Trace | None = None,
+    ) -> None:
+        options = Options(allreduce, topology, update, average, compress, buckets, checks, trace)
         self.optimizer, self.model, self.update = optimizer, model, options.update_name
         self._parts = Assembly(optimizer, model, options)
         weakref.finalize(self, self._parts.dropped).atexit = False
@@ -308,7 +326,7 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def steps_skipped(self) -> int:
-        """The number of steps that all ranks have left out, with check_gradients="skip"."""
+        """The number of steps that all ranks have left out, with SkipNotFinite."""
         return self._parts.owners.kept.skipped
 
     @property

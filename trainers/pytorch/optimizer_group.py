@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -27,26 +27,12 @@ PATIENCE = 0.5  # seconds between checks for failures; longer than the worker's 
 Key = tuple[tuple[int, ...], float]
 
 
-class Member(Protocol):
-    """The part of a MirroredOptimizer that its group and the recovery use; trainers.pytorch.assembly.Assembly documents
-    it."""
-
-    topology: Topology
-    closed: bool
-    reducer: Any
-    owners: Any
-
-    def rebuild(self, group: "OptimizerGroup") -> None: ...
-
-    def drop(self) -> None: ...
-
-
 class OptimizerGroup:
     """All MirroredOptimizers of some ranks.
 
     Members may have different topologies and backends, and ranks may use them in different orders (discriminator before
     generator, for example). So their calls go through queues of ONE worker, on a topology that the group owns while it
-    has members.
+    has members: each one is a trainers.pytorch.assembly.Assembly.
 
     Freeing communicators is collective, but Python's garbage collection drops an unclosed optimizer at different times
     on different ranks. So the group keeps the resources of dropped optimizers. When the next optimizer is created,
@@ -58,7 +44,7 @@ class OptimizerGroup:
         self._comm = topology.private()
         self._queue = topology.service(Worker).queue("MirroredOptimizers")
         self._newest = self._count = 0
-        self.members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
+        self.members: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._queues: dict[int, Queue] = {}  # of the members
         self.replaced = False  # whether a rank has failed, and a group of the remaining ranks has replaced this one
         self._failures = 0  # failed backward passes, and failed queues of members that have left
@@ -99,7 +85,7 @@ class OptimizerGroup:
         """Count a backward that has failed on all ranks."""
         self._failures += 1
 
-    def members_averaging_elsewhere(self, here: set[int], failures: int, failed: Callable[[], bool]) -> list[Member]:
+    def members_averaging_elsewhere(self, here: set[int], failures: int, failed: Callable[[], bool]) -> list[Any]:
         """Return the members that average gradients on another rank now but not on this one. Collective.
 
         here: the numbers of the members that average on this rank. failures: `failures` when the first of them began.

@@ -1,16 +1,13 @@
 """MirroredOptimizer's options, and the arguments that it refuses.
 
-`Options` declares every option once. Its fields define the constructor's signature, the checks and the text that ranks
-compare. Its docstring is part of MirroredOptimizer's.
+The fields of `Options` define the checks and the text that ranks compare. Its docstring is part of MirroredOptimizer's.
 """
 
-import functools
-import inspect
 import os
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated
 
 import torch
 from mpi4py import MPI
@@ -24,21 +21,44 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
 from trainers import checks
-from trainers.arguments import POSITIVE, is_integer, known_only, name_error
+from trainers.arguments import POSITIVE, Check, Checked, is_flag, name_error
 from trainers.backends import compress_error, exact_error
-from trainers.checks import MAJORITY
 from trainers.options.average import REPLICATED, SHARDED, Average, Exact, LocalSGD, Sharded, choice_error, sharded_of
+from trainers.options.transforms import SkipNotFinite
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
 from trainers.replicas.pytorch.division import division_of
 from trainers.replicas.pytorch.replica import NO_MOMENTUM, batch_norms
 from trainers.replicas.pytorch.tensors import DTYPES, is_dense
 from trainers.state import backup
+from trainers.watching.check_divergence import CheckDivergence
+from trainers.watching.check_gradients import CheckGradients
 
 CHECK_EVERY = 1000  # steps
 
 AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
 GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so its buffers have no room for them; {AGAIN}"
+
+
+@dataclass(frozen=True)
+class Buckets(Checked):
+    """The buckets of gradients of a MirroredOptimizer: `buckets=Buckets(overlap=True, mb=50)`.
+
+    overlap: True: a thread reduces buckets of gradients during backward. False: all are reduced when backward ends.
+        "auto": True on several nodes, on one node that has two cores for each rank, and on GPUs.
+    mb, first_mb: with overlap, the minimum size of a bucket, and of the first bucket, in MiB.
+    """
+
+    overlap: Annotated[bool | str, Check('True, False or "auto"', lambda value: is_flag(value) or value == "auto")] = (
+        "auto"
+    )
+    mb: Annotated[float, POSITIVE] = 25.0
+    first_mb: Annotated[float, POSITIVE] = 1.0
+
+
+DEFAULT_BUCKETS = Buckets()
+Inspection = CheckDivergence | CheckGradients | SkipNotFinite
+KINDS = (CheckDivergence, CheckGradients | SkipNotFinite)  # at most one of each
 
 
 @dataclass(frozen=True)
@@ -59,7 +79,7 @@ class Options:
         different ones. In between, parameters differ: call `synchronize()`, which ends the round early, before you
         evaluate or save the model; `state_dict`, `editing` and `close` do so too. Each rank saves its own `state_dict`,
         which also holds the outer momentum. A step is collective only at the end of a round; then the ranks compare the
-        averaged parameters (check_every), and raise errors of any rank (check_gradients; "skip": a rank leaves out its
+        averaged parameters, and raise errors of any rank (CheckGradients; with SkipNotFinite a rank leaves out its
         own step). A closure's loss is this rank's. After a failure the remaining ranks go back to the last average,
         with rank 0's inner state. On the CPU, with update="replicated". `steps` counts this rank's.
     compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", or an object of
@@ -67,37 +87,29 @@ class Options:
         not sent (its error feedback) are added to its next gradients. They differ between ranks, so state_dict() lacks
         them: each rank may save `optimizer.compression_state()`, and load it by `load_compression_state`. After a
         failure the remaining ranks keep theirs. Use it for networks between nodes.
-    overlap: True: a thread reduces buckets of gradients during backward. False: all are reduced when backward ends.
-        "auto": True on several nodes, on one node that has two cores for each rank, and on GPUs.
-    bucket_mb, first_bucket_mb: with overlap, the minimum size of a bucket, and of the first bucket, in MiB.
-    check_every: the number of steps after which the ranks compare hashes of parameters, state and hyperparameters; 0
-        for never. Replicas may differ after an edit of a gradient on one rank, a scheduler that used a rank's loss, or
-        nn.Embedding(max_norm=). The ranks of one node share the memory of sharded parameters, which can't differ.
-    on_divergence, source: what to do when replicas differ. "raise": all ranks raise a DivergenceError with the
-        ranks and the parameter. "copy": all ranks get the replica of `source` (a rank, or "majority": the one that most
-        ranks have, in a tie that of the lowest rank), and training continues.
-    check_gradients: check every rank's gradients before they are averaged. "raise": all ranks raise a NotFiniteError,
-        which names the rank, when gradients are NaN, infinite, or too large to be sent (65504 is the largest with
-        compress="float16"). "skip": no rank takes that step (a step with a closure raises), and the model's buffers
-        (running statistics of batch norm, say) get their values from before the step. Costs one reading of the
-        gradients, a small message, and with "skip" a copy of the buffers.
+    buckets: how the gradients are cut, and whether they are reduced during backward; see Buckets.
+    checks: a list of SkipNotFinite or CheckGradients, and CheckDivergence (trainers.callbacks).
+        SkipNotFinite(): gradients are checked on every rank before they are averaged. If some are NaN, infinite, or too
+        large to be sent (65504 is the largest with compress="float16"), no rank takes that step (a step with a closure
+        raises), and the model's buffers (running statistics of batch norm, say) get their values from before the step.
+        Costs one reading of the gradients, a small message, and a copy of the buffers. CheckGradients(): all ranks
+        raise a NotFiniteError instead, which names the rank.
+        CheckDivergence(every=1000), the default: the ranks compare hashes of parameters, state and hyperparameters
+        after this number of steps; every=0: never. Replicas may differ after an edit of a gradient on one rank, a
+        scheduler that used a rank's loss, or nn.Embedding(max_norm=). The ranks of one node share the memory of sharded
+        parameters, which can't differ. If replicas differ, all ranks raise a DivergenceError with the ranks and the
+        parameter; with on_divergence="copy" all get the replica of `source`, and training continues.
     trace: a file for Perfetto, written by `close`: compute, buckets, waits and updates of all ranks; or a Trace.
     """
 
-    allreduce: str | AllReduce | Config = "auto"
-    _: KW_ONLY
-    topology: Topology | None = field(default=None, metadata={"compared": False})
-    update: str | Sharded = "replicated"
-    average: Average | None = field(default=None, metadata={"compared": False})  # but by its text
-    compress: Given = None  # checked by the backend
-    overlap: bool | str = "auto"
-    bucket_mb: float = 25.0
-    first_bucket_mb: float = 1.0
-    check_every: int = CHECK_EVERY
-    on_divergence: str = "raise"
-    source: str | int = MAJORITY
-    check_gradients: str | None = None
-    trace: str | os.PathLike[str] | Trace | None = field(default=None, metadata={"compared": False})
+    allreduce: str | AllReduce | Config
+    topology: Topology | None = field(metadata={"compared": False})
+    update: str | Sharded
+    average: Average | None = field(metadata={"compared": False})  # but by its text
+    compress: Given  # checked by the backend
+    buckets: Buckets
+    checks: Sequence[Inspection]
+    trace: str | os.PathLike[str] | Trace | None = field(metadata={"compared": False})
 
     @property
     def sharded(self) -> Sharded | None:
@@ -119,18 +131,39 @@ class Options:
         """The options of local SGD; None if gradients are averaged in every step."""
         return self.average if isinstance(self.average, LocalSGD) else None
 
+    @property
+    def divergence(self) -> CheckDivergence:
+        """How often replicas are compared, and what happens if they differ."""
+        given = (each for each in self.checks if isinstance(each, CheckDivergence))
+        return next(given, CheckDivergence(CHECK_EVERY))
+
+    @property
+    def on_bad(self) -> str | None:
+        """What happens if gradients are not finite, "raise" or "skip"; None if they are not checked."""
+        given = (each for each in self.checks if not isinstance(each, CheckDivergence))
+        return next((each.on_bad if isinstance(each, CheckGradients) else "skip" for each in given), None)
+
     def __str__(self) -> str:
         """The options that must be alike on the ranks."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("compared", True)}
-        values |= {name: float(values[name]) for name in ("bucket_mb", "first_bucket_mb")}
         values["allreduce"] = getattr(self.allreduce, "name", self.allreduce)
         values["update"] = SHARDED if self.sharded == Sharded() else self.update
         traced = f", average={self.average}" + ", trace=..." * (self.trace is not None)
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
 
     def errors(self, ranks: int) -> Iterator[OptionError]:
-        """Yield the errors in the options, for an optimizer on `ranks` ranks. Local."""
-        yield from map(OptionError, filter(None, self._value_errors()))
+        """Yield the errors in the options, for an optimizer on `ranks` ranks; the first one counts. Local."""
+        if wrong := choice_error(self.update, self.average):
+            yield OptionError(wrong)
+        if not isinstance(self.buckets, Buckets):
+            yield OptionError(f"buckets must be a Buckets, got {self.buckets!r}")
+        given = self.checks if isinstance(self.checks, Sequence) else [None]
+        kinds = [next((kind for kind in KINDS if isinstance(each, kind)), None) for each in given]
+        if None in kinds or len(set(kinds)) < len(kinds):
+            names = "at most one CheckDivergence, and at most one CheckGradients or SkipNotFinite"
+            yield OptionError(f"checks is a list of {names}, got {self.checks!r}")
+        if wrong := name_error("CheckGradients: on_bad", self.on_bad, checks.ANSWERS, optional=True):
+            yield OptionError(wrong)
         if isinstance(self.allreduce, AllReduce) and self.topology not in (None, self.allreduce.topology):
             text = "has a topology of its own; pass the backend's name, or no topology"
             yield OptionError(f"{self.allreduce!r} {text}")
@@ -138,18 +171,9 @@ class Options:
             yield twice
         if self.sharded and (refused := backup.copies_error(self.sharded.copies, ranks, goes_on=False)):
             yield OptionError(str(refused))
-        if wrong := checks.options_error(1, self.on_divergence, self.source, ranks):
-            yield OptionError(wrong)
-
-    def _value_errors(self) -> Iterator[str]:
-        yield choice_error(self.update, self.average)
-        if self.overlap not in (True, False, "auto"):
-            yield f'overlap={self.overlap!r} is unknown; use True, False or "auto"'
-        for name in ("bucket_mb", "first_bucket_mb"):
-            yield POSITIVE.error(name, getattr(self, name))
-        if not is_integer(self.check_every, 0):
-            yield f"check_every must be an integer >= 0 (0: never), got {self.check_every!r}"
-        yield name_error("check_gradients", self.check_gradients, checks.ANSWERS, optional=True)
+        divergence = self.divergence
+        if wrong := checks.options_error(divergence.every, divergence.on_divergence, divergence.source, ranks, least=0):
+            yield OptionError(f"CheckDivergence: {wrong}")
 
     def for_survivors(self, ranks: int, source: str | int) -> "Options":
         """Return the options with which the optimizer is created again on `ranks` ranks after a failure."""
@@ -161,32 +185,10 @@ class Options:
                 )
             given = given.config
         update = replace(self.sharded, copies=1) if self.sharded and ranks == 1 else self.update
-        return replace(self, allreduce=given, topology=None, trace=None, source=source, update=update)
-
-
-GivenT = ParamSpec("GivenT")
-
-
-def with_options(
-    kind: Callable[GivenT, Options],
-) -> Callable[
-    [Callable[[Any, Optimizer, Module, Options], None]], Callable[Concatenate[Any, Optimizer, Module, GivenT], None]
-]:
-    """Decorates an __init__(self, optimizer, model, options): callers pass the options one by one, as to `kind`."""
-
-    def decorated(
-        init: Callable[[Any, Optimizer, Module, Options], None],
-    ) -> Callable[Concatenate[Any, Optimizer, Module, GivenT], None]:
-        @functools.wraps(init)
-        def call(self: Any, optimizer: Optimizer, model: Module, *given: GivenT.args, **options: GivenT.kwargs) -> None:
-            init(self, optimizer, model, kind(*given, **options))
-
-        own = [each for name, each in inspect.signature(init).parameters.items() if name != "options"]
-        signature = inspect.Signature([*own, *inspect.signature(kind).parameters.values()])
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        return known_only(call)
-
-    return decorated
+        others = [each for each in self.checks if not isinstance(each, CheckDivergence)]
+        compared = CheckDivergence(self.divergence.every, self.divergence.on_divergence, source)
+        inspections = [*others, compared]
+        return replace(self, allreduce=given, topology=None, trace=None, checks=inspections, update=update)
 
 
 # The other arguments
@@ -296,7 +298,7 @@ def _local_errors(trained: dict[str, Parameter], local: LocalSGD, overlap: bool 
     if local.delay and overlap is False:
         yield OptionError(
             f"delay={local.delay} of LocalSGD averages during the next steps, in a thread, which "
-            "overlap=False forbids; leave out one of them"
+            "Buckets(overlap=False) forbids; leave out one of them"
         )
     if wrong := local.length_error(sum(each.numel() for each in trained.values())):
         yield OptionError(wrong)
@@ -327,7 +329,7 @@ def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Ite
     sparse = sparse_parameters(optimizer, model)
     trained = split_frozen(optimizer, model)[0]
     if options.local:
-        yield from _local_errors(trained, options.local, options.overlap)
+        yield from _local_errors(trained, options.local, options.buckets.overlap)
     yield from _exact_errors(trained, sparse, model, options)
     dense = [name for name, each in trained.items() if id(each) not in sparse]
     rest = [name for name, each in trained.items() if id(each) in sparse]

@@ -178,7 +178,7 @@ class TorchOwners(Owners):
 
     def _end_step(self) -> None:
         """End a step: count it, restore buffers when it was left out, and compare replicas when due. Collective."""
-        reducer, every, left_out = self.reducer, self.options.check_every, self.reducer.leaves_out()
+        reducer, every, left_out = self.reducer, self.options.divergence.every, self.reducer.leaves_out()
         self.kept.skipped += left_out
         if left_out:
             self.buffers.restore()
@@ -253,9 +253,9 @@ class TorchOwners(Owners):
 
     def _compare(self) -> None:
         """Compare the replicas. Runs in the queue."""
-        options = self.options
+        divergence = self.options.divergence
         read = partial(comparable, self.plain, *self._replicated())
-        if check_equal(self.reducer.comm, read, options.on_divergence, options.source, self._copy_from):
+        if check_equal(self.reducer.comm, read, divergence.on_divergence, divergence.source, self._copy_from):
             self.synchronize_state()
 
     def _replicated(self) -> tuple[Mapping[str, Any], Mapping[str, Parameter]]:

@@ -7,6 +7,7 @@ pieces of all ranks and their backups (copies=2).
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from allreduce import notices
 from allreduce.elastic.retry import Commit, recover, retry
@@ -14,7 +15,7 @@ from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
 from allreduce.transport.control import all_values
-from trainers.pytorch.optimizer_group import Member, OptimizerGroup
+from trainers.pytorch.optimizer_group import OptimizerGroup
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def regroup(group: OptimizerGroup) -> RankLostError:
     return error
 
 
-def _newest_states(members: dict[int, Member], topology: Topology) -> Commit:
+def _newest_states(members: dict[int, Any], topology: Topology) -> Commit:
     """Receive the newest state of each optimizer. Returns a function that loads these states, locally. Collective.
 
     Nothing is changed before that function runs. Otherwise a rank would have neither the old nor the new state if the
@@ -74,7 +75,7 @@ def _newest_states(members: dict[int, Member], topology: Topology) -> Commit:
     return lambda: [commit() for commit in commits]
 
 
-def _rebuilt(members: dict[int, Member], topology: Topology) -> OptimizerGroup:
+def _rebuilt(members: dict[int, Any], topology: Topology) -> OptimizerGroup:
     """Return a new group with all members created again. Collective; can be called again for the same members."""
     group = OptimizerGroup(topology)
     for _, member in sorted(members.items()):
@@ -83,7 +84,7 @@ def _rebuilt(members: dict[int, Member], topology: Topology) -> OptimizerGroup:
     return group
 
 
-def _error_of(failed: tuple[int, ...], size: int, members: dict[int, Member]) -> RankLostError:
+def _error_of(failed: tuple[int, ...], size: int, members: dict[int, Any]) -> RankLostError:
     """The error that reports the failed ranks. size: the number of ranks before the failure."""
     ranks, left = f"rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))} of {size}", size - len(failed)
     steps = max((each.owners.steps for each in members.values()), default=0)

@@ -111,7 +111,7 @@ class Reducer:
         rows = [(name, each) for name, each in averaged.items() if id(each) in sparse]
         self.parameters = [each for _, each in dense]
         scatter = options.sharded is not None and bool(dense)
-        limits = (options.first_bucket_mb * MIB, options.bucket_mb * MIB) if during else (math.inf, math.inf)
+        limits = (options.buckets.first_mb * MIB, options.buckets.mb * MIB) if during else (math.inf, math.inf)
         sizes = [(each.numel(), DTYPES[each.dtype], each.element_size()) for each in self.parameters]
         self.plan, lengths = plan_buckets(sizes, *limits)
         memories = {dtype: allocate_flat(backend, length, dtype, self.device) for dtype, length in lengths.items()}
@@ -144,8 +144,8 @@ class Reducer:
         # True during a step with a closure. Such a step can't be left out, and its zero_grad() must not reset the rows.
         self.in_closure = False
         self.check: GradientCheck | None = None
-        if options.check_gradients is not None and self.buckets:
-            self.check = GradientCheck(options.check_gradients, [bucket.gradient_array() for bucket in self.buckets])
+        if options.on_bad is not None and self.buckets:
+            self.check = GradientCheck(options.on_bad, [bucket.gradient_array() for bucket in self.buckets])
         self.clock = Clock()
         self.rows: Rows | None = None  # the rows of this step's batches, if rows() was called
         self._last_rows: Rows | None = None  # the rows of the last average
@@ -229,10 +229,6 @@ class Reducer:
         if self.check is not None:
             bucket.check(self.check, number)
         bucket.reduce()
-
-    def overflowed(self, number: int) -> int:
-        """The first element of a bucket whose average is not finite on some rank; -1 for none. Runs in the queue."""
-        return self.buckets[number].overflowed(self.comm)
 
     def finish(self, backward: "Backward") -> None:
         """Reduce the remaining buckets, wait for all, and set .grad to the averages. Collective."""
@@ -489,7 +485,7 @@ class Backward:
         if index not in missing:
             raise GradientError(
                 f"{self.reducer.names[index]} received its gradient twice in one backward, so it may be half "
-                "reduced; use torch.utils.checkpoint with use_reentrant=False, or MirroredOptimizer(..., overlap=False)"
+                "reduced; use torch.utils.checkpoint with use_reentrant=False, or buckets=Buckets(overlap=False)"
             )
         missing.remove(index)
         self._crossings[bucket].mark_writer()
@@ -541,7 +537,8 @@ class Backward:
             raise_together(reducer.comm, self._error)
         if reducer.check is not None:
             try:
-                reducer.check.finish(reducer.comm, reducer.overflowed, may_leave_out=not reducer.in_closure)
+                overflowed = lambda number: reducer.buckets[number].overflowed(reducer.comm)  # noqa: E731
+                reducer.check.finish(reducer.comm, overflowed, may_leave_out=not reducer.in_closure)
             except NotFiniteError:
                 reducer.group.failed()
                 raise
@@ -579,7 +576,7 @@ class Backward:
         if self._launched < len(self._missing):
             self._error = self._error or GradientError(
                 "backward raised on this rank after some of its gradients had been sent to the other ranks, so these "
-                "averages are invalid. Let the error end the job, or use overlap=False"
+                "averages are invalid. Let the error end the job, or use Buckets(overlap=False)"
             )
         try:
             self.finish()

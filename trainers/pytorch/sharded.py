@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from allreduce.backend import AllReduce
 from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
-from allreduce.transport.control import all_values, combine, raise_together
+from allreduce.transport.control import all_values, raise_together
 from allreduce.transport.wait import waiting
 from trainers.pytorch.buckets import (
     Block,
@@ -44,11 +44,12 @@ from trainers.replicas.pytorch.tensors import TORCH, as_tensor, shaped
 from trainers.replicas.pytorch.values import pack, unpack
 from trainers.state.adopt import Arrays, Piece, fetch_pieces, select_newest
 from trainers.state.backup import Backup
-from trainers.state.owners import NodeMemory
+from trainers.state.owners import EDITED_IN_PLACE, NodeMemory
 from trainers.strategies.rule import sum_over_ranks
 
 PARAMETER = ""  # the name of a parameter among the tensors of its state, in a piece
 DATA = "data"  # the only array of a piece: its blocks, packed
+EDITING = "edit parameters inside of `with optimizer.editing():`, which copies rank 0's to all ranks"
 SCALARS = {"step", "eta", "mu", "mu_product"}  # state entries that are scalars even for a 0-d parameter
 
 
@@ -489,26 +490,23 @@ class Placement:
     def begin_update(self, moved: bool, error: Exception | None) -> np.ndarray:
         """Check that all ranks may update. Returns, for each parameter, whether any rank has a gradient of it.
 
-        Runs in the queue; after it, no rank reads the parameters until `publish`. Raises on all ranks if
-        parameters in shared memory were edited by several ranks of a node, or not on every node.
+        Runs in the queue; after it, no rank reads the parameters until `publish`. Raises on all ranks if parameters
+        that the ranks of a node share were edited in place.
 
         moved: whether parameters left the flat memory (the same on all ranks); they are moved back. error: why this
             rank can't update; raised on all ranks.
         """
         if moved:
             self.move_in()
-        edited = self._edited()
+        error = error or self._edited()
         used = [each.grad is not None for each in self._reducer.parameters]
-        found = np.array([error is not None, bool(edited), *used], np.uint8)
+        found = np.array([error is not None, *used], np.uint8)
         if self._comm.size > 1:
             with waiting(self._comm, "begin an update"):
                 self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
         if found[0]:
             raise_together(self._comm, error)
-        if found[1]:
-            self._refuse_edits(edited)
-            self.accept_edits()
-        return found[2:]
+        return found[1:]
 
     def publish(self) -> None:
         """Make every rank's updated parts visible on all ranks. Runs in the queue."""
@@ -541,28 +539,9 @@ class Placement:
                 return OptionError(changed(gradient.name, parameter, tuple(view.shape), view.dtype))
         return None
 
-    def _edited(self) -> list[str]:
-        """The names of parameters in shared memory that this rank has edited in place since the last update."""
-        if not self.shares_memory:
-            return []
+    def _edited(self) -> OptionError | None:
+        """Return the error if this rank has edited parameters in place that other ranks of its node may edit too."""
         own = zip(self._reducer.gradients, self._versions, strict=True)
-        return [gradient.name for gradient, version in own if version_of(gradient.parameter) != version]
-
-    def _refuse_edits(self, edited: list[str]) -> None:
-        """Raise on all ranks unless one rank of every node has edited its memory. Collective."""
-        topology = self._backend.topology
-        waits_to = "count the ranks that have edited parameters"
-        editors = combine(topology.node, np.array([bool(edited)], np.int64), waits_to)[0]
-        nodes = combine(self._comm, np.array([topology.node_rank == 0 and editors > 0], np.int64), waits_to)[0]
-        most = combine(self._comm, np.array([editors]), waits_to, MPI.MAX)[0]
-        error = None
-        if edited and (most > 1 or nodes < topology.nodes):
-            where, hence = "several ranks", "it may have been edited several times"
-            if most == 1:
-                where, hence = f"{nodes} of {topology.nodes} nodes", "the replicas of the nodes differ now"
-            error = OptionError(
-                f'{edited[0]} was edited in place on {where} (p.mul_(...), say), and with update="sharded" the '
-                f"parameters of all ranks of a node are the same memory, so {hence}; "
-                "edit parameters inside of `with optimizer.editing():`, which copies rank 0's to all ranks"
-            )
-        raise_together(self._comm, error)
+        name = next((gradient.name for gradient, version in own if version_of(gradient.parameter) != version), "")
+        alone = not self.shares_memory or self._backend.topology.node_size == 1
+        return OptionError(EDITED_IN_PLACE.format(name, EDITING)) if name and not alone else None

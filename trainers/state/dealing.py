@@ -86,6 +86,16 @@ class Share(NamedTuple):
     parts: tuple[slice, ...]
     transfer: "Transfer | None" = None
 
+    def deliver(self, array: Any) -> None:
+        """After a reduce_scatter of a 1-D array: receive the elements of this rank's part, in place. Collective."""
+        if self.transfer is not None:
+            self.transfer.deliver(array)
+
+    def collect(self, array: Any) -> None:
+        """Before an all_gather: receive the elements of this rank's chunk, in place. Collective."""
+        if self.transfer is not None:
+            self.transfer.collect(array)
+
 
 def deal_tensors(
     comm: MPI.Intracomm, node_index: int, tensors: Sequence[Sequence[slice]], itemsizes: Sequence[int], owned: Any

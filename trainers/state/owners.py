@@ -102,6 +102,12 @@ class Owners:
         """Call after each rank has changed its state other than by a step; returns when all ranks have. Collective."""
 
 
+EDITED_IN_PLACE = (
+    '{} was edited in place (p.mul_(...), say), and with update="sharded" the parameters of all ranks of a node are '
+    "the same memory, so it may have been edited several times; {}"
+)
+
+
 class NodeMemory:
     """Flat memory that the ranks of each node share, if they together own every element. Creating it is collective.
 

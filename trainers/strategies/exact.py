@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.backend import AllReduce, Config
+from allreduce.backend import AllReduce
 from allreduce.topology import Topology
-from trainers.backends import backend_for, exact_error
+from trainers.backends import exact_error
 from trainers.checks import changed_alone
 from trainers.data import Batch, BatchSource, Data, row_count
 from trainers.errors import ArgumentError
@@ -151,11 +151,6 @@ class ExactMirrored(Mirrored):
     def connect(self, group: RankGroup) -> None:
         self.replica.undoable = True
         super().connect(group)
-
-    def _make_backend(self) -> AllReduce:
-        if self._given is None or isinstance(self._given, Config):
-            return super()._make_backend()
-        return backend_for(self._given, self.group.topology, self._update_name, exact=True)
 
     def fit_error(self, options: StepOptions | None, rows: str | None) -> str:
         if rows == "divided":

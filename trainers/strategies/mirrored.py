@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import create, notices
+from allreduce import notices
 from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce, Config
 from allreduce.elastic.standby import JOINED
@@ -15,7 +15,7 @@ from allreduce.transport.control import all_values, together
 from trainers.backends import LOST_RESIDUALS, allocate_own, backend_for, bind_own, compress_error
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.options.average import AUTO, REPLICATED, SHARDED, Average, Sharded, choice_error, sharded_of
+from trainers.options.average import AUTO, REPLICATED, SHARDED, Average, Exact, Sharded, choice_error, sharded_of
 from trainers.replica import Replica
 from trainers.replicas import malloc
 from trainers.state import backup
@@ -101,12 +101,10 @@ class Mirrored(Strategy):
         self._divide()
 
     def _make_backend(self) -> AllReduce:
-        topology, config = self.group.topology, self._given
-        if isinstance(config, Config):
-            self._owns_backend = True
-            return create(config.name, topology, **config.options)
-        assert config is not None
-        return backend_for(config, topology, self._update_name, self._compress, self.replica.device)
+        assert self._given is not None
+        exact = isinstance(self._averaging, Exact)
+        given = self._given, self.group.topology, self._update_name, self._compress, self.replica.device
+        return backend_for(*given, exact=exact)
 
     def _make_buffer(self) -> None:
         """Allocate the gradient buffer with the backend, and bind the replica to it. Collective."""

@@ -23,8 +23,8 @@ from trainers.errors import ArgumentError
 from trainers.replica import Slices, as_part, check_divisible, clipped, copied, reserved, slices_of, taken
 from trainers.state.adopt import Piece, to_root
 from trainers.state.backup import Backup
-from trainers.state.dealing import Transfer, deal_tensors, joined
-from trainers.state.owners import NodeMemory
+from trainers.state.dealing import Share, deal_tensors, joined
+from trainers.state.owners import EDITED_IN_PLACE, NodeMemory
 from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.rule import sum_over_ranks
 from trainers.strategies.step import ReducedStep, StepOwners
@@ -48,12 +48,10 @@ class SliceOwners(StepOwners):
         replica, comm = self._replica, self._comm
         self._backend, self._buffer = step.backend, step.buffer
         self._length, self._clock = replica.gradient_length, step.clock
-        self._transfer: Transfer | None = None  # between the chunks and slices of whole tensors
-        self._messages: MPI.Intracomm | None = None  # of the transfer
+        self._messages: MPI.Intracomm | None = None  # between the owners of chunks and those of whole tensors
         whole = together(comm, lambda: replica.whole_tensors)
-        self._owned = [self._backend.owned(self._buffer.size)]  # the slices of the buffer that this rank owns, in order
-        if whole:
-            self._owned = self._slices_of_tensors(whole)
+        self._share = self._deal(whole) if whole else Share((self._backend.owned(self._buffer.size),))
+        self._owned = joined(self._share.parts) or [slice(0, 0)]  # the slices of the buffer that this rank owns
         self._part = clipped(as_part(self._owned), 0, self._length)
         size, dtype = self._buffer.size, str(replica.gradient_dtype)
         self._node = NodeMemory(self._backend.topology, comm, self._owned_elements, {dtype: size}, replica.device)
@@ -72,17 +70,14 @@ class SliceOwners(StepOwners):
             raise
         self.synchronize_state()
 
-    def _slices_of_tensors(self, tensors: tuple[slice, ...]) -> list[slice]:
-        """Return the slices of the buffer that this rank owns, which begin and end between tensors, and make the
-        transfer. Collective.
-        The rank with the last tensor also owns the statistics, metrics and flags.
-        """
+    def _deal(self, tensors: tuple[slice, ...]) -> Share:
+        """Return the whole tensors that this rank owns. The owner of the last one also owns the statistics, metrics and
+        flags. Collective."""
         spans = [*tensors[:-1], slice(tensors[-1].start, self._buffer.size)]
         self._messages = self._backend.topology.private()  # the group's communicator is freed before `close`
         node, itemsize = self._backend.topology.node_index, self._buffer.dtype.itemsize
-        (share,) = deal_tensors(self._messages, node, [spans], [itemsize], self._owned)
-        self._transfer = share.transfer
-        return joined(share.parts) or [slice(0, 0)]
+        owned = [self._backend.owned(self._buffer.size)]
+        return deal_tensors(self._messages, node, [spans], [itemsize], owned)[0]
 
     def _bind(self) -> None:
         check_divisible(self._replica, whole=True)
@@ -113,9 +108,9 @@ class SliceOwners(StepOwners):
     def reduce(self) -> None:
         self._changing = False
         self._step.reduce("reduce_scatter")
-        if self._transfer is not None:
+        if self._share.transfer is not None:
             with self._communicating():
-                self._transfer.deliver(self._buffer)
+                self._share.deliver(self._buffer)
         self._step.tell(as_part(self._owned) if self._node.tells else slice(0, 0))
 
     def squares(self) -> Any:
@@ -142,9 +137,9 @@ class SliceOwners(StepOwners):
             with self._communicating():
                 self.fence()
         else:
-            if self._transfer is not None:
+            if self._share.transfer is not None:
                 with self._communicating():
-                    self._transfer.collect(self._array)
+                    self._share.collect(self._array)
             self._step.run("all_gather", self._array)
         self._replica.refresh()
 
@@ -218,11 +213,8 @@ class SliceOwners(StepOwners):
         if name := next(
             (name for name, edits in self._replica.versions().items() if edits != self._versions.get(name)), ""
         ):
-            raise ArgumentError(
-                f'{name} was edited in place (p.mul_(...), say), and with update="sharded" the parameters of all ranks '
-                "of a node are the same memory, so it may have been edited several times; load the model again, and "
-                "edit it by trainer.edit(function)"
-            )
+            remedy = "load the model again, and edit it by trainer.edit(function)"
+            raise ArgumentError(EDITED_IN_PLACE.format(name, remedy))
 
     def not_replicated(self) -> dict[str, str]:
         """As Owners.not_replicated."""
@@ -242,8 +234,7 @@ class SliceOwners(StepOwners):
             gathered = self._buffer if fits else together(world, zeros)
             for part in slices_of(clipped(self._part, 0, array.size)):
                 gathered[part] = array[part]
-            if self._transfer is not None:
-                self._transfer.collect(gathered)
+            self._share.collect(gathered)
             self._backend.all_gather(gathered)
             result[name] = together(world, gathered[: array.size].copy)
         return result
@@ -280,7 +271,7 @@ class SliceOwners(StepOwners):
         self._leave()
         self._array, self._buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
         self._node.free()
-        self._backup = self._transfer = self._messages = None
+        self._backup, self._messages, self._share = None, None, Share(())
 
     def _leave(self) -> None:
         """Move the replica's parameters into memory of its own. Local."""

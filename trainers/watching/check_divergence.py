@@ -42,15 +42,17 @@ class CheckDivergence(Callback):
         self.copies = 0  # how often a replica was copied
         self._steps = 1  # of an epoch
 
+    def __repr__(self) -> str:
+        return f"CheckDivergence(every={self.every!r}, on_divergence={self.on_divergence!r}, source={self.source!r})"
+
     def set_params(self, params: dict[str, Any]) -> None:
         self._steps = params["steps"] or 0  # of a stream that are not known: each epoch is counted from its beginning
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         trainer = self.trainer
-        what = f"CheckDivergence(every={self.every!r}, on_divergence={self.on_divergence!r}, source={self.source!r})"
         self._joins = trainer.rank < 0
         wrong = options_error(self.every, self.on_divergence, self.source, None if self._joins else trainer.size)
-        trainer.group.agree(what, ArgumentError(f"CheckDivergence: {wrong}") if wrong else None)
+        trainer.group.agree(repr(self), ArgumentError(f"CheckDivergence: {wrong}") if wrong else None)
         self._source = Source(MAJORITY if self._joins else self.source, trainer.group.comm)
         apart = trainer.strategy.owners.not_replicated()
         if apart:

@@ -42,11 +42,14 @@ class CheckGradients(Callback):
         # the check of the dense gradients and of each table; made in the first step
         self._made: GradientCheck | None = None
 
+    def __repr__(self) -> str:
+        return f"CheckGradients(on_bad={self.on_bad!r})"
+
     def on_train_begin(self, logs: Logs | None = None) -> None:
         trainer, error = self.trainer, None
         if text := name_error("CheckGradients: on_bad", self.on_bad, checks.ANSWERS):
             error = ArgumentError(text)
-        trainer.group.agree(f"CheckGradients(on_bad={self.on_bad!r})", error)
+        trainer.group.agree(repr(self), error)
         trainer.replica.undoable |= self.on_bad == "skip"
         self._made = None
 

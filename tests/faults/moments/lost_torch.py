@@ -27,10 +27,10 @@ from tests import launch
 from tests.faults import points
 from tests.faults.points import die
 from trainers import LocalSGD, Sharded
-from trainers.pytorch import MirroredOptimizer
+from trainers.pytorch import Buckets, MirroredOptimizer
 
 STEPS, ROWS = 8, 24
-SMALL_BUCKETS = {"first_bucket_mb": 0.001, "bucket_mb": 0.002}
+SMALL_BUCKETS = {"first_mb": 0.001, "mb": 0.002}
 torch.set_num_threads(1)
 
 
@@ -91,7 +91,9 @@ def check(part: str, topology: allreduce.Topology, *models: tuple[nn.Module, int
 def replicated(topology: allreduce.Topology, overlap: bool, place: str, victim: int) -> MirroredOptimizer:
     """A rank dies in the fourth step."""
     model = network(1)
-    optimizer = MirroredOptimizer(plain(model), model, "ring", topology=topology, overlap=overlap, **SMALL_BUCKETS)
+    optimizer = MirroredOptimizer(
+        plain(model), model, "ring", topology=topology, buckets=Buckets(overlap, **SMALL_BUCKETS)
+    )
     dies = topology.rank == victim
     lost = []
     while optimizer.steps < STEPS:

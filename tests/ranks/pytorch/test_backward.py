@@ -29,7 +29,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     train,
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers.pytorch import GradientError  # noqa: E402
+from trainers.pytorch import Buckets, GradientError  # noqa: E402
 
 
 @both_updates
@@ -38,7 +38,7 @@ def test_zero_grad(world: MPI.Intracomm, flat: allreduce.Topology, way: str, upd
     model, reference = network(), network()
     train(reference, OPTIMIZERS["momentum"](reference.parameters()), everything)
     plain = OPTIMIZERS["momentum"](model.parameters())
-    with mirrored(plain, model, topology=flat, update=update, overlap=True, **SMALL_BUCKETS) as optimizer:
+    with mirrored(plain, model, topology=flat, update=update, buckets=Buckets(True, **SMALL_BUCKETS)) as optimizer:
         for x, y in zip(*data(), strict=True):
             if way == "twice":
                 functional.cross_entropy(model(mine(x)), mine(y)).backward()  # thrown away
@@ -55,7 +55,7 @@ def test_accumulation(world: MPI.Intracomm, flat: allreduce.Topology, overlap: b
     model, reference = network(), network()
     train(reference, OPTIMIZERS["adamw"](reference.parameters()), everything)
     plain = OPTIMIZERS["adamw"](model.parameters())
-    with mirrored(plain, model, topology=flat, update=update, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+    with mirrored(plain, model, topology=flat, update=update, buckets=Buckets(overlap, **SMALL_BUCKETS)) as optimizer:
         for x, y in zip(*data(), strict=True):
             optimizer.zero_grad()
             weights = [len(part) / len(mine(y)) for part in mine(y).chunk(2)]
@@ -73,7 +73,7 @@ def test_accumulation_without_no_sync(world: MPI.Intracomm, flat: allreduce.Topo
     """Averaging averaged gradients again changes nothing; as with DDP it only takes longer."""
     model, reference = network(), network()
     plain, given = OPTIMIZERS["sgd"](reference.parameters()), OPTIMIZERS["sgd"](model.parameters())
-    with mirrored(given, model, topology=flat, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+    with mirrored(given, model, topology=flat, buckets=Buckets(overlap, **SMALL_BUCKETS)) as optimizer:
         for x, y in zip(*data(), strict=True):
             plain.zero_grad()
             functional.cross_entropy(reference(x), y).mul(2).backward()
@@ -192,7 +192,7 @@ def test_gradients_that_are_given(world: MPI.Intracomm, flat: allreduce.Topology
 def test_memory_that_a_gradient_was_given(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
     """The parameter is used on some ranks in the next step: the others contribute zeros, not the old gradient."""
     model = network()
-    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, overlap=overlap) as optimizer:
+    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, buckets=Buckets(overlap)) as optimizer:
         (model[4].bias.sum() * 8).backward()
         model[4].bias.grad.data = torch.ones(3)
         optimizer.step()
@@ -222,7 +222,7 @@ def test_unused_parameters(world: MPI.Intracomm, flat: allreduce.Topology, overl
     changed."""
     model = nn.ModuleDict({"some": nn.Linear(2, 2), "none": nn.Linear(2, 2), "all": nn.Linear(2, 2)})
     plain = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
-    with mirrored(plain, model, topology=flat, overlap=overlap, first_bucket_mb=1e-6, bucket_mb=1e-6) as optimizer:
+    with mirrored(plain, model, topology=flat, buckets=Buckets(overlap, first_mb=1e-6, mb=1e-6)) as optimizer:
         untouched = model["none"].weight.detach().clone()
         for _ in range(3):
             optimizer.zero_grad()
@@ -299,7 +299,7 @@ def test_backward_that_raises_is_tried_again(
 ) -> None:
     """All ranks catch an error of backward, with some buckets submitted: the next backward averages as usual."""
     model = network()
-    options = {"topology": flat, "overlap": overlap, "first_bucket_mb": 1e-6, "bucket_mb": 1e-6}
+    options = {"topology": flat, "buckets": Buckets(overlap, first_mb=1e-6, mb=1e-6)}
     with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, **options) as optimizer:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):

@@ -23,7 +23,7 @@ import allreduce.torch_backend  # noqa: E402
 from trainers import Checkpoint, MirroredTrainer  # noqa: E402
 from trainers.errors import CheckpointError  # noqa: E402
 from trainers.files import checkpoint as files  # noqa: E402
-from trainers.pytorch import MirroredOptimizer  # noqa: E402
+from trainers.pytorch import Buckets, MirroredOptimizer  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
 from trainers.watching.callback import Callback  # noqa: E402
 
@@ -176,7 +176,7 @@ def test_the_error_feedback_of_a_compression_continues(world: MPI.Intracomm, fla
         if weights is not None:
             model.load_state_dict(weights)
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        with MirroredOptimizer(plain, model, topology=flat, compress="int8", overlap=False) as optimizer:
+        with MirroredOptimizer(plain, model, topology=flat, compress="int8", buckets=Buckets(False)) as optimizer:
             if state is not None:
                 optimizer.load_compression_state(state)
             for step in steps:

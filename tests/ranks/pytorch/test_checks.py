@@ -27,8 +27,10 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     train,
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers import SkipNotFinite  # noqa: E402
+from trainers.callbacks import CheckDivergence, CheckGradients  # noqa: E402
 from trainers.errors import NotFiniteError  # noqa: E402
-from trainers.pytorch import MirroredOptimizer  # noqa: E402
+from trainers.pytorch import Buckets, MirroredOptimizer  # noqa: E402
 
 ONCE = SIZE == 3 and MPI.get_vendor()[0] != "MPICH"
 pytestmark = pytest.mark.skipif(not ONCE, reason="a majority needs three ranks, and once is enough")
@@ -43,7 +45,7 @@ def test_replicas_are_copied_again(world: MPI.Intracomm, flat: allreduce.Topolog
     """Parameters, state and hyperparameters of the majority are copied; afterwards all bits are as without a
     difference."""
     model = network()
-    options = {"topology": flat, "update": update, "check_every": 1, "on_divergence": "copy"}
+    options = {"topology": flat, "update": update, "checks": [CheckDivergence(1, "copy")]}
     with mirrored(sgd(model), model, **options) as optimizer:
         train(model, optimizer, mine, steps=2)
         if world.rank == 1 and update == "replicated":
@@ -69,8 +71,8 @@ def test_who_brings_nan(world: MPI.Intracomm, flat: allreduce.Topology, overlap:
     ends = []
     for check in ("raise", "skip", None):
         model = network()
-        options: dict[str, Any] = {"topology": flat, "update": update, "overlap": overlap, **SMALL_BUCKETS}
-        with mirrored(sgd(model), model, check_gradients=check, **options) as optimizer:
+        options: dict[str, Any] = {"topology": flat, "update": update, "buckets": Buckets(overlap, **SMALL_BUCKETS)}
+        with mirrored(sgd(model), model, checks=[CheckGradients(check)] * (check is not None), **options) as optimizer:
             train(model, optimizer, mine, steps=2)
             if check is not None:
                 optimizer.zero_grad()
@@ -98,7 +100,7 @@ def test_a_step_that_is_left_out_leaves_no_statistics(world: MPI.Intracomm, flat
     counted."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
-    with mirrored(sgd(model), model, topology=flat, check_gradients="skip") as optimizer:
+    with mirrored(sgd(model), model, topology=flat, checks=[SkipNotFinite()]) as optimizer:
 
         def step(*batches: Any) -> dict[str, Any]:
             optimizer.zero_grad()
@@ -125,7 +127,7 @@ def test_a_step_that_is_left_out_leaves_no_statistics(world: MPI.Intracomm, flat
 @both_updates
 def test_averages_that_overflow(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
     model = network()
-    with mirrored(sgd(model), model, topology=flat, update=update, check_gradients="raise") as optimizer:
+    with mirrored(sgd(model), model, topology=flat, update=update, checks=[CheckGradients()]) as optimizer:
         backward = lambda: (model[4].bias[1] * 2e38).backward()  # noqa: E731
         text = raised_everywhere(world, NotFiniteError, backward)
         assert "the sum of gradients overflows in 4.bias (element 1), although each rank's gradients are finite" in text
@@ -157,7 +159,9 @@ def test_gradients_too_large_to_be_sent(
         model = nn.Linear(40, 1, bias=False).to(dtype)
         nn.init.ones_(model.weight)
         options: dict[str, Any] = {"topology": flat, "update": update, "compress": compress}
-        with mirrored(torch.optim.SGD(model.parameters(), lr=1e-35), model, check_gradients=check, **options) as both:
+        with mirrored(
+            torch.optim.SGD(model.parameters(), lr=1e-35), model, checks=[CheckGradients(check)], **options
+        ) as both:
 
             def step(factor: float) -> None:
                 both.zero_grad()
@@ -191,8 +195,8 @@ def test_a_closure_can_not_be_left_out(
     world: MPI.Intracomm, flat: allreduce.Topology, check: str, overlap: bool, update: str
 ) -> None:
     model = network()
-    options: dict[str, Any] = {"topology": flat, "update": update, "overlap": overlap}
-    with mirrored(sgd(model), model, check_gradients=check, **options) as optimizer:
+    options: dict[str, Any] = {"topology": flat, "update": update, "buckets": Buckets(overlap)}
+    with mirrored(sgd(model), model, checks=[CheckGradients(check)] * (check is not None), **options) as optimizer:
 
         def closure(factor: float = 1.0) -> Any:
             optimizer.zero_grad()
@@ -211,7 +215,10 @@ def test_a_closure_can_not_be_left_out(
 
 def test_bad_options(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = network()
-    for bad in ({"on_divergence": "ignore"}, {"source": 3}, {"check_gradients": "ignore"}):
-        make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, **bad)  # noqa: B023, E731
-        (value,) = bad.values()
-        assert repr(value) in raised_everywhere(world, errors.OptionError, make)
+    for bad, value in (
+        (CheckDivergence(1, "ignore"), "on_divergence='ignore'"),
+        (CheckDivergence(1, "copy", 3), "got 3"),
+        (CheckGradients("ignore"), "on_bad='ignore'"),
+    ):
+        make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, checks=[bad])  # noqa: B023, E731
+        assert value in raised_everywhere(world, errors.OptionError, make)

@@ -21,8 +21,15 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     several,
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers import CentralStorageTrainer, NumpyNetwork, ParameterServerTrainer, Sharded  # noqa: E402
-from trainers.pytorch import GradientError, MirroredOptimizer, assembly  # noqa: E402
+from trainers import (  # noqa: E402
+    CentralStorageTrainer,
+    NumpyNetwork,
+    ParameterServerTrainer,
+    Sharded,
+    SkipNotFinite,
+)
+from trainers.callbacks import CheckGradients  # noqa: E402
+from trainers.pytorch import Buckets, GradientError, MirroredOptimizer, assembly  # noqa: E402
 
 
 def model_of(*sizes: int) -> nn.Sequential:
@@ -72,8 +79,9 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
         "device": (lambda: (sgd(gpu), gpu), {}, option, "0.weight is on meta"),
         "update": (fine, {"update": "half"}, option, "update='half' is unknown"),
         "sparse copies": (lambda: (sgd(sparse), sparse), {"update": Sharded(copies=2)}, option, "copies=2"),
-        "overlap": (fine, {"overlap": "maybe"}, option, "overlap='maybe' is unknown"),
-        "bucket": (fine, {"bucket_mb": 0}, option, "bucket_mb must be a number > 0, got"),
+        "buckets": (fine, {"buckets": 25}, option, "buckets must be a Buckets, got 25"),
+        "no list": (fine, {"checks": CheckGradients()}, option, "checks is a list of at most one CheckDivergence, and"),
+        "twice": (fine, {"checks": [CheckGradients(), SkipNotFinite()]}, option, "at most one CheckGradients or Skip"),
         "backend": (fine, {"allreduce": "rinng"}, errors.UnknownBackendError, "did you mean 'ring'?"),
         "one phase": (fine, {"allreduce": "native", "update": "sharded"}, option, "'native' has none"),
         "LBFGS": (lambda: (torch.optim.LBFGS(model.parameters()), model), {"update": "sharded"}, option, "LBFGS can't"),
@@ -130,7 +138,7 @@ def test_optimizer_of_one_rank_is_bad(world: MPI.Intracomm, flat: allreduce.Topo
 @both_overlaps
 def test_after_close(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
     model = model_of(3, 2)
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, overlap=overlap)
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, buckets=Buckets(overlap))
     backward(model)
     optimizer.step()
     optimizer.close()
@@ -143,7 +151,7 @@ def test_after_close(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bo
 def test_a_rank_leaves_out_a_step(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
     """`if loss.isnan(): continue` between backward and step on one rank."""
     model = model_of(3, 2)
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, overlap=overlap)
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, buckets=Buckets(overlap))
 
     def loop() -> None:
         for number in range(4):
@@ -241,10 +249,10 @@ def test_unfrozen_later(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
 
 
 @several
-@pytest.mark.parametrize("option", ["update", "overlap", "bucket_mb", "allreduce"])
+@pytest.mark.parametrize("option", ["update", "buckets", "checks", "allreduce"])
 def test_options_differ(world: MPI.Intracomm, flat: allreduce.Topology, option: str) -> None:
     model = model_of(3, 2)
-    value = {"update": "sharded", "overlap": True, "bucket_mb": 7, "allreduce": "ring"}[option]
+    value = {"update": "sharded", "buckets": Buckets(mb=7), "checks": [CheckGradients()], "allreduce": "ring"}[option]
     options = {option: value} if world.rank == 1 else {}
     make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, **options)  # noqa: E731
     text = raised_everywhere(world, errors.DisagreementError, make)
@@ -262,7 +270,7 @@ def test_backward_raises_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topol
     """This rank catches the error and continues, with the first bucket reduced: the others neither hang nor use the
     averages."""
     model = model_of(3, 4, 2)
-    options = {"topology": flat, "overlap": True, "first_bucket_mb": 1e-6, "bucket_mb": 1e-6}
+    options = {"topology": flat, "buckets": Buckets(True, first_mb=1e-6, mb=1e-6)}
     optimizer = MirroredOptimizer(sgd(model), model, **options)
     hidden = model[0](torch.ones(2, 3))
     if world.rank == 1:

@@ -19,7 +19,7 @@ from tests.ranks.grid import shapes  # noqa: E402
 from tests.ranks.pytorch.trained import SIZE, SMALL_BUCKETS  # noqa: E402
 from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers import Exact  # noqa: E402
-from trainers.pytorch import GradientError, MirroredOptimizer  # noqa: E402
+from trainers.pytorch import Buckets, GradientError, MirroredOptimizer  # noqa: E402
 
 JOBS = "openmpi 1 2"
 
@@ -90,7 +90,7 @@ def test_bits_of_one_rank(kind: str, topology_of: Callable[..., allreduce.Topolo
     assert alone(kind, update="sharded") == expected
     for shape in shapes(SIZE).values():
         for update in ("replicated", "sharded"):
-            for buckets in ({}, {"overlap": True, **SMALL_BUCKETS}):
+            for buckets in ({}, {"buckets": Buckets(True, **SMALL_BUCKETS)}):
                 assert trained(kind, topology_of(shape), update=update, **buckets) == expected, (shape, update)
 
 

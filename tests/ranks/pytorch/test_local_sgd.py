@@ -29,9 +29,10 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     several,
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers import LocalSGD  # noqa: E402
+from trainers import LocalSGD, SkipNotFinite  # noqa: E402
+from trainers.callbacks import CheckDivergence, CheckGradients  # noqa: E402
 from trainers.errors import NotFiniteError  # noqa: E402
-from trainers.pytorch import GradientError, MirroredOptimizer, OuterSGD  # noqa: E402
+from trainers.pytorch import Buckets, GradientError, MirroredOptimizer, OuterSGD  # noqa: E402
 
 RANK, PART = MPI.COMM_WORLD.rank, ROWS // SIZE
 DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -147,7 +148,7 @@ def test_as_the_reference(world: MPI.Intracomm, flat: allreduce.Topology, case: 
     reference = Reference(kind, steps, **given)
     reference.train(5)
     model = network(seed=RANK)
-    own: dict[str, Any] = {"average": replace(options["average"], every=steps[RANK]), "check_every": 1}
+    own: dict[str, Any] = {"average": replace(options["average"], every=steps[RANK]), "checks": [CheckDivergence(1)]}
     with mirrored(OPTIMIZERS[kind](model.parameters()), model, "ring", topology=flat, **own) as optimizer:
         for step in range(reference.done[RANK]):
             inner_step(model, optimizer, step)
@@ -197,7 +198,7 @@ def test_dtypes_and_compression(
     [
         {"average": LocalSGD(4)},
         {"average": LocalSGD(4, fragments=2, delay=1)},
-        {"average": LocalSGD(4), "check_every": 1},
+        {"average": LocalSGD(4), "checks": [CheckDivergence(1)]},
     ],
     ids=["whole", "fragments", "compared"],
 )
@@ -313,12 +314,14 @@ def test_gradients_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Top
     bad = float("nan") if RANK == SIZE - 1 else 1.0
     options: dict[str, Any] = {"topology": flat, "average": LocalSGD(2)}
     model = network()
-    with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, check_gradients="raise", **options) as optimizer:
+    with mirrored(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, checks=[CheckGradients()], **options
+    ) as optimizer:
         step(model, optimizer, bad)
         text = raised_everywhere(world, NotFiniteError, lambda: step(model, optimizer, 1.0))
         assert f"rank {SIZE - 1} has NaN or infinite gradients in its step 1" in text
     model = network()
-    with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, check_gradients="skip", **options) as optimizer:
+    with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, checks=[SkipNotFinite()], **options) as optimizer:
         for value in (bad, 1.0, 1.0, 1.0):
             step(model, optimizer, value)
         assert optimizer.steps_skipped == (RANK == SIZE - 1)
@@ -330,7 +333,7 @@ def test_gradients_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Top
 def test_replicas_that_differ_after_a_round(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     for answer in ("raise", "copy"):
         model = network()
-        options: dict[str, Any] = {"check_every": 2, "on_divergence": answer, "source": 0}
+        options: dict[str, Any] = {"checks": [CheckDivergence(2, answer, 0)]}
         options["average"] = LocalSGD(2, outer="diloco")
         with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options) as optimizer:
             if RANK == 1:
@@ -366,7 +369,7 @@ def test_a_parameter_whose_memory_was_replaced(world: MPI.Intracomm, flat: allre
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "many fragments": ({"average": LocalSGD(9999, fragments=9999)}, "this model has only"),
-    "no thread": ({"average": LocalSGD(4, delay=1), "overlap": False}, "which overlap=False forbids"),
+    "no thread": ({"average": LocalSGD(4, delay=1), "buckets": Buckets(False)}, "which Buckets(overlap=False) forbids"),
     "sharded": ({"average": LocalSGD(4), "update": "sharded"}, 'use update="replicated"'),
 }
 

@@ -37,7 +37,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     network,
     train,
 )
-from trainers.pytorch import MirroredOptimizer, sharded  # noqa: E402
+from trainers.pytorch import Buckets, MirroredOptimizer, sharded  # noqa: E402
 from trainers.replicas.pytorch import fused, values  # noqa: E402
 
 
@@ -159,7 +159,7 @@ def test_backends(
     model, reference = network(seed=world.rank), network()
     train(reference, OPTIMIZERS["momentum"](reference.parameters()), everything, steps=3)
     plain = OPTIMIZERS["momentum"](model.parameters())
-    options = {"topology": topology_of(shape), "update": update, "overlap": overlap, **SMALL_BUCKETS}
+    options = {"topology": topology_of(shape), "update": update, "buckets": Buckets(overlap, **SMALL_BUCKETS)}
     with mirrored(plain, model, backend, **options) as optimizer:
         train(model, optimizer, mine, steps=3)
         report = optimizer.report()
@@ -223,7 +223,7 @@ def test_mixed_dtypes_and_layouts(world: MPI.Intracomm, flat: allreduce.Topology
     generator = torch.Generator().manual_seed(5)
     x, y = torch.randn(ROWS, 3, 4, 4, generator=generator), torch.randint(0, 3, (ROWS,), generator=generator)
     given = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mirrored(given, model, topology=flat, update=update, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+    with mirrored(given, model, topology=flat, update=update, buckets=Buckets(overlap, **SMALL_BUCKETS)) as optimizer:
         for net, opt, take in ((model, optimizer, mine), (reference, plain, everything)):
             functional.cross_entropy(net(take(x)), take(y)).backward()
             if net is model and update == "replicated":
@@ -451,7 +451,7 @@ def test_backend_of_the_callers(world: MPI.Intracomm, flat: allreduce.Topology) 
     with allreduce.create("ring", flat) as backend:
         for overlap in (False, True):
             model = network()
-            with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, backend, overlap=overlap) as optimizer:
+            with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, backend, buckets=Buckets(overlap)) as optimizer:
                 train(model, optimizer, mine, steps=1)
             assert not backend.closed
         assert optimizer.report().backend == "ring"
@@ -491,7 +491,7 @@ def test_close_gives_the_memory_back(flat: allreduce.Topology, overlap: bool, up
     gc.collect()
     before = _shared_mappings()
     model = network()
-    options = {"topology": flat, "update": update, "overlap": overlap, **SMALL_BUCKETS}
+    options = {"topology": flat, "update": update, "buckets": Buckets(overlap, **SMALL_BUCKETS)}
     optimizer = MirroredOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, "shared", **options)
     assert _shared_mappings() > before
     train(model, optimizer, mine, steps=2)

@@ -36,7 +36,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     train,
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers.pytorch import GradientError, MirroredOptimizer  # noqa: E402
+from trainers.pytorch import Buckets, GradientError, MirroredOptimizer  # noqa: E402
 
 # Rows
 
@@ -54,7 +54,9 @@ def test_rows(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, upd
     """Batches of different size train as one rank does on all rows."""
     model, reference = network(), network()
     train(reference, sgd(reference), everything)
-    with mirrored(sgd(model), model, topology=flat, update=update, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+    with mirrored(
+        sgd(model), model, topology=flat, update=update, buckets=Buckets(overlap, **SMALL_BUCKETS)
+    ) as optimizer:
         for x, y in zip(*data(), strict=True):
             optimizer.rows(len(uneven(x)))
             optimizer.zero_grad()
@@ -165,7 +167,9 @@ def test_rows_end_with_their_average(
     if how == "a backward that raised" and not overlap:
         pytest.skip("nothing was sent, so the others wait for this rank's next backward")
     with contextlib.ExitStack() as stack:
-        optimizer = stack.enter_context(mirrored(sgd(model), model, topology=flat, overlap=overlap, **SMALL_BUCKETS))
+        optimizer = stack.enter_context(
+            mirrored(sgd(model), model, topology=flat, buckets=Buckets(overlap, **SMALL_BUCKETS))
+        )
         if members == 2:
             stack.enter_context(mirrored(sgd(other), other, topology=flat))
         optimizer.rows(-1 if how == "bad rows" else 1 + world.rank)
@@ -209,7 +213,9 @@ def test_join(world: MPI.Intracomm, flat: allreduce.Topology, told: bool, overla
         plain.zero_grad()
         functional.cross_entropy(reference(x[rows]), y[rows]).backward()
         plain.step()
-    with mirrored(sgd(model), model, topology=flat, update=update, overlap=overlap, **SMALL_BUCKETS) as optimizer:
+    with mirrored(
+        sgd(model), model, topology=flat, update=update, buckets=Buckets(overlap, **SMALL_BUCKETS)
+    ) as optimizer:
         for _ in range(1):
             with optimizer.join():
                 for x, y in itertools.islice(zip(*data(2 + SIZE), strict=True), 2 + world.rank):
@@ -247,7 +253,7 @@ def test_join_keeps_what_the_loop_does_besides(world: MPI.Intracomm, flat: allre
 def test_uneven_batches_without_join(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
     """6 batches on rank 0, 5 on the others: an error with a table, and no hang."""
     model = network()
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update, overlap=True)
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update, buckets=Buckets(True))
 
     def loop() -> None:
         for _ in range(6 if world.rank == 0 else 5):

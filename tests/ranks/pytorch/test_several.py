@@ -28,7 +28,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     mine,
     network,
 )
-from trainers.pytorch import MirroredOptimizer  # noqa: E402
+from trainers.pytorch import Buckets, MirroredOptimizer  # noqa: E402
 
 JOBS = "openmpi 1 2"
 
@@ -74,7 +74,7 @@ def trained_as_one(flat: allreduce.Topology, unused: bool) -> list[nn.Module]:
     """Return the result of one optimizer for both models."""
     models = [network(1), network(2)]
     both = nn.ModuleList(models)
-    with MirroredOptimizer(adamw(both), both, topology=flat, overlap=False) as one:
+    with MirroredOptimizer(adamw(both), both, topology=flat, buckets=Buckets(False)) as one:
         train(models, [one], unused)
     return models
 
@@ -88,7 +88,7 @@ def test_two_optimizers_are_as_one(
 ) -> None:
     models = [network(1), network(2)]
     with contextlib.ExitStack() as stack:
-        two = wrapped(stack, models, sharing, flat, update=update, overlap=overlap, **SMALL_BUCKETS)
+        two = wrapped(stack, models, sharing, flat, update=update, buckets=Buckets(overlap, **SMALL_BUCKETS))
         train(models, two, unused)
         for model, reference in zip(models, trained_as_one(flat, unused), strict=True):
             assert_mirrored(world, model)
@@ -103,7 +103,7 @@ def test_a_model_that_is_left_out_gets_its_average_in_the_same_backward(
     """Rank 0 does not use the second model, and steps the first one earlier: no rank waits for its step."""
     models = [network(1), network(2)]
     with contextlib.ExitStack() as stack:
-        optimizers = wrapped(stack, models, "one topology", flat, update=update, overlap=overlap)
+        optimizers = wrapped(stack, models, "one topology", flat, update=update, buckets=Buckets(overlap))
         for _ in range(3):
             used = models[:1] if world.rank == 0 and SIZE > 1 else models
             sum(model[4].bias.sum() for model in used).backward()
@@ -125,7 +125,7 @@ def test_gan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> N
     judge = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 1))
     torch.manual_seed(world.rank)
     with contextlib.ExitStack() as stack:
-        of_generator, of_judge = wrapped(stack, [generator, judge], "own", flat, overlap=overlap)
+        of_generator, of_judge = wrapped(stack, [generator, judge], "own", flat, buckets=Buckets(overlap))
         for _ in range(10):
             of_judge.zero_grad()
             fake = generator(torch.randn(5, 4))

@@ -27,8 +27,9 @@ from trainers import (  # noqa: E402
     Sharded,
     SpareReplicasTrainer,
 )
+from trainers.callbacks import CheckDivergence, CheckGradients  # noqa: E402
 from trainers.errors import ArgumentError, NotFiniteError  # noqa: E402
-from trainers.pytorch import MirroredOptimizer  # noqa: E402
+from trainers.pytorch import Buckets, MirroredOptimizer  # noqa: E402
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="one rank is what the others are compared with")
 both_updates = pytest.mark.parametrize("update", ["replicated", "sharded"])
@@ -111,7 +112,12 @@ def test_trains_as_one_rank(name: str, update: str, flat: Topology) -> None:
     plain = MAKERS[name](model.parameters())
     overlap = (name == "sgd") == (update == "replicated")
     with MirroredOptimizer(
-        plain, model, topology=flat, update=update, overlap=overlap, check_every=1, check_gradients="raise"
+        plain,
+        model,
+        topology=flat,
+        update=update,
+        buckets=Buckets(overlap),
+        checks=[CheckDivergence(1), CheckGradients()],
     ) as optimizer:
         for step in range(STEPS):
             words, targets, mine = batch(step)
@@ -139,7 +145,7 @@ def test_joins(update: str, flat: Topology) -> None:
     """Ranks with fewer batches take part in the others' steps."""
     model = Words()
     with MirroredOptimizer(
-        MAKERS["sgd"](model.parameters()), model, topology=flat, update=update, check_every=RANKS
+        MAKERS["sgd"](model.parameters()), model, topology=flat, update=update, checks=[CheckDivergence(RANKS)]
     ) as optimizer:
         with optimizer.join():
             for step in range(1, 1 + RANK):
@@ -194,7 +200,7 @@ def test_other_gradients(flat: Topology, caplog: pytest.LogCaptureFixture) -> No
 
     model = Words()
     sgd = MAKERS["sgd"](model.parameters())
-    with MirroredOptimizer(sgd, model, topology=flat, check_gradients="raise") as optimizer:
+    with MirroredOptimizer(sgd, model, topology=flat, checks=[CheckGradients()]) as optimizer:
         if RANK == 1:
             with torch.no_grad():
                 model.words.weight.register_hook(lambda grad: grad * float("nan"))

@@ -13,7 +13,7 @@ import allreduce  # noqa: E402
 from allreduce.errors import DisagreementError, OptionError  # noqa: E402
 from tests.ranks.pytorch.trained import OPTIMIZERS, SMALL_BUCKETS, assert_mirrored, mine, mirrored, network, train  # noqa: E402
 from tests.trace_schema import check_trace  # noqa: E402
-from trainers.pytorch import MirroredOptimizer  # noqa: E402
+from trainers.pytorch import Buckets, MirroredOptimizer  # noqa: E402
 
 JOBS = "openmpi 1 2"
 
@@ -33,7 +33,7 @@ def test_what_is_recorded(
     for trace in (path, None):
         model = network()
         plain = OPTIMIZERS["momentum"](model.parameters())
-        options = {"topology": flat, "update": update, "overlap": overlap, "trace": trace, **SMALL_BUCKETS}
+        options = {"topology": flat, "update": update, "trace": trace, "buckets": Buckets(overlap, **SMALL_BUCKETS)}
         with mirrored(plain, model, "auto", **options) as optimizer:
             buckets = len(optimizer.report().buckets)
             train(model, optimizer, mine, steps=STEPS)

@@ -36,7 +36,7 @@ from trainers import (  # noqa: E402
     MirroredTrainer,
     Sharded,
 )
-from trainers.pytorch import GradientError, MirroredOptimizer  # noqa: E402
+from trainers.pytorch import Buckets, GradientError, MirroredOptimizer  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
 
 
@@ -107,7 +107,7 @@ def test_the_bits_of_the_replicated_update(
         pytest.skip("no such topology of so few ranks")
     if backend != "auto" and kind != "muon":
         pytest.skip("once is enough")
-    options = {"topology": topology_of(shape), "overlap": kind == "muon", **SMALL_BUCKETS}
+    options = {"topology": topology_of(shape), "buckets": Buckets(kind == "muon", **SMALL_BUCKETS)}
     results: list[Any] = []
     norms: list[float] = []
     for update in ("replicated", "sharded"):
@@ -145,7 +145,7 @@ def test_the_life_of_a_sharded_muon(world: MPI.Intracomm, flat: allreduce.Topolo
         state: Any = None
         for steps in (slice(0, 2), slice(2, 4)):
             muon, adamw = torch.optim.Muon(matrices(model), lr=0.02), torch.optim.AdamW(rest, lr=0.01, foreach=True)
-            options = {"topology": flat, "update": update, "overlap": False}
+            options = {"topology": flat, "update": update, "buckets": Buckets(False)}
             with mirrored(muon, model, "ring", **options) as first, mirrored(adamw, model, "ring", **options) as second:
                 if state is not None:
                     first.load_state_dict(state[0])

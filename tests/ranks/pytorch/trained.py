@@ -14,7 +14,7 @@ from trainers.pytorch import MirroredOptimizer
 
 SIZE = MPI.COMM_WORLD.size
 ROWS = 60  # divisible by 1 to 5 ranks
-SMALL_BUCKETS = {"first_bucket_mb": 0.001, "bucket_mb": 0.004}
+SMALL_BUCKETS = {"first_mb": 0.001, "mb": 0.004}
 
 several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
 both_updates = pytest.mark.parametrize("update", ["replicated", "sharded"])
