@@ -84,9 +84,9 @@ def why_not(tmp_path_factory: pytest.TempPathFactory) -> str | None:
     return ended.stderr.strip() if ended.returncode == 2 else None
 
 
-@pytest.mark.parametrize(("hosts", "sizes"), [("2x2", (2, 2)), ("3+1", (3, 1))])
-def test_grid(rig: Rig, hosts: str, sizes: tuple[int, ...]) -> None:
-    job = rig(hosts, "10gbit", "--", "python", "-m", "tests.benchmarks.cluster_grid")
+def test_grid(rig: Rig) -> None:
+    sizes = 3, 1
+    job = rig("3+1", "10gbit", "--", "python", "-m", "tests.benchmarks.cluster_grid")
     assert job.returncode == 0, job.stdout + job.stderr
     found = [json.loads(line) for line in job.stdout.splitlines()]
     assert [each["rank"] for each in found] == [0, 1, 2, 3]
@@ -125,6 +125,7 @@ if comm.rank:
 """
 
 
+@pytest.mark.expensive
 def test_links_have_the_rate(rig: Rig) -> None:
     """5 MB at 100 Mb/s take 0.4 s, less what the first burst sends at once; without a limit it would be
     milliseconds."""
@@ -173,6 +174,7 @@ def test_command_keeps_its_arguments_environment_and_status(rig: Rig) -> None:
     assert set(job.stdout.splitlines()) == {f"{words} {launch.ROOT} some thing"}
 
 
+@pytest.mark.expensive
 def test_many_hosts_reach_each_other(rig: Rig) -> None:
     code = "from mpi4py import MPI; import socket; print(MPI.COMM_WORLD.alltoall([socket.gethostname()] * 5))"
     job = rig("5x1", "1gbit", "--", "python", "-c", code)
@@ -201,6 +203,7 @@ def test_the_store_of_a_process_group_listens_on_the_network_of_the_hosts(rig: R
     assert job.stdout == "3.0 10.0.0.1 True\n"
 
 
+@pytest.mark.expensive
 def test_two_rigs_at_once(rig: Rig, tmp_path: Path) -> None:
     command = ["2x1", "1gbit", "--", "python", "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"]
     for process in [start(command, tmp_path), start(command, tmp_path)]:
@@ -241,9 +244,7 @@ def test_a_cut_link_ends_the_job_with_a_word(rig: Rig, tmp_path: Path) -> None:
 SLEEPER = "import time; from mpi4py import MPI; print('up', flush=True); time.sleep(600)"
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
-)
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_signal_takes_everything_down(rig: Rig, tmp_path: Path, sent: signal.Signals, code: int) -> None:
     mark = uuid.uuid4().hex
     process = start(["2x2", "1gbit", "--", "python", "-c", SLEEPER], tmp_path, mark)

