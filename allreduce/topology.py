@@ -282,13 +282,6 @@ class Topology:
         self.apart = True
         abort.contain(self)
 
-    def duplicate(self) -> "Topology":
-        """Return a topology of the same ranks and nodes with its own communicators. Collective.
-
-        For users that create backends or communicators during a call, in any thread.
-        """
-        return self.split(0, self.ranks_per_node)
-
     # Communicators and their users
 
     def agree(self, values: Sequence[int], text: str, error: Exception | None = None) -> None:
@@ -457,7 +450,7 @@ class Topology:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise CopyError(
             "a Topology can't be copied or pickled: its communicators belong to this process. Topology(), or "
-            "`duplicate()` of this one, makes another, on all ranks"
+            "`split(0)` of this one, makes another, on all ranks"
         )
 
     def __enter__(self) -> "Topology":

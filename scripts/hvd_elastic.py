@@ -17,7 +17,6 @@ parser = Parser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--batch-size", type=int, default=16, help="rows of a batch of one rank")
 parser.add_argument("--lr", type=float, default=0.02, help="learning rate for one rank; scaled by the number of ranks")
-parser.add_argument("--compression", default=None, help="of gradients: int8, powersgd:4 ...")
 parser.add_argument("--lose", type=int, default=None, help="a rank that is killed in the second epoch, for a test")
 options = parser.parse_args()
 
@@ -30,7 +29,7 @@ x_train, x_test = (torch.from_numpy((x - data.shift) * data.scale).float() for x
 y_train, y_test = torch.from_numpy(data.y_train), torch.from_numpy(data.y_test)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=options.lr * hvd.size(), momentum=0.9)
-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), options.compression)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 sampler = hvd.elastic.ElasticSampler(x_train)
 
 

@@ -134,12 +134,9 @@ def test_benchmark(mpirun: JobRunner) -> None:
 @pytest.mark.jobs
 def test_a_rank_is_lost(mpirun: JobRunner) -> None:
     """Two of three ranks continue from the last commit with equal parameters, and divide the rest of the epoch."""
-    job = mpirun(
-        3, [SCRIPTS / "hvd_elastic.py", "--epochs", "3", "--lose", "1", "--compression", "int8"], ulfm=True, timeout=240
-    )
+    job = mpirun(3, [SCRIPTS / "hvd_elastic.py", "--epochs", "3", "--lose", "1"], ulfm=True, timeout=240)
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("continues as rank") == 2
-    assert "the error feedback of failed ranks" in job.stderr
     assert "2 ranks: test accuracy 0.9" in job.stdout
 
 

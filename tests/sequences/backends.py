@@ -79,7 +79,9 @@ class Backends(Calls):
                 return made
         if kind == "duplicate" and self.groups:
             base = self.pick(*self.groups)
-            made = Group(kind, self.well("duplicate", base.topology.duplicate), base.ranks)
+            made = Group(
+                kind, self.well("duplicate", lambda: base.topology.split(0, base.topology.ranks_per_node)), base.ranks
+            )
             self.groups.append(made)
             return made
         nodes = {"nodes of 2": 2, "nodes of 1": 1}.get(kind)

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from allreduce.arrays import compression as compressions
-from allreduce.arrays.compression import Given, PowerSGD
 from allreduce.torch_backend.reduce import Reduction, resolve
 from trainers.horovod.errors import ArgumentError, warn_deprecated
 
@@ -82,20 +80,6 @@ def check_reduction(kind: str, op: Op, given: Sequence[torch.Tensor]) -> None:
             reduction(op, dtype)
         except (TypeError, NotImplementedError) as error:
             raise ArgumentError(f"{kind}: {op.name} of {dtype}: {error}") from None
-
-
-def check_compression(kind: str, op: Op, compress: Given, named: bool = False, whole: bool = True) -> None:
-    """Raise ArgumentError unless the backend can compress the tensors of a call so.
-
-    named: they have names. whole: every rank gets whole tensors.
-    """
-    if compress is None:
-        return
-    shown, options = compressions.shown(compress), compressions.parse(compress)
-    if op not in (Op.Average, Op.Sum):
-        raise ArgumentError(f"{kind}: compression={shown} is for op=hvd.Average and hvd.Sum, not hvd.{op.name}")
-    if isinstance(options, PowerSGD) and not whole:
-        raise ArgumentError(f"{kind}: compression={shown} compresses whole matrices: use hvd.allreduce, or int8")
 
 
 def check_factors(kind: str, scales: tuple[Any, Any]) -> tuple[float, float]:

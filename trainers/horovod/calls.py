@@ -12,22 +12,21 @@ from typing import Any
 
 import torch
 
-from allreduce.arrays.compression import Given
 from allreduce.call.announcements import PerRank, Request
 from allreduce.call.queue import Future, Worker
 from allreduce.errors import AllReduceError, OptionError
 from allreduce.topology import Topology
 from allreduce.torch_backend.move import TensorMover
-from allreduce.torch_backend.reduce import COMPRESS_FROM, Options, TensorReducer
+from allreduce.torch_backend.reduce import Options, TensorReducer
 from allreduce.torch_backend.tensors import Streams, readable, writable
 from trainers.horovod import timeline
 from trainers.horovod.arguments import Op, reduction
 from trainers.horovod.errors import ArgumentError, DuplicateNameError, as_internal_error
-from trainers.horovod.feedback import COMPRESSED, Feedback, Scales
 
 __all__ = ["poll", "synchronize"]
 
 Work = Callable[[PerRank], Sequence[Any]]
+Scales = tuple[float, float]  # factors before and after a reduction
 
 FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # in the environment, in bytes, as Horovod has it
 # a call costs as much as copying about 100 KiB; tensors above this limit are reduced without a copy
@@ -52,7 +51,7 @@ class Members:
         fuse_bytes = fusion_bytes()
         self.topology, self.ranks = topology, list(ranks)
         self.rank, self.size = topology.rank, topology.size
-        made = topology.duplicate()  # used by the worker's thread; the main thread uses `topology`
+        made = topology.split(0, topology.ranks_per_node)  # of the worker's thread; the main thread uses `topology`
         self._comm = made.private()
         self.reducer, self.mover = TensorReducer(made, self._comm, Options()), TensorMover(self._comm)
         self.queue = topology.service(Worker).queue(
@@ -222,48 +221,6 @@ class Reducing:
         return self.tensors
 
 
-@dataclass(frozen=True)
-class Compressing:
-    """The work of an allreduce by sum or mean that the backend compresses, in place.
-
-    exact: the same work without compression: for tensors that are not compressed, which are reduced together, and for
-    all of them while a rank has joined, since that rank has no error feedback for them. feedback: the gradients of
-    `parameters` are compressed with it. Without it tensors are compressed if they are long, each on its own.
-    """
-
-    exact: Reducing
-    compress: Given
-    feedback: Feedback | None = None
-    parameters: Sequence[torch.Tensor] = ()
-
-    def __call__(self, per_rank: PerRank) -> Sequence[torch.Tensor]:
-        exact, feedback = self.exact, self.feedback
-        if None in per_rank:
-            return exact(per_rank)
-        reducer, how = exact.members.reducer, reduction(exact.op, torch.float32)
-        rest: list[torch.Tensor] = []
-        if feedback is not None:
-            gradients = dict(zip(self.parameters, exact.tensors, strict=True))
-            rest = [each for parameter, each in gradients.items() if parameter not in feedback]
-            placed = {parameter: each for parameter, each in gradients.items() if parameter in feedback}
-            feedback.reduce(reducer.backend(self.compress), placed, how.op, exact.scales)
-        else:
-            for tensor in exact.tensors:
-                if compresses(tensor):
-                    _scale(tensor, exact.scales[0])
-                    reducer.all_reduce(tensor, replace(how, compress=self.compress))
-                    _scale(tensor, exact.scales[1])
-                else:
-                    rest.append(tensor)
-        replace(exact, tensors=rest)(per_rank)
-        return exact.tensors
-
-
-def compresses(tensor: torch.Tensor) -> bool:
-    """Whether the backend compresses a tensor that is reduced once. Short ones may be losses, counts or flags."""
-    return tensor.dtype in COMPRESSED and tensor.numel() >= COMPRESS_FROM
-
-
 def _scale(tensor: torch.Tensor, factor: float) -> None:
     """Multiply in place; 16-bit floats are multiplied in float32, integers in float64."""
     if factor == 1.0:
@@ -276,15 +233,14 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
         tensor.copy_(tensor.to(wide) * factor)
 
 
-def reduce_scatter(members: Members, tensor: torch.Tensor, op: Op, scales: Scales, compress: Given) -> torch.Tensor:
+def reduce_scatter(members: Members, tensor: torch.Tensor, op: Op, scales: Scales) -> torch.Tensor:
     """This rank's rows of the reduced tensor; the first ranks get one more if they don't divide evenly."""
     source = tensor.clone() if scales[0] != 1.0 else tensor
     _scale(source, scales[0])
     rows, ranks = len(tensor), members.size
     parts = list(source.split([rows // ranks + (rank < rows % ranks) for rank in range(ranks)]))
     output = torch.empty_like(parts[members.rank], memory_format=torch.contiguous_format)
-    how = replace(reduction(op, tensor.dtype), compress=compress if compresses(tensor) else None)
-    members.reducer.reduce_scatter(output, parts, how)
+    members.reducer.reduce_scatter(output, parts, reduction(op, tensor.dtype))
     _scale(output, scales[1])
     return output
 
@@ -315,7 +271,7 @@ def join_proxy(members: Members, same: Any) -> Call:
 
     same: the part of its Request that all ranks share; see `submit_allreduce` in module collectives.
     """
-    _, layouts, op, before, after, _ = same
+    _, layouts, op, before, after = same
     tensors = [
         torch.full(shape, _neutral(Op(op), getattr(torch, dtype)), dtype=getattr(torch, dtype))
         for shape, dtype in layouts

@@ -15,16 +15,13 @@ from typing import Any
 
 import torch
 
-from allreduce.arrays import compression as compressions
-from allreduce.arrays.compression import Given
 from allreduce.call.announcements import Request
 from allreduce.torch_backend.reduce import Reduction, sparse_all_reduce
 from trainers.horovod import arguments, calls, session
 from trainers.horovod.arguments import Op
 from trainers.horovod.calls import submit, synchronize
-from trainers.horovod.compression import Compression, Compressor, by_backend, compressor
+from trainers.horovod.compression import Compression, Compressor, check_compressor
 from trainers.horovod.errors import AdasumError, ArgumentError, as_internal_error
-from trainers.horovod.feedback import Feedback, Scales
 from trainers.horovod.session import ProcessSet, global_process_set
 
 __all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum", "barrier", "join"]
@@ -66,8 +63,7 @@ class Collective:
     """Makes Horovod's functions of one collective: synchronous, asynchronous, grouped, in place.
 
     describe: describe(form, tensor, ...) checks the arguments and submits the call. The functions have its signature
-        and its docstring; those of several tensors take `tensors` instead of `tensor`. `compress` is not a part of the
-        signature: it is what the backend does for `compression`.
+        and its docstring; those of several tensors take `tensors` instead of `tensor`.
     backward: backward(ctx, gradients of the results) -> gradients of the tensors.
     overwrites: see Form. compresses: whether synchronous functions have an argument `compression`, after `name`.
     """
@@ -111,9 +107,8 @@ class Collective:
             if not self._compresses:
                 results: Sequence[torch.Tensor] = self.wait(form, tensors, rest, options)
                 return results if grouped or len(results) > 1 else results[0]
-            compression = compressor(rest.pop(at) if len(rest) > at else options.pop("compression", Compression.none))
-            if (compress := by_backend(compression)) is not None:
-                options["compress"] = compress
+            compression = rest.pop(at) if len(rest) > at else options.pop("compression", Compression.none)
+            check_compressor(compression)
             short, contexts = zip(*map(compression.compress, tensors), strict=True)
             reduced = self.wait(form, short, rest, options)
             results = [compression.decompress(*each) for each in zip(reduced, contexts, strict=True)]
@@ -138,7 +133,6 @@ class Collective:
 
     def _signature(self, form: Form, returns: Any, may_compress: bool = False) -> inspect.Signature:
         _, given, *rest = inspect.signature(self.describe).parameters.values()
-        rest = [each for each in rest if each.name != "compress"]
         annotation = Sequence[torch.Tensor] if form.grouped else torch.Tensor
         parameters = [given.replace(name=form.first, annotation=annotation), *rest]
         if self._compresses and may_compress:
@@ -194,7 +188,6 @@ def _allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-    compress: Given = None,
 ) -> int:
     """Reduce tensors of the same shape and dtype over all ranks.
 
@@ -205,46 +198,20 @@ def _allreduce(
     tensors, how = form.input_tensors(tensor), arguments.operation(op, average)
     arguments.check_reduction(form.kind, how, tensors)
     scales = arguments.check_factors(form.kind, (prescale_factor, postscale_factor))
-    arguments.check_compression(form.kind, how, compress)
-    work = calls.Reducing(members, tensors, how, scales)
-    return submit_allreduce(form, name, work if compress is None else calls.Compressing(work, compress))
-
-
-def submit_allreduce(form: Form, name: str | None, work: calls.Reducing | calls.Compressing) -> int:
-    """Submit an allreduce whose arguments are checked. Returns a handle. Local."""
-    exact, compress = (work, None) if isinstance(work, calls.Reducing) else (work.exact, work.compress)
-    tensors, how, scales = exact.tensors, exact.op, exact.scales
-    sent = "" if compress is None else f", compression={compressions.shown(compress)}"
     alike = f"{tensors[0].dtype} on {tensors[0].device.type}; {how.name}, {scales}"
     request = Request(
-        [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales, sent],
-        None if compress is None else 1,  # the work sees None of ranks that have joined
+        [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales],
         joinable=True,
-        description=f"{arguments.describe(tensors)}; {how.name}, {scales}{sent}",
-        # compressed, the bits of a fused call would depend on timing
-        fusion_key="" if form.grouped or how == Adasum or sent else alike,
+        description=f"{arguments.describe(tensors)}; {how.name}, {scales}",
+        fusion_key="" if form.grouped or how == Adasum else alike,
         nbytes=sum(each.nbytes for each in tensors),
     )
-    return submit(exact.members, form.kind, name, request, tensors, work, form.grouped)
+    work = calls.Reducing(members, tensors, how, scales)
+    return submit(members, form.kind, name, request, tensors, work, form.grouped)
 
 
 def _allreduce_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return ctx.collective.wait(ctx.form, gradients, [], {**ctx.options, "name": None})
-
-
-def average_gradients(
-    gradients: Sequence[torch.Tensor],
-    name: str,
-    op: Op,
-    scales: Scales,
-    process_set: ProcessSet,
-    feedback: Feedback,
-    parameters: Sequence[torch.Tensor],
-) -> int:
-    """Do grouped_allreduce_async_ of the gradients of `parameters`, compressed with error feedback. Local."""
-    form = Form("allreduce", overwrites=True, grouped=True, in_place=True)
-    exact = calls.Reducing(session.members(process_set), form.check_tensors(gradients), op, scales)
-    return submit_allreduce(form, name, calls.Compressing(exact, feedback.compress, feedback, parameters))
 
 
 _ALLREDUCE = Collective(_allreduce, _allreduce_backward, overwrites=True, compresses=True)
@@ -375,7 +342,6 @@ def _reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    compress: Given = None,
 ) -> int:
     """Reduce tensors over all ranks; each rank gets its part of the rows, the first ranks one more if needed."""
     members, tensors = session.members(process_set), form.input_tensors(tensor)
@@ -384,13 +350,11 @@ def _reducescatter(
         raise AdasumError(f"{form.kind} does not support Adasum; use hvd.allreduce")
     arguments.check_reduction(form.kind, how, tensors)
     scales = arguments.check_factors(form.kind, (prescale_factor, postscale_factor))
-    arguments.check_compression(form.kind, how, compress, whole=False)
-    sent = "" if compress is None else f", compression={compressions.shown(compress)}"
-    same = [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales, sent]
-    request = Request(same, description=f"{arguments.describe(tensors)}; {how.name}, {scales}{sent}")
+    same = [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales]
+    request = Request(same, description=f"{arguments.describe(tensors)}; {how.name}, {scales}")
 
     def work(_: Any) -> list[torch.Tensor]:
-        return [calls.reduce_scatter(members, each, how, scales, compress) for each in tensors]
+        return [calls.reduce_scatter(members, each, how, scales) for each in tensors]
 
     return submit(members, form.kind, name, request, tensors, work, form.grouped)
 

@@ -13,10 +13,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from allreduce import notices
 from allreduce.elastic.retry import recover, retry
 from allreduce.topology import Topology
-from trainers.backends import LOST_RESIDUALS
 from trainers.horovod import calls, session
 from trainers.horovod.errors import ArgumentError
 from trainers.horovod.state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -81,8 +79,7 @@ class TorchState:
     """The state that `hvd.elastic.run` restores after a failure: a model, an optimizer and other values, as attributes.
 
     model, optimizer: PyTorch's. others: modules, optimizers and ElasticSamplers are saved by their state_dict; all else
-    (numbers of batches and epochs, lists ...) by value, if broadcast_object can send it. Every rank keeps the error
-    feedback of its own DistributedOptimizer(compression=...).
+    (numbers of batches and epochs, lists ...) by value, if broadcast_object can send it.
     """
 
     def __init__(
@@ -90,7 +87,6 @@ class TorchState:
     ) -> None:
         given = {"model": model, "optimizer": optimizer, **others}
         self._stateful = {name for name, each in given.items() if hasattr(each, "state_dict")}
-        self._compressing = {name for name in self._stateful if hasattr(given[name], "compression_state")}
         self._plain = set(given) - self._stateful
         if clash := {name for name in given if hasattr(type(self), name)}:
             raise ArgumentError(f"TorchState: {', '.join(sorted(clash))} is the name of a method; use another name")
@@ -106,7 +102,6 @@ class TorchState:
     def save(self) -> None:
         """Keep a copy of the state in memory. Local."""
         self._saved = {name: copy.deepcopy(getattr(self, name).state_dict()) for name in self._stateful}
-        self._saved_compression = {name: getattr(self, name).compression_state() for name in self._compressing}
         self._saved_plain = {name: copy.deepcopy(getattr(self, name)) for name in self._plain}
 
     commit = save
@@ -119,8 +114,6 @@ class TorchState:
         """Restore the state that was saved last. Local."""
         for name, state in self._saved.items():
             getattr(self, name).load_state_dict(copy.deepcopy(state))
-        for name, state in self._saved_compression.items():
-            getattr(self, name).load_compression_state(state)
         for name, value in self._saved_plain.items():
             setattr(self, name, copy.deepcopy(value))
 
@@ -144,8 +137,6 @@ class TorchState:
         for name in self._stateful:
             if isinstance(getattr(self, name), ElasticSampler):
                 getattr(self, name).reset()
-        if any(self._saved_compression.values()):
-            notices.once(session.rank(), LOST_RESIDUALS)
         for callback in self._callbacks:
             callback()
 

@@ -4,28 +4,24 @@ A group of gradients is averaged as soon as backward has computed all of them.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-from allreduce.arrays.compression import Given
 from trainers.horovod import session
-from trainers.horovod.arguments import check_compression, check_reduction, operation
+from trainers.horovod.arguments import check_reduction, operation
 from trainers.horovod.calls import fusion_bytes, synchronize
 from trainers.horovod.collectives import (
     Adasum,
     Average,
     Max,
-    average_gradients,
     grouped_allreduce_async_,
     sparse_allreduce_async,
 )
-from trainers.horovod.compression import Compression, Compressor, by_backend, compressor
+from trainers.horovod.compression import Compression, Compressor, check_compressor
 from trainers.horovod.errors import ArgumentError, OrderError, warn_deprecated
-from trainers.horovod.feedback import Feedback
 from trainers.horovod.session import ProcessSet, global_process_set
 
 Group = tuple[torch.Tensor, ...]
@@ -34,7 +30,7 @@ Group = tuple[torch.Tensor, ...]
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: "Iterable[tuple[str, torch.Tensor]] | None" = None,
-    compression: "type[Compressor] | Compressor | Given" = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -47,10 +43,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     named_parameters: model.named_parameters(), with at least the optimizer's parameters. Names are used in errors and
         timelines, and let ranks compute the gradients in different orders.
-    compression: how gradients are sent. Compression.fp16 and bf16 cast them, as Horovod does. Compression.int8, float8
-        and powersgd(rank=4) add the values that they have not sent to the next step's gradients (error feedback); they
-        leave out sparse gradients, and those of other dtypes than float32 and float64, and are for Average and Sum.
-        Also a value of `compress=` of allreduce.create: "powersgd:4", an object of options.
+    compression: how gradients are sent. Compression.fp16 and bf16 cast them, as Horovod does.
     backward_passes_per_step: the number of backward passes whose gradients are summed before they are averaged.
     op: Average, Sum or Adasum. With Adasum every rank updates by its own gradients, and the changes of each parameter
         are combined. Backward averages nothing then, so groups and sparse_as_dense have no effect, and the optimizers'
@@ -129,25 +122,6 @@ class Distributed(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._averaging.add(self.param_groups[-1])
 
-    def compression_state(self) -> dict[str, np.ndarray]:
-        """Return this rank's error feedback, the values that a compression has not sent yet; {} without one. Local.
-
-        It belongs to the training state, and every rank has its own. Call it between steps. The arrays are copies.
-        """
-        return self._averaging.feedback_between_steps("compression_state").state()
-
-    def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Load a result of `compression_state` of an equal optimizer; missing arrays become zero. Local: on all ranks.
-
-        The number of ranks may differ. Raises ArgumentError, and changes nothing, if the state is of another model or
-        compression. Call it between steps.
-        """
-        self._averaging.feedback_between_steps("load_compression_state").load_state(state)
-
-    def reset_compression(self) -> None:
-        """Set the error feedback to zero, as in a new optimizer. Local: call it on all ranks between steps."""
-        self._averaging.feedback_between_steps("reset_compression").reset()
-
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._averaging.begin()
         self._synchronized, self._should_synchronize = False, True
@@ -223,7 +197,7 @@ class Averaging:
         self,
         param_groups: list[dict[str, Any]],
         named_parameters: "Iterable[tuple[str, torch.Tensor]] | None",
-        compression: "type[Compressor] | Compressor | Given",
+        compression: type[Compressor] | Compressor,
         passes: int,
         op: int,
         predivide: float,
@@ -233,17 +207,12 @@ class Averaging:
     ) -> None:
         self.names = names_of(param_groups, named_parameters)
         self.passes = passes
-        self._compression, self._op, self._sparse_as_dense = (
-            compressor(compression),
-            operation(op, None),
-            sparse_as_dense,
-        )
-        self._feedback = Feedback(by_backend(self._compression))
+        check_compressor(compression)
+        self._compression, self._op, self._sparse_as_dense = compression, operation(op, None), sparse_as_dense
         self._scales = (1 / predivide, predivide) if op == Average else (1.0, 1.0)
         self._process_set = process_set
         trained = _trained(param_groups)
         check_reduction("DistributedOptimizer", self._op, trained)
-        check_compression("DistributedOptimizer", self._op, self._feedback.compress, named=True)
         self._active = bool(process_set.included()) and session.size() > 1
         self._groups_given = groups is not None
         self._groups: list[Group] = []
@@ -260,8 +229,6 @@ class Averaging:
 
     def _register(self, trained: list[torch.Tensor], groups: list[Group]) -> None:
         """Average gradients in these groups from now on. Call it between steps."""
-        if self._feedback.compress is not None:
-            self._feedback.add([(self.names[each], each) for group in groups for each in group])
         self._groups += groups
         self._group_of.update((parameter, group) for group in groups for parameter in group)
         self.begin()
@@ -281,12 +248,6 @@ class Averaging:
     def calls(self) -> int:
         """The number of reductions in a step."""
         return len(self._groups)
-
-    def feedback_between_steps(self, method: str) -> Feedback:
-        """Return the error feedback. Raises OrderError while gradients are being averaged."""
-        if self.under_way:
-            raise OrderError(f"optimizer.{method}() comes after loss.backward() and before optimizer.step()")
-        return self._feedback
 
     @property
     def under_way(self) -> bool:
@@ -368,10 +329,6 @@ class Averaging:
                 return
             raise ArgumentError(f"the group of {name} has sparse gradients: give sparse_as_dense=True, or no groups")
         dense = [each.to_dense() if each.is_sparse else each for each in gradients]
-        if self._feedback.compress is not None:
-            handle = average_gradients(dense, name, self._op, self._scales, self._process_set, self._feedback, group)
-            self._handles[group] = handle, [None] * len(group)
-            return
         short, contexts = zip(*map(self._compression.compress, dense), strict=True)
         before, after = self._scales
         # Also for a group of one: fusion depends on timing, so rounding could differ from run to run.

@@ -69,9 +69,9 @@ def test_inside_and_across(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", shapes(SIZE))
-def test_a_duplicate_has_the_same_nodes(shape: str) -> None:
+def test_all_ranks_in_one_part_have_the_same_nodes(shape: str) -> None:
     with allreduce.Topology(ranks_per_node=shapes(SIZE)[shape], timeout=20) as topology:
-        duplicate = topology.duplicate()
+        duplicate = topology.split(0, topology.ranks_per_node)
         assert (duplicate.layout.members, duplicate.rank) == (topology.layout.members, topology.rank)
         assert duplicate.world != topology.world
         with allreduce.create("auto", duplicate) as reduce:
@@ -93,7 +93,7 @@ class _Mixed(MPI.Intracomm):
 
 @pytest.mark.skipif(SIZE < 4, reason="nodes of two ranks each")
 def test_cross_is_in_the_order_of_the_nodes() -> None:
-    with allreduce.Topology(_Mixed(MPI.COMM_WORLD.Dup())) as topology, topology.duplicate() as duplicate:
+    with allreduce.Topology(_Mixed(MPI.COMM_WORLD.Dup())) as topology, topology.split(0) as duplicate:
         for each in (topology, duplicate):
             assert each.node.allgather(each.rank) == ([1, 2] if topology.rank in (1, 2) else [0, *range(3, SIZE)])
             pair = {0: [0, 1], 1: [3, 2]}.get(topology.node_rank, [topology.rank])

@@ -201,7 +201,7 @@ def test_a_dropped_optimizer_whose_topology_was_closed(flat: allreduce.Topology,
     """The next optimizer frees the resources of the dropped one; closing the topology has freed a part of them."""
     model = network(1)
     for _ in range(3):
-        with flat.duplicate() as topology:
+        with flat.split(0) as topology:
             optimizer = MirroredOptimizer(adamw(model), model, topology=topology, update=update)
             model[4].bias.sum().backward()
             optimizer.step()

@@ -37,9 +37,9 @@ def test_backends(flat: allreduce.Topology, name: str, way: str) -> None:
 
 @ways
 def test_topologies(flat: allreduce.Topology, way: str) -> None:
-    with pytest.raises(CopyError, match=r"duplicate\(\)"):
+    with pytest.raises(CopyError, match=r"split\(0\)"):
         WAYS[way](flat)
-    flat.duplicate().close()  # which is the way to copy one
+    flat.split(0).close()  # which is the way to copy one
 
 
 @ways
