@@ -140,9 +140,12 @@ def exact_error(backend: Any, compress: Given) -> str:
     return ""
 
 
-def bind_own(replica: Replica, gradients: Any) -> None:
-    """Bind a replica to these gradients. Its parameters stay where they are, or get memory of their own. Local."""
-    replica.attach(None if replica.keeps_memory else allocate_own(replica), gradients)
+def bind_own(replica: Replica, gradients: Any = None) -> None:
+    """Bind a replica to these gradients, or its own, and its parameters to memory of their own. Local."""
+    replica.attach(
+        None if replica.keeps_memory else allocate_own(replica),
+        allocate_own(replica) if gradients is None else gradients,
+    )
 
 
 def allocate_own(replica: Replica) -> Any:

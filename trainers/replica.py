@@ -5,7 +5,7 @@ import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +52,7 @@ class Replica(ABC):
     device: "cpu" or "cuda", where the gradients are.
     metrics: the names of the values that `gradients` and `evaluate` return; the loss comes first.
     gradient_length, gradient_dtype: of the buffers that `bind` takes.
-    memory: the flat parameters: the array that `bind` got last; None before, and if the replica keeps its own memory.
+    memory: the flat parameters: the array that `bind` got; None if they are in the framework's own arrays.
     keeps_memory: whether the parameters may stay in the framework's memory, because that is faster, where no other rank
         updates them: `bind` then gets None for the parameters, and `arrays` and `put` must be written.
     elementwise: names in `others` of arrays with one number for each parameter, in the order of the parameters.
@@ -124,7 +124,8 @@ class Replica(ABC):
         Both are 1-D, on `device`, of `gradient_length` and `gradient_dtype`: element i of one belongs to element i of
         the other. A framework whose arrays can be views makes them views of both; others copy, see `refresh`. Replicas
         of other ranks may use the same memory: all are equal when they call this, and each updates only its own slice.
-        parameters: None (only with `keeps_memory`): they stay where they are.
+        parameters: None (only with `keeps_memory`): train them in memory of the replica's own; it keeps none that was
+            bound before.
         """
 
     def attach(self, parameters: Any, gradients: Any) -> None:
@@ -133,7 +134,7 @@ class Replica(ABC):
         if isinstance(parameters, np.ndarray) and not type(self).__module__.startswith("trainers."):
             _check_bound(self, parameters, gradients)
         self.bind(parameters, gradients)
-        self.memory = self.memory if parameters is None else parameters
+        self.memory = self.memory if parameters is None else parameters  # for None `bind` has set it
 
     def _check_buffers(self, parameters: Any, gradients: Any) -> None:
         """Raise ArgumentError if a buffer has another shape or dtype than the gradients."""
@@ -289,6 +290,11 @@ class Replica(ABC):
         except Exception as error:  # whatever the model holds
             kind = type(self).__name__
             raise ArgumentError(f"this {kind} can't be copied: {type(error).__name__}: {error}") from error
+
+    def edit(self, change: Callable[[], object]) -> None:
+        """Call `change()`, by which the user changes the model in place, and take the change into the bound memory.
+        By default the model's parameters must be views of that memory."""
+        change()
 
     def refresh(self) -> None:  # noqa: B027, nothing to do where parameters are views
         """Reload the bound parameters into the model, after other replicas have updated their slices."""

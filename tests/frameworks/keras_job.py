@@ -14,6 +14,7 @@ from allreduce import errors
 from tests.frameworks.replica_checks import (
     as_dict,
     as_tuple,
+    check_edits,
     check_inputs,
     check_slices,
     check_training,
@@ -295,6 +296,11 @@ def check_trainers(every: bool) -> None:
     check_training(made, learned, wanted, history, (X[:4], Y[:4]))
     if every:
         check_more_trainers()
+    check_edits(partial(replica, 0, norm=every), halve, topology, X[:50], Y[:50])
+
+
+def halve(replica: KerasReplica) -> None:
+    replica.model.set_weights([each / 2 if each.dtype.kind == "f" else each for each in replica.model.get_weights()])
 
 
 def check_more_trainers() -> None:

@@ -1,13 +1,14 @@
 """Checks that every replica must pass, whatever its framework. For tests, and for the jobs that they start."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce import Topology
-from trainers import CentralStorageTrainer, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from trainers import CentralStorageTrainer, LocalSGD, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.replica import Replica
 from trainers.transforms import average
 
@@ -49,6 +50,24 @@ def check_slices(whole: Replica, first: Replica, second: Replica, x: np.ndarray,
         replica.update()
     np.testing.assert_allclose(first.state()["parameters"], whole.state()["parameters"], rtol=5e-5, atol=1e-6)
     second.update(slice(5, 5))
+    check_own_memory(second, x)
+
+
+def check_own_memory(replica: Replica, x: np.ndarray) -> None:
+    """A replica that is bound to no parameters leaves the memory of a trainer, which other ranks share or which is
+    freed."""
+    memory, slopes, own = np.zeros((3, replica.gradient_length), replica.gradient_dtype)
+    replica.attach(memory, slopes)
+    state, outputs = replica.snapshot({}), replica.predict(x)
+    replica.attach(None, own)
+    memory[:] = slopes[:] = np.nan
+    np.testing.assert_array_equal(replica.predict(x), outputs)
+    for name, array in replica.state().items():
+        np.testing.assert_array_equal(array, state[name])
+    replica.load_state(state)
+    replica.update()
+    assert np.isnan(memory).all() and np.isnan(slopes).all()
+    np.testing.assert_array_equal(replica.arrays()[0], replica.state()["parameters"][: len(replica.arrays()[0])])
 
 
 def check_average(replica: Replica, x: np.ndarray) -> None:
@@ -80,6 +99,29 @@ def check_training(
         np.testing.assert_array_equal(trainer.replica.state()["parameters"], found, err_msg=name)
         trainer.replica.gradients(*batch, 1.0)  # with memory of its own again
         trainer.replica.update()
+
+
+def check_edits(
+    make: Callable[[], Replica], halve: Callable[[Any], object], topology: Topology, x: np.ndarray, y: np.ndarray
+) -> None:
+    """A change of the model by the user takes effect on all ranks. Collective. halve: halves parameters and running
+    statistics of a replica's model."""
+
+    def local(made: Replica, topology: Topology) -> Any:
+        return MirroredTrainer(made, "ring", topology, average=LocalSGD(2))
+
+    for kind in ("mirrored", "sharded", "central", "local"):
+        replica = make()
+        with (STRATEGIES | {"local": local})[kind](replica, topology) as trainer:
+            trainer.fit(x, y, 1, 25, progress=False)
+            before = replica.snapshot({})
+            trainer.edit(partial(halve, replica))
+            after = replica.snapshot({})
+            for name, array in before.items():
+                if name == "parameters" or (name.startswith(("model.", "module.")) and array.dtype.kind == "f"):
+                    np.testing.assert_array_equal(after[name], array / 2, err_msg=f"{kind}: {name}")
+            trainer.fit(x, y, 1, 25, progress=False)
+            assert len(set(trainer.parameters_sha256())) == 1
 
 
 def as_tuple(x: np.ndarray) -> Any:

@@ -171,15 +171,22 @@ class FlatReplica(Replica):
         self._optimizer.learning_rates = list(rates)
 
     def bind(self, parameters: Any, gradients: Any) -> None:
-        """Extend the state of the optimizer and the average to all parameters, and copy these into `parameters`."""
+        """Extend the state of the optimizer and the average to all parameters, and copy these into `parameters`; None:
+        into memory of the replica's own."""
         self._check_buffers(parameters, gradients)
         self._optimizer.extend()
         if self.average is not None:
             self.average.restrict()
-        if parameters is not None:
+        if parameters is None:
+            parameters = self._leave() if self.memory is not None else None
+        else:
             self.read(parameters)
-            self.memory = parameters
-        self._buffer = gradients
+        self.memory, self._buffer = parameters, gradients
+
+    def _leave(self) -> Any:
+        """Copy the parameters out of `memory`. Returns flat memory of the replica's own, or None if the framework's
+        arrays have them."""
+        raise NotImplementedError
 
     @property
     def whole_tensors(self) -> tuple[slice, ...]:

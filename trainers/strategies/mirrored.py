@@ -12,7 +12,7 @@ from allreduce.backend import AllReduce, Config
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, together
-from trainers.backends import LOST_RESIDUALS, allocate_own, backend_for, bind_own, compress_error
+from trainers.backends import LOST_RESIDUALS, backend_for, bind_own, compress_error
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.options.average import AUTO, REPLICATED, SHARDED, Average, Exact, Sharded, choice_error, sharded_of
@@ -169,7 +169,7 @@ class Mirrored(Strategy):
         """Drop the buffer, and bind the replica to memory of its own. Local."""
         if self._core is not None:
             if self.replica.hold.holder is self:
-                bind_own(self.replica, allocate_own(self.replica))
+                bind_own(self.replica)
             self._core.drop()
         self._core = self.measured = None
 
@@ -195,8 +195,10 @@ class Mirrored(Strategy):
         if before is not None:
             before += copy.deepcopy(self.pieces())  # the backups of the changed state overwrite them
         owners.synchronize_state()
-        together(group.comm, lambda: change() if not once or group.topology.node_rank == 0 else None)
+        edits = not once or group.topology.node_rank == 0
+        together(group.comm, lambda: self.replica.edit(change) if edits else None)
         owners.synchronize_state()
+        together(group.comm, self.replica.refresh)
         if once and self.replica.tables:  # tables are not shared: only one rank of each node has changed its own
             mirror(self)
 

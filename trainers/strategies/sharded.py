@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import gpu
 from allreduce.transport.control import together
-from trainers.backends import allocate_own
+from trainers.backends import bind_own
 from trainers.errors import ArgumentError
 from trainers.replica import Slices, as_part, check_divisible, clipped, copied, reserved, slices_of, taken
 from trainers.state.adopt import Piece, to_root
@@ -275,7 +275,7 @@ class SliceOwners(StepOwners):
 
     def _leave(self) -> None:
         """Move the replica's parameters into memory of its own. Local."""
-        self._replica.attach(allocate_own(self._replica), allocate_own(self._replica))
+        bind_own(self._replica)
 
     def _free(self) -> None:
         """Drop the parameters' memory. Local."""

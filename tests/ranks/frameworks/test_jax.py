@@ -21,7 +21,14 @@ import jax.numpy as jnp  # noqa: E402
 import allreduce  # noqa: E402
 import allreduce.jax as ours  # noqa: E402
 from allreduce import errors  # noqa: E402
-from tests.frameworks.replica_checks import as_dict, as_tuple, check_inputs, check_training, check_weights  # noqa: E402
+from tests.frameworks.replica_checks import (  # noqa: E402
+    as_dict,
+    as_tuple,
+    check_edits,
+    check_inputs,
+    check_training,
+    check_weights,
+)
 from trainers import (  # noqa: E402
     EMA,
     Accumulate,
@@ -100,6 +107,16 @@ def test_trainers(flat: allreduce.Topology) -> None:
             epochs = trainer.fit(X, Y, epochs=3, batch_size=16, progress=False)
             assert epochs[-1].loss < epochs[0].loss
             assert trainer.evaluate(X, Y)["loss"] < 2
+
+
+def test_the_user_edits_parameters(flat: allreduce.Topology) -> None:
+    def halve(replica: JaxReplica) -> None:
+        replica.params = jax.tree.map(lambda leaf: leaf / 2, replica.params)
+
+    check_edits(replica, halve, flat, X, Y)
+    made = replica()
+    with pytest.raises(ArgumentError, match="a tree like the one of this JaxReplica"):
+        made.params = {**made.params, "b": np.zeros(6, "float32")}
 
 
 def test_several_inputs_and_weights(flat: allreduce.Topology) -> None:

@@ -12,7 +12,15 @@ from mpi4py import MPI  # noqa: E402
 from torch import nn  # noqa: E402
 
 import allreduce  # noqa: E402
-from tests.frameworks.replica_checks import STRATEGIES, as_dict, as_tuple, check_inputs, check_weights  # noqa: E402
+from tests.frameworks.replica_checks import (  # noqa: E402
+    STRATEGIES,
+    as_dict,
+    as_tuple,
+    check_edits,
+    check_inputs,
+    check_own_memory,
+    check_weights,
+)
 from trainers import CentralStorageTrainer, Exact, Loader, LocalSGD, MirroredTrainer  # noqa: E402
 from trainers.data import Batches  # noqa: E402
 from trainers.errors import ArgumentError, ModelFileError  # noqa: E402
@@ -217,9 +225,11 @@ def test_sharded_batch_norm_and_16_bits(world: MPI.Intracomm, flat: allreduce.To
             assert len(set(means)) == 1
             results.append((history[-1].loss, module[1].running_mean.float(), module[2].weight.detach().float()))
         (loss, mean, weight), (other_loss, other_mean, other_weight) = results
-        assert loss == pytest.approx(other_loss, rel=1e-5)
-        assert torch.allclose(mean, other_mean, atol=1e-6)
-        assert torch.allclose(weight, other_weight, atol=1e-6)
+        # PyTorch rounds the last elements of an array of 16 bits otherwise than the first ones, and slices end elsewhere
+        near = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+        assert loss == pytest.approx(other_loss, rel=10 * near)
+        assert torch.allclose(mean, other_mean, atol=near)
+        assert torch.allclose(weight, other_weight, atol=near)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Whole", "Clipped", "bfloat16"])
@@ -307,6 +317,29 @@ def test_parameters_in_common_are_edited_once_or_refused(flat: allreduce.Topolog
             with pytest.raises(ArgumentError, match=r"edited in place.*trainer\.edit") as caught:
                 trainer.fit(x, y, 1, 20, progress=False)
             assert caught.value.ranks == tuple(range(world.size))
+
+
+def test_running_statistics_are_edited_and_new_memory_is_refused(flat: allreduce.Topology) -> None:
+    def made() -> TorchReplica:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        return TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters()))
+
+    def edit(replica: TorchReplica) -> None:
+        halve(replica.module)
+        for statistic in (replica.module[1].running_mean, replica.module[1].running_var):
+            statistic.mul_(0.5)
+
+    check_edits(made, edit, flat, *data(50))
+
+    def replace(module: nn.Module) -> None:
+        module[0].weight.data = module[0].weight.data * 2
+
+    mine = made()
+    with MirroredTrainer(mine, "shared", flat, update="sharded") as trainer:
+        if flat.size > 1:
+            with pytest.raises(ArgumentError, match=".data was replaced"):
+                trainer.edit(lambda: replace(mine.module))
 
 
 def test_a_callback_saves_a_sharded_model_with_frozen_parameters(flat: allreduce.Topology, tmp_path: Path) -> None:
@@ -433,6 +466,12 @@ def bound_before(module: nn.Module) -> tuple[TorchReplica, np.ndarray]:
     made.attach(None, buffer)
     average.keep(made, 0.5)
     return made, buffer
+
+
+def test_a_replica_leaves_the_memory_of_a_trainer() -> None:
+    module = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+    made = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters()))
+    check_own_memory(made, data(24)[0])
 
 
 def test_the_average_leaves_batch_norm_statistics_after_a_bound_memory() -> None:

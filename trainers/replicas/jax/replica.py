@@ -45,7 +45,7 @@ class JaxReplica(FlatReplica):
         prediction; its outputs are converted to float32 before the loss and the metrics. Parameters, gradients and the
         optimizer stay float32, so a saved model can be loaded with either precision. None: the parameters' dtype.
 
-    Attribute `params`: a copy of the current parameters, as a tree like the one given.
+    Attribute `params`: a copy of the current parameters, as a tree like the one given. Assign a tree to change them.
 
     Floating x and y are converted to the dtype of the parameters. Integers stay integers, of 32 bits unless JAX uses
     64. Each new number of rows is compiled once. Raises ArgumentError.
@@ -85,10 +85,22 @@ class JaxReplica(FlatReplica):
     def params(self) -> Any:
         return jax.tree.map(own, self._tree if self.memory is None else self._layout.cut(self.memory))
 
+    @params.setter
+    def params(self, params: Any) -> None:
+        given = TreeLayout(params)
+        if (given.tree, given.shapes) != (self._layout.tree, self._layout.shapes):
+            raise ArgumentError(f"params must be a tree like the one of this JaxReplica, {self._layout.shapes}")
+        flat = np.empty(self.gradient_length, self._layout.dtype)
+        self._layout.write(jax.tree.leaves(params), flat)
+        self.put((slice(0, self.gradient_length),), flat)
+
     def bind(self, parameters: Any, gradients: Any) -> None:
         super().bind(parameters, gradients)
         if parameters is not None:
             self._tree = None
+
+    def _leave(self) -> None:
+        self._tree = self.params
 
     def arrays(self) -> Sequence[Any]:
         if self.memory is not None:

@@ -74,11 +74,18 @@ class KerasReplica(FlatReplica):
     # Methods of Replica
 
     def bind(self, parameters: Any, gradients: Any) -> None:
-        self._refresh_model()
         super().bind(parameters, gradients)
-        self.memory = parameters  # None: the model alone has the weights, and the user may set them
         if parameters is not None:
             self._store(parameters)
+
+    def _leave(self) -> None:
+        self._refresh_model()  # from now on the model alone has the weights, and the user may set them
+
+    def edit(self, change: Callable[[], object]) -> None:
+        self._refresh_model()
+        change()
+        if self.memory is not None:
+            self._store(self.memory)
 
     def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
         if row_count(x) == 0:

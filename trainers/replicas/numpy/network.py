@@ -116,7 +116,7 @@ class NumpyNetwork(FlatReplica):
         self.features = self.sizes[0]
         self.optimizer = self._optimizer = make_optimizer(optimizer, lr)
         self.gradient_length = self._length(self.sizes, self._names)
-        self.memory = self._xp.asarray(self._initial(init or self._activation.init, seed))
+        self.memory = self._own = self._xp.asarray(self._initial(init or self._activation.init, seed))
         self._values = self._xp.zeros(len(self.metrics))
         self.scale_input(0.0, 1.0)
         self._capacity = -1
@@ -177,9 +177,15 @@ class NumpyNetwork(FlatReplica):
 
     def bind(self, parameters: Any, gradients: Any) -> None:
         super().bind(parameters, gradients)
+        self._own = self._own if self.memory is self._own else None
         self.parameters = self.memory
         self._layers, self._gradient_layers = self._views(self.memory), self._views(gradients)
         self.optimizer.bind(self._xp, self.memory, gradients)
+
+    def _leave(self) -> Any:
+        if self._own is None:
+            self._own = self.memory.copy()
+        return self._own
 
     def redirect(self, buffer: Any, adds: bool = False) -> bool:
         if adds:

@@ -109,6 +109,13 @@ class TorchReplica(FlatReplica):
             self._move_parameters(flat)
         self._use(buffer)
 
+    @torch.no_grad()
+    def _leave(self) -> None:
+        with self._device.ordered_with_cupy():
+            for parameter in self._trained:
+                parameter.data = parameter.data.clone()
+        self._parameters, self._parameter_views = None, []
+
     def redirect(self, buffer: Any, adds: bool = False) -> bool:
         self._adds = adds
         self._views = views(self._tensor(buffer), [*self._trained, *self._statistics])
@@ -186,15 +193,16 @@ class TorchReplica(FlatReplica):
                 return
             if self._parameters is None:
                 raise ArgumentError("call bind(parameters, gradients) before update(part)")
-            if self._replaced():
-                raise ArgumentError(
-                    f"a parameter's .data was replaced, so this {type(self.module).__name__} would no longer be "
-                    "trained: copy into parameters (p.copy_) instead, or create the trainer afterwards"
-                )
+            self._check_replaced()
             statistics = self._statistics_in(part)
             for each in slices_of(statistics):
                 self._parameters[each] = self._buffer[each]
             self._optimizer.step(self._parameters_in(part), self.still)
+
+    def edit(self, change: Callable[[], object]) -> None:
+        change()
+        self._check_replaced()
+        self._store_statistics()
 
     def refresh(self) -> None:
         self._buffers.forget()
@@ -384,6 +392,14 @@ class TorchReplica(FlatReplica):
         self._views = views(self._buffer, [*self._trained, *self._statistics])
         for parameter in self._trained:
             parameter.grad = None  # it is a view of the buffer that was bound before
+
+    def _check_replaced(self) -> None:
+        """Raise ArgumentError if the module no longer has its parameters in the memory of `bind`."""
+        if self._parameters is not None and self._replaced():
+            raise ArgumentError(
+                f"a parameter's .data was replaced, so this {type(self.module).__name__} would no longer be "
+                "trained: copy into parameters (p.copy_) instead, or create the trainer afterwards"
+            )
 
     def _replaced(self) -> bool:
         """Return whether a parameter's .data was replaced since the parameters were bound."""

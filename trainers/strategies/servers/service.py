@@ -207,8 +207,7 @@ class ServerStrategy(Strategy, Owners):
 
     def _unbind_replica(self, state: dict[str, np.ndarray] | None) -> None:
         """Bind the replica to new memory: messages may still use the old. Then load `state`, if given. Local."""
-        self.replica.attach(np.zeros_like(self._parameters), np.zeros_like(self._gradients))
-        bind_own(self.replica, np.zeros_like(self._gradients))  # a framework with memory of its own uses that
+        bind_own(self.replica)
         if state is not None:
             self.replica.load_state(state)
         self._mailbox = self._client = self._shard = None
