@@ -66,7 +66,7 @@ def check_own_memory(replica: Replica, x: np.ndarray) -> None:
         np.testing.assert_array_equal(array, state[name])
     replica.load_state(state)
     replica.update()
-    assert np.isnan(memory).all() and np.isnan(slopes).all()
+    assert np.isnan([memory, slopes]).all()
     np.testing.assert_array_equal(replica.arrays()[0], replica.state()["parameters"][: len(replica.arrays()[0])])
 
 

@@ -225,7 +225,7 @@ def test_sharded_batch_norm_and_16_bits(world: MPI.Intracomm, flat: allreduce.To
             assert len(set(means)) == 1
             results.append((history[-1].loss, module[1].running_mean.float(), module[2].weight.detach().float()))
         (loss, mean, weight), (other_loss, other_mean, other_weight) = results
-        # PyTorch rounds the last elements of an array of 16 bits otherwise than the first ones, and slices end elsewhere
+        # PyTorch rounds the last elements of an array of 16 bits in another way, and slices end elsewhere
         near = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
         assert loss == pytest.approx(other_loss, rel=10 * near)
         assert torch.allclose(mean, other_mean, atol=near)
@@ -338,7 +338,7 @@ def test_running_statistics_are_edited_and_new_memory_is_refused(flat: allreduce
     mine = made()
     with MirroredTrainer(mine, "shared", flat, update="sharded") as trainer:
         if flat.size > 1:
-            with pytest.raises(ArgumentError, match=".data was replaced"):
+            with pytest.raises(ArgumentError, match=r"\.data was replaced"):
                 trainer.edit(lambda: replace(mine.module))
 
 
