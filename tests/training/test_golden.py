@@ -1,0 +1,101 @@
+"""No change of bits goes unseen: the SHA-256 of the parameters of trainings with each owner, transform, average, compression.
+
+tests/training/golden.json has them. A change of the bits is changed there too, by a run with ALLREDUCE_TEST_GOLDEN=write,
+and has a line in the CHANGELOG. The bits also depend on NumPy and the processor: where these differ from those with which the
+file was written, the test is skipped.
+"""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import launch
+from tests.conftest import in_one_job
+
+FILE = Path(__file__).with_name("golden.json")
+RANKS = 3
+CASES = {
+    "ring": "--allreduce ring",
+    "halving_doubling": "--allreduce halving_doubling",
+    "reduce_to_one": "--allreduce reduce_to_one",
+    "hierarchical_copy": "--allreduce hierarchical_copy --ranks-per-node 2",
+    "shared": "--allreduce shared",
+    "sharded": "--allreduce ring --update sharded",
+    "sharded, clipped, averaged": "--allreduce shared --update sharded --clip-norm 0.5 --ema 0.99",
+    "bfloat16": "--allreduce ring --compress bfloat16",
+    "int8": "--allreduce ring --compress int8",
+    "powersgd": "--allreduce ring --compress powersgd",
+    "exact": "--allreduce ring --exact",
+    "exact, micro-batches, clipped": "--allreduce ring --exact --micro-batch 16 --clip-norm 1",
+    "exact, sharded": "--allreduce ring --exact --update sharded",
+    "local": "--allreduce ring --sync-every 5 --clip-norm 1 --schedule linear --warmup-steps 3",
+    "diloco": "--allreduce ring --sync-every 5 --outer-optimizer diloco",
+    "fragments": "--allreduce ring --sync-every 6 --outer-optimizer diloco --fragments 3 --fragment-sync-delay 1",
+    "central": "--strategy central_storage --clip-norm 1",
+    "servers": "--strategy parameter_server --servers 1 --updates sync",
+    "clipped, averaged": "--allreduce ring --clip-norm 0.5 --ema 0.99",
+    "accumulated": "--allreduce ring --accumulate 3",
+    "schedule": "--allreduce ring --schedule cosine --warmup-steps 10",
+    "sgd": "--allreduce ring --optimizer sgd",
+    "momentum, sharded": "--allreduce ring --optimizer momentum --update sharded --clip-norm 1",
+    "balanced": "--allreduce ring --class-weight balanced",
+    "skipped, accumulated": "--allreduce ring --check-gradients skip --clip-norm 1 --accumulate 2",
+}
+
+
+def arithmetic() -> str:
+    """Return the SHA-256 of the processor's vector instructions and of operations whose bits depend on NumPy's version."""
+    random = np.random.default_rng(0)
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    digest = hashlib.sha256(" ".join(sorted(re.findall(r"\b(?:avx|fma|sse)\w*", flags))).encode())
+    for count in (7, 33, 34, 100):
+        rows = random.normal(size=(count, 64)).astype(np.float32)
+        weights = random.normal(size=(64, 32)).astype(np.float32)
+        hidden = rows @ weights
+        for value in (
+            hidden,
+            hidden @ weights.T,
+            rows.T @ hidden,
+            np.exp(hidden / 8),
+            np.log(np.abs(hidden)),
+            hidden.sum(0),
+        ):
+            digest.update(value.tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_trainings_have_the_bits_of_the_file(mpi: str, tmp_path: Path) -> None:
+    golden = json.loads(FILE.read_text())
+    writes = os.environ.get("ALLREDUCE_TEST_GOLDEN") == "write"
+    if golden["arithmetic"] != arithmetic() and not writes:
+        pytest.skip("NumPy or this processor gives other bits than those with which golden.json was written")
+    lines = [
+        (
+            "trainers.cli.main",
+            ["--data", "digits", "--epochs", "5", *line.split(), "--json", f"{number}.json"],
+            str(tmp_path),
+        )
+        for number, line in enumerate(CASES.values())
+    ]
+    outcomes = in_one_job(RANKS, lines, tmp_path, mpi=mpi, timeout=170)
+    failed = [
+        (case, ranks[0]["stderr"])
+        for case, ranks in zip(CASES, outcomes, strict=True)
+        if ranks[0]["code"] not in (0, None)
+    ]
+    assert failed == []
+    found = {}
+    for number, case in enumerate(CASES):
+        digests = json.loads((tmp_path / f"{number}.json").read_text())["parameters_sha256"]
+        assert len(set(digests)) == 1, case
+        found[case] = digests[0]
+    if writes:
+        FILE.write_text(json.dumps({"arithmetic": arithmetic(), "parameters": found}, indent=1) + "\n")
+    assert found == json.loads(FILE.read_text())["parameters"]
