@@ -1,8 +1,7 @@
-"""No change of bits goes unseen: the SHA-256 of the parameters of trainings with each owner, transform, average, compression.
+"""No change of bits goes unseen: the SHA-256 of the parameters of trainings by each owner, transform and compression.
 
-tests/training/golden.json has them. A change of the bits is changed there too, by a run with ALLREDUCE_TEST_GOLDEN=write,
-and has a line in the CHANGELOG. The bits also depend on NumPy and the processor: where these differ from those with which the
-file was written, the test is skipped.
+A change of the bits is changed in golden.json too, by a run with ALLREDUCE_TEST_GOLDEN=write, and has a line in the
+CHANGELOG. The bits also depend on NumPy and the processor: with others than those of the file, the test is skipped.
 """
 
 import hashlib
@@ -49,7 +48,7 @@ CASES = {
 
 
 def arithmetic() -> str:
-    """Return the SHA-256 of the processor's vector instructions and of operations whose bits depend on NumPy's version."""
+    """Return the SHA-256 of the processor's vector instructions and of operations of NumPy."""
     random = np.random.default_rng(0)
     flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
     digest = hashlib.sha256(" ".join(sorted(re.findall(r"\b(?:avx|fma|sse)\w*", flags))).encode())
