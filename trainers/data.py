@@ -650,7 +650,6 @@ class Batches(BatchSource):
         found: dict[str, Any] = {"rows": self._count, "batch_size": self.batch_size}
         found |= {"seed": int(self._seed), "shuffle": bool(self._shuffle)}
         found["class_weight"] = None if self._weigh is None else str(self._weigh)
-        found["workers"] = None  # "given" in checkpoints of former versions, whose processes drew other random numbers
         return found if self._micro_batch is None else found | {"micro_batch": int(self._micro_batch)}
 
     def __str__(self) -> str:

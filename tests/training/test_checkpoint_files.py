@@ -52,6 +52,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert os.stat(path).st_mode & 0o777 == 0o666 & ~_umask()
 
 
+def test_a_former_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as former:
+        former.setattr(checkpoint, "FORMAT", 1)
+        written(tmp_path, 7)
+    with pytest.raises(
+        CheckpointError, match=r"has format 1, and this version reads format 2: resume with the version"
+    ):
+        checkpoint.newest(str(tmp_path))
+
+
 def _umask() -> int:
     umask = os.umask(0)
     os.umask(umask)

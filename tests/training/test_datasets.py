@@ -238,7 +238,10 @@ def test_classes_are_told_with_their_rows(tmp_path: Path) -> None:
     [
         ([("yes", 59), ("Yes", 1), ("no", 60)], "the classes 'Yes' (1 row) and 'yes' (59 rows) differ only in case or"),
         ([("ice cream", 9), ("icecream", 9)], "the classes 'ice cream' (9 rows) and 'icecream' (9 rows) differ only"),
-        ([("setosa", 50), ("setsoa", 2), ("virginica", 50)], "the class 'setsoa' (2 rows): is it a mistyped 'setosa'?"),
+        (
+            [("setosa", 50), ("setsoa", 2), ("virginica", 50)],
+            "the class 'setsoa' (2 rows) is too small to train and to test",
+        ),
         ([("cat", 50), ("dog", 50), ("emu", 4)], "the class 'emu' (4 rows) is too small to train and to test"),
         ([("a", 3), ("b", 1)], "the classes 'a' (3 rows), 'b' (1 row) are too small to train and to test"),
         ([("1", 50), ("3", 50)], "no row has the label 0, 2; labels are class numbers, which count from 0"),

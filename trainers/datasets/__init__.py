@@ -5,9 +5,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainers.datasets import archive, dataset, idx, table
+from trainers.datasets import dataset, idx, table
 from trainers.datasets.columns import Columns
 from trainers.datasets.dataset import Dataset
+from trainers.datasets.files import read_archive
 from trainers.datasets.learning import Choices
 from trainers.datasets.rows import is_table
 from trainers.datasets.shards import Shards, is_pattern
@@ -47,7 +48,8 @@ def load(
         raise DataError(f"{source}: a pattern of several files is for trainers.load_shards, and for --data")
     check_source(source)
     if source.endswith(".npz"):
-        return dataset.make(source, *_pairs(archive.read(source)))
+        arrays = iter(read_archive(source))
+        return dataset.make(source, *zip(arrays, arrays, strict=True))
     if choices is not None or columns is not None:
         return _table(source, choices, columns)
     if source.endswith((".csv", ".csv.gz")):
@@ -96,10 +98,6 @@ def _table(source: str, choices: Choices | None, columns: Columns | None) -> Dat
     (x, y), (x_test, y_test) = whole.train.rows(0), whole.test.rows(0)
     assert whole.columns is not None
     return Dataset(source, x, y, x_test, y_test, whole.classes, 0.0, 1.0, whole.columns)
-
-
-def _pairs(arrays: Sequence) -> Sequence[tuple]:
-    return [(arrays[place], arrays[place + 1]) for place in range(0, len(arrays), 2)]
 
 
 def _nowhere(source: str) -> str:

@@ -1,6 +1,5 @@
 """A data set: how it is split, checked and scaled."""
 
-import difflib
 import unicodedata
 from dataclasses import dataclass
 
@@ -84,20 +83,12 @@ class Dataset:
         return [group for group in groups.values() if len(group) > 1]
 
     def _small(self, skipped: set[int], rows: list[int], quoted: list[str]) -> list[str]:
-        """Return a sentence for each small class that may be a typo, and one for all others. skipped: not mentioned."""
-        small = [number for number, count in enumerate(rows) if 0 < count < FEW_ROWS and number not in skipped]
-        named = self.classes != numbers(len(self.classes))
-        large = [_short(self.classes[number]) for number in np.argsort(rows)[-MOST_SHOWN:] if rows[number] >= FEW_ROWS]
-        near = {  # only for the first few: if most classes are small, none is a typo
-            number: found[0]
-            for number in small[:MOST_WARNED]
-            if (found := difflib.get_close_matches(_short(self.classes[number]), large if named else [], n=1))
-        }
-        texts = [f"the class {quoted[number]}: is it a mistyped {name!r}?" for number, name in near.items()]
-        if others := [quoted[number] for number in small if number not in near]:
-            these = f"the class {_listed(others)} is" if len(others) == 1 else f"the classes {_listed(others)} are"
-            texts.append(f"{these} too small to train and to test (fewer than {FEW_ROWS} rows)")
-        return texts
+        """Return a sentence about all small classes, if there are any. skipped: not mentioned."""
+        small = [quoted[number] for number, count in enumerate(rows) if 0 < count < FEW_ROWS and number not in skipped]
+        if not small:
+            return []
+        these = f"the class {_listed(small)} is" if len(small) == 1 else f"the classes {_listed(small)} are"
+        return [f"{these} too small to train and to test (fewer than {FEW_ROWS} rows)"]
 
 
 def _short(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Reading files, gzipped or not, with errors that name the file."""
+"""Reading files, gzipped or not, and archives of arrays, with errors that name the file."""
 
 import gzip
 import io
@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
+import numpy as np
+
 from trainers.errors import DataError
 from trainers.files import model_file
 
 GZIP = b"\x1f\x8b"
+ARRAYS = ("x_train", "y_train", "x_test", "y_test"), ("x", "y")  # the names of an archive's arrays
 
 
 @contextmanager
@@ -68,3 +71,21 @@ def remaining(file: IO[bytes], enough: int) -> int:
 def too_large_error(path: str, most: int) -> DataError:
     """Return the error about a compressed file that holds more than `most` bytes."""
     return DataError(f"{path} unpacks to more than {most} bytes, too many for its size; unpack it yourself to use it")
+
+
+def read_archive(path: str) -> list[np.ndarray]:
+    """Return the arrays x_train, y_train, x_test, y_test, or x and y, of an .npz archive. Arrays of Python objects
+    raise DataError: reading them would run code from the file."""
+
+    def refusal(error: Exception) -> DataError:
+        return DataError(f"{path} is not an .npz archive of numbers, or is damaged: {error}")
+
+    with seekable(path) as (file, size), model_file.open_archive(file, size, refusal) as archive:
+        names = next((names for names in ARRAYS if set(names) <= set(archive.names)), None)
+        if names is None:
+            held, expected = (
+                ", ".join(archive.names) or "nothing",
+                f"{', '.join(ARRAYS[0])}, or {' and '.join(ARRAYS[1])}",
+            )
+            raise DataError(f"{path} holds {held}; expected {expected}")
+        return [archive[name] for name in names]

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainers.datasets import archive, dataset, learning
+from trainers.datasets import dataset, learning
 from trainers.datasets.columns import Columns
+from trainers.datasets.files import read_archive
 from trainers.datasets.learning import Choices, Exchange, Moments, Rows, alone, merged
 from trainers.datasets.rows import TableFile, is_table
 from trainers.errors import DataError
@@ -204,7 +205,7 @@ def _size(path: str) -> int:
 
 
 def _archived(path: str) -> Rows:
-    arrays = archive.read(path)
+    arrays = read_archive(path)
     if len(arrays) == 2 and len(arrays[0]) == len(arrays[1]) == 0 and arrays[0].ndim:
         x, y = arrays[0].reshape(0, 0), arrays[1].astype(np.int64)
         return Rows(x, y, x, y)

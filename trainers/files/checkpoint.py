@@ -27,7 +27,7 @@ from trainers.files.model_file import CHECKPOINT, HEADER, check_numbers, header_
 
 log = logging.getLogger("trainers")
 
-FORMAT = 1
+FORMAT = 2  # 1: random states in another form
 LOCAL, MEASURED, SHARED = f"{CHECKPOINT}.rank", f"{CHECKPOINT}.measured", f"{CHECKPOINT}.shared."
 NAME = re.compile(r"checkpoint-(\d{8,18})\.npz")
 TEMPORARY = re.compile(r"\.(checkpoint-\d{8,18}|best)\.npz\.[0-9a-f]{8}")  # of a killed writer; see `replacing`
@@ -175,7 +175,10 @@ def read(path: str) -> Saved:
     with file, model_file.open_archive(file, model_file.size(file), damaged) as archive:
         header = json.loads(str(archive[CHECKPOINT]))
         if header["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {header['format']}, and this version reads format {FORMAT}")
+            raise CheckpointError(
+                f"{path} has format {header['format']}, and this version reads format {FORMAT}: resume with the "
+                "version that wrote it, or train again in another folder"
+            )
         sums = archive.checksums
         del sums[CHECKPOINT]
         if sums != header["checksums"]:

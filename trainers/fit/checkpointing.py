@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 import os
-import random
 import re
 import shutil
 import tempfile
@@ -31,6 +30,7 @@ from trainers.errors import ArgumentError, CheckpointError, ModelFileError, Unus
 from trainers.files import checkpoint as files
 from trainers.files import model_file
 from trainers.files.checkpoint import Progress, Saved
+from trainers.files.values import decode, encode
 from trainers.group import is_valid_layout, layout
 from trainers.replica import Replica, columns_of
 from trainers.state.adopt import RATES, adopt_whole
@@ -66,7 +66,6 @@ class Checkpoint:
     same_data: whether a resumed training must have the same rows in the same order; some rows are compared. False:
         other rows are accepted, as many as before; and loaders with rows="divided" on another number of ranks, also in
         the middle of their rows.
-    other_ranks: whether other ranks are expected to continue the training, so that there is no warning about it.
 
     Random numbers that a data set or a loader draws (from Python, NumPy or the framework) continue exactly only with
     prefetch=False: batches that a thread fetches ahead have drawn theirs before the state is saved.
@@ -80,15 +79,13 @@ class Checkpoint:
     best: str = ""
     mode: str = "auto"
     same_data: bool = True
-    other_ranks: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder) or "\0" in str(self.folder):
             raise ArgumentError(f"Checkpoint({self.folder!r}): give the name of a folder")
         object.__setattr__(self, "folder", os.fspath(self.folder))
         period(self.every)
-        flags = (flag_error(f"Checkpoint: {name}", getattr(self, name)) for name in ("same_data", "other_ranks"))
-        require(integer_error("Checkpoint: keep", self.keep, 1), *flags)
+        require(integer_error("Checkpoint: keep", self.keep, 1), flag_error("Checkpoint: same_data", self.same_data))
         if self.mode not in MODES or not isinstance(self.best, str):
             raise ArgumentError(
                 f"Checkpoint(best={self.best!r}, mode={self.mode!r}): give a name in the history, and one of "
@@ -131,7 +128,7 @@ class Saver:
     ) -> None:
         self._strategy, self._group = strategy, strategy.group
         self._folder, self._keep = os.path.abspath(checkpoint.folder), checkpoint.keep
-        self._resumes, self._other_ranks = resume, checkpoint.other_ranks
+        self._resumes = resume
         self._count, self._unit = period(checkpoint.every)
         self._watched = VALIDATED + checkpoint.best[4:] if checkpoint.best.startswith(VALIDATION) else checkpoint.best
         self._sign = 1 if checkpoint.lowest_is_best else -1
@@ -221,8 +218,7 @@ class Saver:
         if progress.step and not strategy.synchronous:
             text = f"{path} is of the middle of an epoch, and a {strategy.name} resumes from the end of one"
             raise UnusableError(text)
-        if not self._other_ranks:
-            self._warn_of_other_ranks(path, progress)
+        self._warn_of_other_ranks(path, progress)
 
     def _warn_of_other_ranks(self, path: str, progress: Progress) -> None:
         ranks = self._group.size
@@ -361,9 +357,10 @@ class Saver:
         Raises the error of the previous checkpoint (a full disk, for example) on all ranks.
         """
         progress = self._described(progress)
-        self._strategy.end_round()
+        owners = self._strategy.owners
         packed, watching = together(self._group.comm, partial(self._finish_and_pack, callbacks, progress))
-        state = self._strategy.owners.snapshot(self._memory, self._chief)
+        with owners.whole():
+            state, shared = owners.snapshot(self._memory, self._chief), owners.shared_state()
         gathered = bytes_to_root(self._group.comm, packed, "collect the ranks' parts of a checkpoint")
         self._written, self._since = progress.total, time.monotonic()
 
@@ -371,7 +368,6 @@ class Saver:
             replica = self._strategy.replica
             local = [model_file.unpack(each) for each in gathered]
             local[0] |= watching  # not packed: it may be large, and does not change
-            shared = self._strategy.owners.shared_state()
             saved = Saved(type(replica).__name__, replica.saved_config(), state, progress, local, shared)
             self._writing = self._writer.submit(self._write, saved, best)
 
@@ -524,27 +520,15 @@ def _described(name: str, shape: Any) -> str:
     return f"{name} of shape {tuple(shape)}"
 
 
-PYTHON, NUMPY = "random.python", "random.numpy"
+RANDOM = "random"
 
 
 def random_state() -> dict[str, np.ndarray]:
-    """Return the states of Python's and NumPy's global random generators as arrays."""
-    version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        PYTHON: np.array([version, *words], np.int64),
-        f"{PYTHON}.gauss": np.array([] if gauss is None else [gauss]),
-        NUMPY: np.array([position, has_gauss, *keys], np.int64),
-        f"{NUMPY}.gauss": np.array([cached]),
-    }
+    """Return the states of Python's and NumPy's global random generators, as an array."""
+    return {RANDOM: encode(data.generator_states()[:2])}
 
 
 def load_random_state(state: dict[str, np.ndarray]) -> None:
     """Load a result of `random_state` into the global random generators. Raises KeyError, TypeError, ValueError or
     OverflowError for anything else."""
-    version, *words = state[PYTHON].tolist()
-    gauss = state[f"{PYTHON}.gauss"].tolist()
-    position, has_gauss, *keys = state[NUMPY].tolist()
-    (cached,) = state[f"{NUMPY}.gauss"].tolist()
-    of_numpy = "MT19937", np.array(keys, np.uint32), position, has_gauss, cached
-    data.load_generator_states(((version, tuple(words), gauss[0] if gauss else None), of_numpy, None))
+    data.load_generator_states((*decode(state[RANDOM]), None))

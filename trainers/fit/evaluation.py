@@ -60,16 +60,6 @@ def evaluate_rows(
     return np.array(sums, np.float64).reshape(-1, len(replica.metrics) + 1)
 
 
-class Evaluated(NamedTuple):
-    """A rank's part of an evaluation: sums of `evaluate_rows`, (terms, metrics + 1). Of a loader: the batches and the
-    rows that the rank has read, and a checksum of them if all ranks read the same."""
-
-    terms: np.ndarray
-    batches: int = 0
-    rows: int = 0
-    sum: int = 0
-
-
 class Evaluation(NamedTuple):
     """The rows of an evaluation, which can be evaluated any number of times.
 
@@ -92,17 +82,17 @@ class Evaluation(NamedTuple):
             return terms, -(-len(rows) // EXACT_ROWS), len(rows)
         have = all_values(comm, self.loader is not None, "learn which ranks have a loader")
         ranks, rank = (1, 0) if self.divided else (sum(have), sum(have[: group.rank]))
-        found = together(comm, lambda: self._read(replica, ranks, rank, exact))
-        own = None if self.loader is None else [found.batches, found.rows, found.sum]
-        read = all_values(comm, [own, len(found.terms)], "learn the rows of an evaluation")
+        own, terms = together(comm, lambda: self._read(replica, ranks, rank, exact))
+        read = all_values(comm, [own, len(terms)], "learn the rows of an evaluation")
         count = together(comm, lambda: rows_of_loaders([each for each, _ in read], self.divided))
-        return found.terms, sum(terms for _, terms in read), count
+        return terms, sum(number for _, number in read), count
 
-    def _read(self, replica: Replica, ranks: int, rank: int, exact: bool) -> Evaluated:
-        """Evaluate the chunk of `rank` of every batch of the loader. Local."""
+    def _read(self, replica: Replica, ranks: int, rank: int, exact: bool) -> tuple[list[int] | None, np.ndarray]:
+        """Evaluate the chunk of `rank` of every batch of the loader. Returns its batches, rows and checksum (None if
+        there is no loader, 0 if each rank has other rows), and the terms. Local."""
         terms, batches, rows, total = np.empty((0, len(replica.metrics) + 1)), 0, 0, 0
         if self.loader is None:
-            return Evaluated(terms)
+            return None, terms
         reader, limit = Reader(self.loader, self.collate), self.steps
         try:
             while limit is None or batches < limit:
@@ -117,7 +107,7 @@ class Evaluation(NamedTuple):
                 total = checksum(data, total) if ranks > 1 else 0
         finally:
             reader.stop()
-        return Evaluated(terms, batches, rows, total)
+        return [batches, rows, total], terms
 
 
 def rows_of_loaders(read: Sequence[Any], divided: bool) -> int:

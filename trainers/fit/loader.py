@@ -74,8 +74,8 @@ class LoaderBatches(BatchSource):
         self._taken = 0  # batches taken since the loader's first pass began, or with no limit since the last one
         self._epoch, self._start = 0, 0  # the epoch, and the steps before it
         self._read = 0  # the number of the epoch's batches that were read; -1 if `begin` goes to the right batch
-        self._kept: dict[int, Data | None] = {}  # the last batches, by their step
-        self._places: dict[int, Place] = {}  # of the kept batches, by their step, if `saves`
+        # the last batches by their step, None after the end, each with its place if `saves`
+        self._kept: dict[int, tuple[Data | None, Place | None]] = {}
         self._seen: dict[int, tuple[int, int]] = {}  # by step: rows and checksum of this rank's batch; 0 at the end
         self._told: dict[tuple[int, int], Place] = {}  # the last places that were told, by epoch and step
         self._target: Place | None = None  # the place to which `begin` goes
@@ -157,7 +157,7 @@ class LoaderBatches(BatchSource):
         if epoch == self._epoch + 1:
             nowhere = self._read < 0  # this rank has joined after the last batch of the epoch before
             self._start, self._epoch, self._read = self.total(epoch, 0), epoch, 0
-            self._forget()
+            self._kept.clear()
             self._sizes = []
             self._seen.clear()
             if self.limit is None and not self._reader.once:
@@ -230,25 +230,19 @@ class LoaderBatches(BatchSource):
             self._go_to(self._epoch, step)
         while self._read <= step:
             number = self._read
-            if self._saves:
-                self._places[number] = self._reader.tell()
+            place = self._reader.tell() if self._saves else None
             within = self.limit is None or number < self.limit
             data = self._take(f"batch {number + 1} of epoch {self._epoch + 1}") if within else None
             sum = 0 if self._divided or data is None else checksum(data)
-            self._kept[number], self._seen[number] = data, (0 if data is None else row_count(data), sum)
+            self._kept[number], self._seen[number] = (data, place), (0 if data is None else row_count(data), sum)
             self._kept.pop(number - KEPT, None)
-            self._places.pop(number - KEPT, None)
             self._read += 1
-        return self._kept[step]
+        return self._kept[step][0]
 
     def _take(self, where: str) -> Data | None:
         data = self._reader.read(where, again=self.limit is not None)
         self._taken += data is not None
         return data
-
-    def _forget(self) -> None:
-        self._kept.clear()
-        self._places.clear()
 
     # Places
 
@@ -266,7 +260,7 @@ class LoaderBatches(BatchSource):
 
     def _place_of(self, epoch: int, step: int) -> Place | None:
         """Return the place of a step; None if this rank has read on, in a round of local SGD that a failure ended."""
-        place = self._target or (self._places.get(step) if epoch == self._epoch else None)
+        place = self._target or (self._kept.get(step, (None, None))[1] if epoch == self._epoch else None)
         if place is None:  # its batch has not been read
             return None if epoch == self._epoch and step != self._read else self._reader.tell()
         return place._replace(now=generator_states()) if self._reader.keeps_generators else place
@@ -294,7 +288,7 @@ class LoaderBatches(BatchSource):
         elif target.skip if target is not None else not self._idle and (step or (total and self.limit)):
             self.how_resumed = "the loaders are read again up to there"
         if target is not None or (self._epoch, epoch, step) != (0, 0, 0) or self._read > 1:
-            self._forget()
+            self._kept.clear()
             self._read = -1
         self._epoch, self._start = epoch, total - step
         self._seen.clear()
@@ -303,7 +297,7 @@ class LoaderBatches(BatchSource):
     def _go_to(self, epoch: int, step: int) -> None:
         """Go to batch `step` of an epoch: to its place in the checkpoint, or by reading the loader again. Raises
         DataError or CheckpointError."""
-        self._forget()
+        self._kept.clear()
         self._epoch, self._read = epoch, step
         target, self._target = self._target, None
         if self._idle:

@@ -429,7 +429,7 @@ class Fit:
     def _compute(self, shares: Iterator[Batch]) -> None:
         strategy = self.strategy
         with strategy.clock.span("data"):
-            batch = self._fetch(shares)
+            batch = self.check_batch(next(shares))
             self._share = batch.share
         with strategy.clock.span("compute"):
             strategy.core.compute(batch)
@@ -457,9 +457,6 @@ class Fit:
         if unusable:
             replica.undo()
         return unusable
-
-    def _fetch(self, shares: Iterator[Batch]) -> Batch:
-        return self.check_batch(next(shares))
 
     def check_batch(self, batch: Batch) -> Batch:
         """Return `batch` if the replica accepts it; raises ArgumentError otherwise."""
@@ -590,7 +587,7 @@ class Fit:
                 log.warning("trainers: no checkpoint is written in the middle of epoch %d: %s", number + 1, NO_RESUME)
             return
         if stage == STEPS and 0 < step < self.batches.steps:
-            self._save_here(number, step)
+            self._save(number, step)
         elif stage == STEPS and not step:
             self._save(number)
         else:
@@ -599,16 +596,14 @@ class Fit:
                 self._save(number + 1)
         saver.finish()
 
-    def _save_here(self, number: int, step: int) -> None:
-        self.meter.check_loss()
-        self._save(number, step)
-
     def _save(self, number: int, step: int = 0, best: bool = False) -> None:
         """Write a checkpoint after `step` steps of an epoch, with the learning rates from before the fit.
 
         Collective.
         """
         assert self.saver is not None
+        if step:
+            self.meter.check_loss()
         self.strategy.rule.end_step()
         progress = self.snapshot(number, step)
         if step:
@@ -620,7 +615,7 @@ class Fit:
         assert self.saver is not None
         asked, self._asked = self._asked, False
         if self.stopped or self.saver.due(self.batches.total(number, step), asked):
-            self._save_here(number, step)
+            self._save(number, step)
 
     @property
     def _cut_short(self) -> bool:

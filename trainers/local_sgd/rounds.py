@@ -8,7 +8,8 @@
 `trainers.options.average` names the papers. Nothing here knows a framework: arrays are of NumPy or CuPy, or tensors.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from trainers.options.average import AVERAGE, LocalSGD, OuterSGD
 
 BLOCK = 1 << 16  # elements that an outer step updates at a time: its arrays fit the cache
 COUNT = "count the inner steps of a round"
+NUMBERS = "numbers"  # the entry of a state that holds its counts
 
 
 class Waitable(Protocol):
@@ -254,6 +256,46 @@ class Rounds:
 
     # State
 
+    def state(self) -> dict[str, np.ndarray]:
+        """Return a copy of this rank's part of a round that has begun, for `load_state`; {} if none has. Waits for an
+        average that has begun. Collective."""
+        if not self.begun:
+            return {}
+        flight = self._flight
+        if flight is not None:
+            flight.future.wait()
+            self._flight = flight._replace(future=Done(lambda: None))
+        numbers = [self._position, self._next, self.done, self.steps, -1 if flight is None else flight.weights[0]]
+        numbers += [number for fragment in self.fragments for number in (fragment.weight, fragment.total)]
+        arrays = self._arrays_by_name()
+        if flight is None:
+            del arrays["delta"]
+        copies = {name: np.array(on_host(array)) for name, array in arrays.items()}
+        return copies | {NUMBERS: np.array([self._digest, *numbers], np.float64)}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Go on in the middle of a round, whose `state` is of this rank; do nothing if it is of other options. Local.
+        Raises KeyError or ValueError."""
+        digest, position, following, done, steps, flies, *of_fragments = state[NUMBERS].tolist()
+        if digest != self._digest:
+            return
+        for name, array in self._arrays_by_name().items():
+            if name != "delta" or flies >= 0:
+                array[...] = state[name]
+        self._position, self._next, self.done, self.steps = int(position), int(following), int(done), steps
+        for number, fragment in enumerate(self.fragments):
+            fragment.weight, fragment.total = of_fragments[2 * number : 2 * number + 2]
+        self._flight = Flight([self.fragments[self._next]], [flies], Done(lambda: None)) if flies >= 0 else None
+        self.begun = True
+
+    def _arrays_by_name(self) -> dict[str, Any]:
+        found = {f"parameters {number}": array for number, array in enumerate(self._arrays)}
+        return found | {name: array for name, array in self.memory._asdict().items() if array is not None}
+
+    @property
+    def _digest(self) -> int:
+        return zlib.crc32(repr(self.options).encode())
+
     def restart(self) -> None:
         """Begin a round at the present parameters, which must be the same on all ranks. Collective if an average has
         begun, else local. The outer momentum stays."""
@@ -278,6 +320,11 @@ class Rounds:
         if self.memory.momentum is not None:
             self.memory.momentum[...] = 0 if momentum is None else momentum
         self.done = done
+
+
+def on_host(array: Any) -> np.ndarray:
+    """Return an array of NumPy, or a copy of an array of CuPy."""
+    return array.get() if hasattr(array, "get") else array
 
 
 def _blocks(start: int, stop: int, span: slice, trained: int) -> Iterator[tuple[int, int]]:

@@ -4,6 +4,7 @@ NodeMemory is the memory of parameters that the ranks of a node share, where eac
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,11 @@ class Owners:
         """Return a copy of the complete state on rank 0 (wanted=True), and {} elsewhere. Collective. memory: see
         Replica.snapshot."""
         raise NotImplementedError
+
+    def whole(self) -> AbstractContextManager[object]:
+        """Context manager: in its block the parameters of all ranks are equal, as a checkpoint has them; at its end
+        each rank goes on with its own. Collective."""
+        return nullcontext()
 
     def not_replicated(self) -> dict[str, str]:
         """Return the state entries that are not equal copies on all ranks: {name: reason as text}. Local."""

@@ -10,6 +10,7 @@ DiLoCo. A checkpoint has that of every rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from allreduce.transport.control import all_values, combine, together
 from trainers.backends import allocate_own
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit
+from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit, on_host
 from trainers.options.average import LocalSGD
 from trainers.replica import check_divisible, copied
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
@@ -35,11 +36,16 @@ from trainers.strategies.rule import FLAGS, WEIGHT, StepOptions
 from trainers.strategies.step import ReducedStep, StepOwners
 from trainers.watching.meter import RoundMeter
 
+ROUND = f"{INNER}round."  # prefix of the entries of a rank's local state that are of its round
 MEET = "end the steps that ranks have taken on their own"
 
 
 class LocalOwners(StepOwners):
-    """Every rank updates its own replica. rounds: of averages, which begin again from a state that is loaded."""
+    """Every rank updates its own replica. rounds: of averages, which begin again from a state that is loaded.
+
+    A checkpoint has the parameters as if the round ended there, and each rank's part of the round. So it can be loaded
+    on any ranks, and a training that resumes on as many ranks goes on with the round, as one that was not stopped.
+    """
 
     def __init__(self, step: ReducedStep, steps: int, rounds: Rounds) -> None:
         super().__init__(step, steps)
@@ -50,16 +56,37 @@ class LocalOwners(StepOwners):
 
     def shared_state(self) -> Arrays:
         momentum = self._rounds.memory.momentum
-        return {} if momentum is None else {OUTER: np.array(_on_host(momentum))}
+        return {} if momentum is None else {OUTER: np.array(on_host(momentum))}
 
     def local_state(self) -> Arrays:
         state, updated = self._replica.state(), self._replica.changing
-        return {f"{INNER}{name}": np.array(array) for name, array in state.items() if name in updated}
+        own = {f"{INNER}{name}": np.array(array) for name, array in state.items() if name in updated}
+        return own | {f"{ROUND}{name}": array for name, array in self._rounds.state().items()}
 
     def load_local_state(self, state: Mapping[str, np.ndarray]) -> None:
-        inner = {name.removeprefix(INNER): array for name, array in state.items() if name.startswith(INNER)}
+        of_round = {name.removeprefix(ROUND): array for name, array in state.items() if name.startswith(ROUND)}
+        inner = {name.removeprefix(INNER): state[name] for name in state if not name.startswith(ROUND)}
         if inner:
             self._replica.load_state(copied(self._replica.state(), {}) | inner)
+        if of_round:
+            self._go_on(of_round)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        of_round, backend = self._rounds.state(), self._step.backend
+        if not of_round:
+            yield
+            return
+        feedback = backend.state()
+        self._rounds.end()
+        self._replica.refresh()
+        yield
+        backend.load_state(feedback)
+        self._go_on(of_round)
+
+    def _go_on(self, of_round: Arrays) -> None:
+        self._rounds.load_state(of_round)
+        self._replica.refresh()
 
     def reset(self) -> None:
         self._rounds.load(None, self._rounds.done)
@@ -331,7 +358,3 @@ class LocalMirrored(Mirrored):
         if momentum is not None:
             self.rounds.load(momentum, self.rounds.done)
         self.rounds.restart()
-
-
-def _on_host(array: Any) -> np.ndarray:
-    return array.get() if hasattr(array, "get") else array

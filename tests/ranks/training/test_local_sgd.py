@@ -271,21 +271,24 @@ def test_callbacks_see_averaged_parameters(world: MPI.Intracomm, flat: allreduce
 
 
 @SCHEDULES
-@pytest.mark.parametrize("every", ["epoch", "7 steps"])
+@pytest.mark.parametrize(("every", "compress"), [("epoch", None), ("7 steps", None), ("epoch", "int8")])
 def test_a_resumed_training_has_the_same_bits(
-    flat: allreduce.Topology, folder: Path, average: LocalSGD, every: str
+    flat: allreduce.Topology, folder: Path, average: LocalSGD, every: str, compress: str | None
 ) -> None:
-    """With each rank's own moments of Adam, and the outer momentum."""
+    """As a training that writes no checkpoints: with each rank's own moments of Adam, its part of the round, the outer
+    momentum, and the error feedback of a compression."""
 
     def trained(name: str, seed: int, callbacks: Sequence[Callback] = (), resume: bool = False) -> tuple[Any, ...]:
         replica = network(optimizer="adam", lr=0.01, seed=seed)
-        with MirroredTrainer(replica, "ring", flat, average=replace(average, outer="diloco")) as trainer:
-            checkpoint = Checkpoint(str(folder / name), every)
+        given: dict[str, Any] = {"average": replace(average, outer="diloco"), "compress": compress}
+        with MirroredTrainer(replica, "ring", flat, **given) as trainer:
+            checkpoint = Checkpoint(str(folder / name), every) if name else None
             history = fitted(trainer, checkpoint=checkpoint, resume=resume, callbacks=callbacks)
             return trainer.parameters_sha256(), history.column("loss"), history.column("accuracy")
 
     folder.mkdir(exist_ok=True)
-    whole = trained("whole", 1)
+    whole = trained("", 1)
+    assert trained("whole", 1) == whole
     with pytest.raises(ZeroDivisionError):
         trained("parts", 1, [Stop(2, 3)])
     flat.agree([], "rank 0 has written")
