@@ -48,8 +48,8 @@ def load(
         raise DataError(f"{source}: a pattern of several files is for trainers.load_shards, and for --data")
     check_source(source)
     if source.endswith(".npz"):
-        arrays = iter(read_archive(source))
-        return dataset.make(source, *zip(arrays, arrays, strict=True))
+        x, y, *test = read_archive(source)
+        return dataset.make(source, (x, y), (test[0], test[1]) if test else None)
     if choices is not None or columns is not None:
         return _table(source, choices, columns)
     if source.endswith((".csv", ".csv.gz")):

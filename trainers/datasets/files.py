@@ -83,9 +83,6 @@ def read_archive(path: str) -> list[np.ndarray]:
     with seekable(path) as (file, size), model_file.open_archive(file, size, refusal) as archive:
         names = next((names for names in ARRAYS if set(names) <= set(archive.names)), None)
         if names is None:
-            held, expected = (
-                ", ".join(archive.names) or "nothing",
-                f"{', '.join(ARRAYS[0])}, or {' and '.join(ARRAYS[1])}",
-            )
-            raise DataError(f"{path} holds {held}; expected {expected}")
+            held = ", ".join(archive.names) or "nothing"
+            raise DataError(f"{path} holds {held}; expected {', '.join(ARRAYS[0])}, or {' and '.join(ARRAYS[1])}")
         return [archive[name] for name in names]
