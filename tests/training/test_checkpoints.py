@@ -16,8 +16,8 @@ from trainers.cli.options import parse
 from trainers.data import Batches
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint, model_file
-from trainers.files.values import encode
 from trainers.files.checkpoint import EVENTS, Progress
+from trainers.files.values import encode
 from trainers.fit import checkpointing
 from trainers.fit.checkpointing import Saver, period
 from trainers.watching.callback import Callback
