@@ -86,6 +86,7 @@ SKIPPED = {
     "python -m benchmarks.timeline slow_rank.json": "takes the file of the page's program; the same as trace.json's",
     "python -m pytest": "the tests run it",
     "python -m tests.faults": "minutes; test_faults.py runs a few",
+    "python -m tests.matrix": "minutes; test_matrix.py runs some",
     "python -m tests.fuzz": "minutes; test_fuzz.py runs a few",
     "python3 -m venv": "installs",
     "salloc": "a cluster",

@@ -197,7 +197,7 @@ class ShardedOptimizer(TorchOwners):
     def _averages(self) -> list[Tensor]:
         if self.reducer.state != SCATTERED:
             return super()._averages()
-        return [bucket.memory.tensor[part] for bucket in self.reducer.dense for part in bucket.owned]
+        return self._grads  # not the gaps between them, in which a NaN would stay
 
     def set_steps(self, steps: int) -> None:
         if self.backup is not None:

@@ -330,6 +330,8 @@ class SynchronousServers(ParameterServers):
         if self._shard is not None:
             self._shard.clip_and_update(squares)
             self._applied = True
+        elif squares is not None:  # a checkpoint has the norms that rank 0 knows
+            self.rule.norms.set(squares**0.5)
 
     def share(self) -> None:
         self._broadcast_parameters()

@@ -1,0 +1,210 @@
+"""The training of a case in ONE process, written with the framework alone."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.matrix.case import CLASSES, FEATURES, OPTIMIZER, Case
+
+HIDDEN = 5
+RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 0.01}
+Arrays = list[np.ndarray]
+
+
+@dataclass
+class Result:
+    """parameters: flat, after the training. average: their moving average, or None. losses, norms: the means of each
+    epoch; None where they are not compared. travelled: how far the parameters went."""
+
+    parameters: np.ndarray
+    average: np.ndarray | None
+    losses: list[float]
+    norms: list[float]
+    travelled: float
+
+
+class Alone(ABC):
+    """A model and its optimizer in this process. parameters: flat, at the beginning."""
+
+    @abstractmethod
+    def gradients(self, x: np.ndarray, y: np.ndarray) -> tuple[float, Arrays]:
+        """Return the loss and the gradients."""
+
+    @abstractmethod
+    def update(self, gradients: Arrays, fraction: float) -> None:
+        """Update the parameters, with a fraction of the learning rate."""
+
+    @abstractmethod
+    def parameters(self) -> Arrays:
+        """Return copies of the parameters."""
+
+    @abstractmethod
+    def load(self, parameters: Arrays) -> None:
+        """Set the parameters."""
+
+    def flat(self) -> np.ndarray:
+        return np.concatenate([each.reshape(-1) for each in self.parameters()])
+
+    def load_flat(self, flat: np.ndarray) -> None:
+        arrays, at = [], 0
+        for each in self.parameters():
+            arrays.append(flat[at : at + each.size].reshape(each.shape).astype(each.dtype))
+            at += each.size
+        self.load(arrays)
+
+
+class NumpyAlone(Alone):
+    """Two dense layers by hand."""
+
+    def __init__(self, case: Case) -> None:
+        self.name, self.rate, self.count = case.update, RATES[case.update], 0
+        shapes = (FEATURES, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,)
+        self.arrays: Arrays = [np.zeros(shape, np.float32) for shape in shapes]
+        self.first, self.second = ([np.zeros(each.shape) for each in self.arrays] for _ in range(2))
+
+    def gradients(self, x: np.ndarray, y: np.ndarray) -> tuple[float, Arrays]:
+        weights, bias, last, last_bias = self.arrays
+        hidden = np.tanh(x @ weights + bias)
+        scores = hidden @ last + last_bias
+        scores = scores - scores.max(1, keepdims=True)
+        odds = np.exp(scores)
+        odds /= odds.sum(1, keepdims=True)
+        loss = -np.log(odds[np.arange(len(y)), y]).mean()
+        odds[np.arange(len(y)), y] -= 1
+        odds /= len(y)
+        inner = (odds @ last.T) * (1 - hidden**2)
+        return float(loss), [x.T @ inner, inner.sum(0), hidden.T @ odds, odds.sum(0)]
+
+    def update(self, gradients: Arrays, fraction: float) -> None:
+        rate = self.rate * fraction
+        self.count += 1
+        for array, gradient, first, second in zip(self.arrays, gradients, self.first, self.second, strict=True):
+            if self.name == "sgd":
+                array -= (rate * gradient).astype(array.dtype)
+            elif self.name == "momentum":
+                first[...] = 0.9 * first + gradient
+                array -= (rate * first).astype(array.dtype)
+            else:
+                first[...] = 0.9 * first + 0.1 * gradient
+                second[...] = 0.999 * second + 0.001 * gradient**2
+                mean, square = first / (1 - 0.9**self.count), second / (1 - 0.999**self.count)
+                array -= (rate * mean / (np.sqrt(square) + 1e-8)).astype(array.dtype)
+
+    def parameters(self) -> Arrays:
+        return [each.copy() for each in self.arrays]
+
+    def load(self, parameters: Arrays) -> None:
+        self.arrays = [each.copy() for each in parameters]
+
+
+class TorchAlone(Alone):
+    """A module, its loss and its optimizer of PyTorch."""
+
+    def __init__(self, case: Case) -> None:
+        import torch
+
+        self.torch = torch
+        self.module, self.optimizer = torch_model(case)
+
+    def gradients(self, x: np.ndarray, y: np.ndarray) -> tuple[float, Arrays]:
+        self.optimizer.zero_grad()
+        output = self.module(self.torch.from_numpy(x))
+        loss = self.torch.nn.functional.cross_entropy(output, self.torch.from_numpy(y))
+        loss.backward()
+        return loss.item(), [each.grad.numpy().copy() for each in self.module.parameters()]
+
+    def update(self, gradients: Arrays, fraction: float) -> None:
+        for parameter, gradient in zip(self.module.parameters(), gradients, strict=True):
+            parameter.grad = self.torch.from_numpy(gradient.astype(parameter.detach().numpy().dtype))
+        (group,) = self.optimizer.param_groups
+        before = group["lr"]
+        group["lr"] = before * fraction
+        self.optimizer.step()
+        group["lr"] = before
+
+    def parameters(self) -> Arrays:
+        return [each.detach().numpy().copy() for each in self.module.parameters()]
+
+    def load(self, parameters: Arrays) -> None:
+        with self.torch.no_grad():
+            for parameter, array in zip(self.module.parameters(), parameters, strict=True):
+                parameter.copy_(self.torch.from_numpy(array))
+
+
+def torch_model(case: Case) -> tuple[Any, Any]:
+    """Return a module, and an optimizer on its parameters."""
+    import torch
+
+    torch.manual_seed(case.seed)
+    dtype = getattr(torch, case.dtype)
+    layers = torch.nn.Linear(FEATURES, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, CLASSES)
+    module = torch.nn.Sequential(*layers).to(dtype)
+    rate = RATES[case.update]
+    if case.update == "adam":
+        return module, torch.optim.Adam(module.parameters(), lr=rate)
+    return module, torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9 * (case.update == "momentum"))
+
+
+ALONE: dict[str, type[Any]] = {"numpy": NumpyAlone, "torch": TorchAlone}
+
+
+def clipped(gradients: Arrays, most: float | None) -> tuple[float, Arrays]:
+    """Return the norm of gradients, and those of at most that norm, as torch.nn.utils.clip_grad_norm_ makes them."""
+    norm = float(np.sqrt(sum(float((each.astype(np.float64) ** 2).sum()) for each in gradients)))
+    if most is None or norm <= most:
+        return norm, gradients
+    return norm, [each * (most / (norm + 1e-6)) for each in gradients]
+
+
+def train(case: Case, start: np.ndarray) -> Result:
+    """Train from these parameters."""
+    models = beginners(case, start, case.workers(0))
+    most = case.numbers["ClipNorm"] if "ClipNorm" in case.transforms else None
+    decay = case.numbers["EMA"] if "EMA" in case.transforms else None
+    average = start.astype("float64") if decay is not None else None
+    losses, norms, total, taken = [], [], 0, np.zeros(len(models))
+    for batches in case.batches():
+        measured, lengths = [], []
+        for x, y in batches:
+            if len(models) != case.workers(total):
+                models, taken = beginners(case, models[0].flat(), case.workers(total)), np.zeros(case.workers(total))
+            step = []
+            for number, model in enumerate(models):
+                own = slice(len(x) * number // len(models), len(x) * (number + 1) // len(models))
+                rows = len(x[own])
+                if not rows and case.owner in OPTIMIZER:  # the user's loop steps without rows, and momentum goes on
+                    model.update([np.zeros_like(each) for each in model.parameters()], case.fraction(total))
+                if not rows:
+                    continue
+                loss, gradients = model.gradients(x[own], y[own])
+                norm, gradients = clipped(gradients, most)
+                if not np.isfinite(norm):  # SkipNotFinite
+                    continue
+                model.update(gradients, case.fraction(total))
+                taken[number] += rows if case.owner in OPTIMIZER else 1
+                step.append((loss * rows, rows))
+                lengths.append(norm)
+            total += 1
+            if step:
+                measured.append((sum(loss for loss, _ in step) / sum(rows for _, rows in step) * len(x), len(x)))
+            if step and average is not None and decay is not None:
+                average = decay * average + (1 - decay) * models[0].flat()
+            if case.meets(total) and taken.any():
+                mean = sum(each.flat() * weight for each, weight in zip(models, taken, strict=True)) / taken.sum()
+                for model in models:
+                    model.load_flat(mean)
+                taken[:] = 0
+        losses.append(sum(loss for loss, _ in measured) / sum(rows for _, rows in measured) if measured else np.nan)
+        norms.append(sum(lengths) / len(lengths) if lengths else np.nan)
+    end = models[0].flat()
+    return Result(end, average, losses, norms, float(np.linalg.norm(end - start)))
+
+
+def beginners(case: Case, start: np.ndarray, count: int) -> list[Any]:
+    """Return models with these parameters and new optimizers."""
+    models = [ALONE[case.framework](case) for _ in range(count)]
+    for model in models:
+        model.load_flat(start)
+    return models

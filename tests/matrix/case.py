@@ -1,0 +1,212 @@
+"""A case of the matrix: which features meet in a fit, drawn by a seed, and the rows that the fit visits."""
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tests.backends import ON_CPU, SHARDED
+
+FEATURES, CLASSES, MOST_RANKS = 4, 3, 5
+FRAMEWORKS = {"numpy": 1, "torch": 1}  # how often each is drawn
+OWNERS = ("replicated", "sharded", "copies", "central", "servers", "optimizer", "sharded optimizer")
+LOADERS = ("arrays", "whole", "divided", "stream", "shards")
+TRANSFORMS = ("ClipNorm", "Accumulate", "EMA", "SkipNotFinite", "Schedule")
+AVERAGES = ("", "Exact", "LocalSGD")
+MIRRORED = ("replicated", "sharded", "copies")  # owners of a MirroredTrainer
+OPTIMIZER = ("optimizer", "sharded optimizer")  # of a MirroredOptimizer, in a PyTorch loop
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fit. ranks: those that train. resumed: the ranks that train on after a stop in step `stop`; 0 for no stop.
+    killed: the rank that dies in step `stop`; -1 for none. nodes: simulated ranks per node; 0 for the real node.
+    bad: the row whose features are not finite, with SkipNotFinite."""
+
+    framework: str = "numpy"
+    owner: str = "replicated"
+    average: str = ""
+    transforms: tuple[str, ...] = ()
+    loader: str = "arrays"
+    backend: str = "ring"
+    compress: str = ""
+    update: str = "momentum"  # the optimizer
+    dtype: str = "float32"
+    ranks: int = 2
+    nodes: int = 0
+    stop: int = 0
+    resumed: int = 0
+    killed: int = -1
+    rows: int = 24
+    batch_size: int = 8
+    epochs: int = 2
+    shuffle: bool = True
+    seed: int = 0
+    bad: int | None = None
+    number: int = -1
+
+    def features(self) -> set[str]:
+        """Return the features of this case by name, as the table of refused combinations has them."""
+        named = {
+            "replica": self.framework, "owner": self.owner, "average": self.average, "loader": self.loader,
+            "backend": self.backend, "compress": self.compress, "nodes": "simulated" if self.nodes else "",
+            "resume": "" if not self.resumed else "same ranks" if self.resumed == self.ranks else "other ranks",
+        }  # fmt: skip
+        return {f"{name} {value}" for name, value in named.items() if value} | {*self.transforms}
+
+    def __str__(self) -> str:
+        names = [each.name for each in fields(self)]
+        shown = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(Case, name)}
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+    # The rows
+
+    @cached_property
+    def data(self) -> Batch:
+        numbers = np.random.default_rng(self.seed)
+        x = numbers.normal(size=(self.rows, FEATURES)).astype(self.dtype)
+        y = np.abs(x[:, :CLASSES]).argmax(1).astype(np.int64)
+        if self.bad is not None:
+            x[self.bad] = np.nan
+        return x, y
+
+    def files(self) -> list[slice]:
+        """Return the rows of each shard."""
+        ends = [0, self.rows // 5, self.rows // 2, self.rows]
+        return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the rows in the order in which an epoch visits them, from what the documentation says of it."""
+        if self.loader == "shards":  # spread evenly in one order, shuffled among those of the same shard
+            counts = [len(range(*span.indices(self.rows))) for span in self.files()]
+            places = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
+            own = [
+                span.start + (np.random.default_rng([self.seed, epoch, shard]).permutation(count)
+                if self.shuffle else np.arange(count))
+                for shard, (span, count) in enumerate(zip(self.files(), counts, strict=True))
+            ]  # fmt: skip
+            return np.concatenate(own)[np.argsort(places, kind="stable")]
+        if self.shuffle and self.loader == "arrays":
+            return np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+        return np.arange(self.rows)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps in an epoch."""
+        return math.ceil(self.rows / self.batch_size)
+
+    def batches(self) -> list[list[Batch]]:
+        """Return the global batches of each epoch."""
+        x, y = self.data
+        orders = [self.order(epoch) for epoch in range(self.epochs)]
+        size = self.batch_size
+        return [
+            [(x[rows[at : at + size]], y[rows[at : at + size]]) for at in range(0, self.rows, size)] for rows in orders
+        ]
+
+    # Local SGD: ranks train alone between meetings
+
+    @property
+    def stopped(self) -> int:
+        """The step after which the ranks of LocalSGD stop: at a meeting, or the end of an epoch."""
+        every = self.numbers["every"]
+        if self.owner in OPTIMIZER:  # whose loop ends the round
+            return self.stop
+        return min(-(-self.stop // every) * every, -(-self.stop // self.steps) * self.steps)
+
+    def workers(self, step: int) -> int:
+        """Return how many workers train alone in a step (0, 1, ...)."""
+        if self.average != "LocalSGD":
+            return 1
+        return self.resumed if self.stop and step >= self.stopped else self.ranks
+
+    def meets(self, steps: int) -> bool:
+        """Return whether the workers take the mean of their parameters after so many steps."""
+        if self.average != "LocalSGD":
+            return False
+        begun = self.stopped if self.stop and steps > self.stopped else 0
+        due = (steps - begun) % self.numbers["every"] == 0
+        return due or steps in (self.epochs * self.steps, self.stopped if self.stop else 0)
+
+    # The numbers of the transforms
+
+    @cached_property
+    def numbers(self) -> dict[str, Any]:
+        """The arguments of the transforms."""
+        draw = random.Random(self.seed)
+        return {
+            "ClipNorm": draw.choice([0.02, 0.2, 1.0]),
+            "Accumulate": draw.choice([2, 3]),
+            "EMA": draw.choice([0.5, 0.9]),
+            "Schedule": (draw.choice(["constant", "linear", "cosine", "inverse_sqrt"]), draw.choice([0, 2])),
+            "every": draw.choice([1, 2, 3]),
+        }
+
+    def fraction(self, step: int) -> float:
+        """Return the fraction of the learning rate in a step."""
+        if "Schedule" not in self.transforms:
+            return 1.0
+        name, warmup = self.numbers["Schedule"]
+        rising = min(1.0, (step + 1) / (warmup + 1))
+        after, total = max(0, step - warmup), self.epochs * self.steps - warmup
+        shapes = {
+            "constant": 1.0,
+            "linear": 1 - after / total if total > 0 else 1.0,
+            "cosine": (1 + math.cos(math.pi * after / total)) / 2 if total > 0 else 1.0,
+            "inverse_sqrt": (after + 1) ** -0.5,
+        }
+        return rising * shapes[name]
+
+
+def draw_case(seed: int, number: int) -> Case:
+    """Draw the case of this number, whatever other cases are drawn."""
+    draw = random.Random(f"{seed} {number}")
+    (framework,) = draw.choices([*FRAMEWORKS], [*FRAMEWORKS.values()])
+    owner = draw.choice([each for each in OWNERS if framework == "torch" or each not in OPTIMIZER])
+    sharded = owner in ("sharded", "copies", "sharded optimizer")
+    average = draw.choice(["", "", *AVERAGES]) if owner in (*MIRRORED, *OPTIMIZER) else ""
+    chosen = draw.sample(TRANSFORMS, draw.choice([0, 1, 2, 2, 3]))
+    if owner in OPTIMIZER:  # the user's loop keeps an average, if any
+        chosen = [name for name in chosen if name != "EMA"]
+    ranks = draw.choice([1, 2, 2, 3, 3, 4, 5])
+    if owner == "servers":
+        ranks = max(ranks, 2)
+    stops = draw.random() < 0.5
+    rows = draw.choice([9, 16, 24, 37])
+    batch_size = draw.choice([size for size in (3, 5, 8, 16, 40) if size * 6 >= rows])
+    backends = SHARDED if sharded else ON_CPU
+    compress = draw.choice([""] * 5 + ["bfloat16"]) if owner in (*MIRRORED, *OPTIMIZER) else ""
+    case = Case(
+        framework, owner, average, tuple(sorted(chosen)), draw.choice(LOADERS),
+        draw.choice(backends) if owner in (*MIRRORED, *OPTIMIZER) else "auto", compress,
+        draw.choice(["sgd", "momentum"] + ["adam"] * (not compress)),
+        draw.choice(["float32", "float64"]) if framework == "torch" else "float32",
+        ranks, draw.choice([0, 0, 0, 1, 2]), rows=rows, batch_size=batch_size, epochs=draw.choice([1, 2, 3]),
+        shuffle=draw.random() < 0.8, seed=draw.randrange(1000), number=number,
+    )  # fmt: skip
+    if "SkipNotFinite" in chosen and case.loader != "shards" and draw.random() < 0.7:
+        case = replace(case, bad=draw.randrange(rows))
+    if stops and (last := case.epochs * case.steps) > 1:
+        resumed = draw.choice([ranks, *range(1 + (owner == "servers"), MOST_RANKS + 1)])
+        case = replace(case, stop=draw.randrange(1, last), resumed=resumed)
+        if average == "LocalSGD":  # the state of the inner optimizers is not carried over
+            case = replace(case, update="sgd")
+    return case
+
+
+FOUND = [  # were wrong once
+    # the gaps between parameters kept the NaN of a step that was skipped
+    Case("torch", "sharded optimizer", "", ("ClipNorm", "SkipNotFinite"), rows=16, seed=264, bad=4),
+    # the norms of an epoch before a checkpoint were missing in the history
+    Case("numpy", "servers", "", ("ClipNorm",), ranks=3, stop=1, resumed=2, rows=16, batch_size=5),
+]
+
+
+def case_of(seed: int, number: int) -> Case:
+    """Return a case by its number; -1, -2, ... are those of FOUND."""
+    return draw_case(seed, number) if number >= 0 else replace(FOUND[-1 - number], number=number)

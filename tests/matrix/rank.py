@@ -1,0 +1,124 @@
+"""A rank of the matrix: runs cases, each on some of the job's ranks, and judges them. `tests.matrix` starts the job."""
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import allreduce
+from allreduce.errors import AllReduceError
+from tests.matrix import alone, trained
+from tests.matrix.case import OPTIMIZER, Case, case_of
+from trainers.errors import TrainerError
+
+NAMED = (AllReduceError, TrainerError)
+
+
+class Judge:
+    """Runs cases on the ranks of a job. Collective."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.topologies: dict[tuple[int, int], allreduce.Topology | None] = {}
+
+    def topology(self, ranks: int, nodes: int) -> allreduce.Topology | None:
+        """Return the topology of the first ranks; None on the others. Collective."""
+        if (ranks, nodes) not in self.topologies:
+            part = self.comm.Split(0 if self.comm.rank < ranks else MPI.UNDEFINED, self.comm.rank)
+            made = None if part == MPI.COMM_NULL else allreduce.Topology(part, ranks_per_node=nodes or None)
+            self.topologies[ranks, nodes] = made
+        return self.topologies[ranks, nodes]
+
+    def run(self, case: Case) -> tuple[str, str]:
+        """Return "right", "refused" or "wrong", and why; the same on all ranks."""
+        folder = self.comm.bcast(tempfile.mkdtemp() if self.comm.rank == 0 else "")
+        outcome: tuple[str, str] = ("right", "")
+        for ranks, resumes in ((case.ranks, False), (case.resumed, True))[: 1 + bool(case.stop)]:
+            topology = self.topology(ranks, case.nodes)
+            outcome = self.agreed(*self.part(case, topology, resumes, folder))
+            if outcome[0] != "right":
+                break
+        if self.comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        if outcome[0] == "wrong":
+            self.topologies.clear()
+        return outcome
+
+    def part(self, case: Case, topology: Any, resumes: bool, folder: str) -> tuple[tuple[str, str], bytes]:
+        """Train, up to a stop or to the end. Returns the outcome on this rank, and the bits of the parameters."""
+        if topology is None:
+            return ("right", ""), b""
+        try:
+            found = trained.train(case, topology, resumes, folder)
+            if resumes or not case.stop:
+                self.compare(case, *found)
+        except NAMED as error:
+            return ("refused", f"{type(error).__name__}: {error}"), b""
+        except Exception:
+            return ("wrong", traceback.format_exc()), b""
+        return ("right", ""), found[0].tobytes()
+
+    def agreed(self, outcome: tuple[str, str], bits: bytes) -> tuple[str, str]:
+        """Return the worst outcome of the ranks, or that they have different bits. Collective."""
+        outcomes, held = zip(*self.comm.allgather((outcome, bits)), strict=True)
+        worst: tuple[str, str] = max(outcomes, key=lambda each: ("right", "refused", "wrong").index(each[0]))
+        if worst[0] == "right" and len({each for each in held if each}) > 1:
+            return "wrong", "the ranks have different bits"
+        return worst
+
+    def compare(self, case: Case, parameters: np.ndarray, average: np.ndarray | None, history: Any) -> None:
+        """Compare the end of a training with that of one process. Raises AssertionError."""
+        if case.average == "LocalSGD" and case.loader == "shards" and case.owner not in OPTIMIZER:
+            return  # each rank trains with the rows of its own files: only the bits are compared
+        wanted = alone.train(case, trained.beginning(case))
+        share = 1e-8 if case.dtype == "float64" else 2e-3 if case.update == "adam" else 2e-4
+        share = 0.03 if case.compress else share
+        near("parameters", parameters, wanted.parameters, share * wanted.travelled + 1e-12)
+        if "EMA" in case.transforms:
+            near("average", average, wanted.average, share * wanted.travelled + 1e-7)
+        if history is not None:
+            near("losses", history.column("loss"), wanted.losses, (0.03 if case.compress else 1e-4))
+            if "ClipNorm" in case.transforms and case.average != "LocalSGD":
+                near("grad_norm", history.column("grad_norm"), wanted.norms, (0.03 if case.compress else 1e-4))
+
+
+def near(name: str, found: Any, wanted: Any, most: float) -> None:
+    """Raise AssertionError if two vectors are further apart than `most`."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    assert found.shape == wanted.shape, f"{name} of shape {found.shape}, and one process has {wanted.shape}"
+    assert np.array_equal(np.isnan(found), np.isnan(wanted)), f"{name}: not finite elsewhere"
+    distance = float(np.linalg.norm(np.nan_to_num(found - wanted)))
+    assert distance <= most, f"{name}: {distance:.3g} from one process, more than {most:.3g}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("cases", help="their numbers, as 3,5,8")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    for name in ("trainers", "allreduce"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ.setdefault("ALLREDUCE_TIMEOUT_SECONDS", "30")  # of all topologies
+    judge = Judge(MPI.COMM_WORLD.Dup())
+    for number in map(int, given.cases.split(",")):
+        case, begin = case_of(given.seed, number), time.monotonic()
+        outcome, why = judge.run(case)
+        line = {"number": number, "outcome": outcome, "why": why, "seconds": time.monotonic() - begin}
+        if judge.comm.rank == 0:
+            print(json.dumps(line), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
