@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
-from allreduce.transport.control import agree, combine, on_all_ranks
+from allreduce.transport.control import agree
 from trainers.arguments import is_integer
 from trainers.checks import GradientCheck, changed_alone
 from trainers.data import keeping_generators, micro_batches_of, seed_generators, seed_of
@@ -70,7 +70,7 @@ class MicroBatches:
         self._loop = None
         self.count, self.used = 0, set[int]()
         self._rows = self._seed = 0
-        self._done: list[int] = []  # the numbers of this rank's complete micro-batches
+        self._done = 0  # complete micro-batches of this rank
         self._statistics.clear()
         self._error = OptionError(NOT_BEGUN)
 
@@ -86,7 +86,7 @@ class MicroBatches:
 
     # Computation
 
-    def run(self, rows: Any, mine: Sequence[int] | None, seed: Any, rank: int, ranks: int) -> Iterator[slice]:
+    def run(self, rows: Any, seed: Any, rank: int, ranks: int) -> Iterator[slice]:
         """Yield the rows of each micro-batch of this rank, during which its backward runs. Local.
 
         Bad arguments yield nothing; `agree` then raises the error on all ranks.
@@ -94,7 +94,7 @@ class MicroBatches:
         self.forget()
         loop = self._loop = object()
         try:
-            numbers = self._numbers(rows, mine, seed, rank, ranks)
+            numbers = self._numbers(rows, seed, rank, ranks)
         except OptionError as error:
             self._error, self._loop = error, None
             return
@@ -109,33 +109,24 @@ class MicroBatches:
                     if self._loop is not loop:
                         raise GradientError(LEFT)
                     self._end()
-                    self._done.append(number)
+                    self._done += 1
             self._loop = None
         finally:  # also when the program leaves the loop; `begun` stays true, because the other ranks wait
             if self._loop is loop:
                 self._undo()
 
-    def _numbers(self, rows: Any, mine: Any, seed: Any, rank: int, ranks: int) -> Sequence[int]:
+    def _numbers(self, rows: Any, seed: Any, rank: int, ranks: int) -> range:
         """Keep the arguments of a step; return the numbers of this rank's micro-batches. Local. Raises OptionError."""
         for value, least, text in ((rows, 1, "the rows of the whole batch, "), (seed, 0, "seed=")):
             if not is_integer(value, least):
                 raise OptionError(f"micro_batches() takes {text}an integer >= {least}, not {value!r}")
         self._rows, self._seed = int(rows), seed_of(int(seed))
         self.count = -(-self._rows // self._size)
-        try:
-            numbers = list(micro_batches_of(self.count, rank, ranks) if mine is None else mine)
-            wrong = [each for each in numbers if each not in range(self.count)]
-        except TypeError:
-            numbers = wrong = [mine]
-        if wrong:
-            raise OptionError(
-                f"micro_batches(mine=...) is a list of numbers from 0 to {self.count - 1}, not {wrong[0]!r}"
-            )
-        return numbers
+        return micro_batches_of(self.count, rank, ranks)
 
     def _begin(self, share: float) -> None:
         self._buffers.save()
-        if len(self._memory) == len(self._done):
+        if len(self._memory) == self._done:
             self._memory.append({dtype: torch.zeros_like(flat) for dtype, flat in self._flats.items()})
             self._views.append([gradient.view_of(self._memory[-1]) for gradient in self._gradients])
         for gradient in self._gradients:
@@ -147,7 +138,7 @@ class MicroBatches:
         if not self._within:
             self._error = GradientError(OUTSIDE)  # also of the next average: `.grad` may have been one, and is no more
             raise self._error
-        grad, view = parameter.grad, self._views[len(self._done)][index]
+        grad, view = parameter.grad, self._views[self._done][index]
         assert grad is not None
         if (grad.dtype, grad.shape) != (view.dtype, view.shape):
             raise GradientError(changed(self._gradients[index].name, grad, tuple(view.shape), view.dtype))
@@ -161,7 +152,7 @@ class MicroBatches:
 
     @torch.no_grad()
     def _end(self) -> None:
-        for index, view in enumerate(self._views[len(self._done)]):
+        for index, view in enumerate(self._views[self._done]):
             if index not in self._arrived:
                 view.zero_()
         self.used |= self._arrived
@@ -182,18 +173,12 @@ class MicroBatches:
     # Sums
 
     def agree(self, comm: MPI.Intracomm) -> None:
-        """Raise on all ranks unless every micro-batch was computed once; average the statistics. Collective."""
+        """Raise on all ranks unless all have done the same loop; average the statistics. Collective."""
         error = GradientError(LEFT) if self.begun else self._error
         self._undo()
         self._loop = None
         call = f"micro_batches({self._rows}), of {self._size} rows each; random numbers from {self._seed}"
         agree(comm, [self._rows, self._size, self._seed], call, error)
-        times = np.bincount(np.array(self._done, np.intp), minlength=self.count)
-        combine(comm, times, "count the micro-batches")
-        if (times != 1).any():
-            number = int(np.flatnonzero(times != 1)[0])
-            found = f"micro-batch {number} of {self.count} was computed {times[number]} times"
-            raise on_all_ranks(OptionError(f"{found}; one rank must compute it, once"), comm)
         self._average_statistics()
 
     @torch.no_grad()
@@ -217,7 +202,7 @@ class MicroBatches:
     def terms(self, layout: Bucket) -> list[np.ndarray]:
         """Return this rank's gradients of a bucket, an array for each micro-batch. Local."""
         span = slice(layout.start, layout.stop)
-        return [as_array(held[layout.dtype][span]) for held in self._memory[: len(self._done)]]
+        return [as_array(held[layout.dtype][span]) for held in self._memory[: self._done]]
 
 
 class ExactBucket(DenseBucket):

@@ -150,7 +150,7 @@ class MirroredOptimizer(Optimizer):
         with self._parts.usable():
             return self._parts.owners.clip(max_norm)
 
-    def micro_batches(self, rows: int, mine: Sequence[int] | None = None, seed: int | None = None) -> Iterator[slice]:
+    def micro_batches(self, rows: int, seed: int | None = None) -> Iterator[slice]:
         """Yield the rows of each micro-batch of this rank; then average the gradients. For Exact. Collective.
 
         With a whole batch, the same on all ranks, in x and y: `for rows in optimizer.micro_batches(len(x)):
@@ -162,9 +162,8 @@ class MirroredOptimizer(Optimizer):
         `.grad` is the mean over all rows, and running statistics of batch norm are the means of those of the
         micro-batches. Gradients from before the loop are dropped.
 
-        mine: the numbers of the micro-batches that this rank computes, perhaps none; all ranks together compute each
-            once. By default consecutive ones, equally many on the ranks. seed: of this batch, an integer >= 0, the same
-            on all ranks; by default the number of the steps done, which `state_dict` holds too.
+        seed: of this batch, an integer >= 0, the same on all ranks; by default the number of the steps done, which
+            `state_dict` holds too.
 
         Raises on all ranks, when the loop ends: OptionError (bad arguments, buffers that depend on the ranks),
         DisagreementError (of the arguments), GradientError: a rank has left the loop by an exception or `break`. That
@@ -176,7 +175,7 @@ class MirroredOptimizer(Optimizer):
         with self._parts.usable():
             reducer.forget(release=True)
             seed = self._parts.owners.all_steps if seed is None else seed
-            yield from micro_batches.run(rows, mine, seed, reducer.comm.rank, reducer.ranks)
+            yield from micro_batches.run(rows, seed, reducer.comm.rank, reducer.ranks)
             self._parts.owners.reduce()
 
     def _refuse_if_exact(self, call: str) -> None:
@@ -229,7 +228,7 @@ class MirroredOptimizer(Optimizer):
         end, and ranks that would update differently raise a DisagreementError. Raises OptionError on all ranks if there
         is a second MirroredOptimizer on these ranks.
         """
-        self._refuse_if_exact("join(): a rank without rows passes micro_batches(..., mine=[])")
+        self._refuse_if_exact("join(): micro_batches() divides the rows of every batch")
         with self._parts.usable():
             reducer = self._parts.reducer
             reducer.run_in_queue("enters join()", reducer.group.only_one)

@@ -34,8 +34,9 @@ from trainers.pytorch.state import (
 )
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.replica import Buffers
+from trainers.replicas.pytorch.tensors import as_array, is_dense
 from trainers.state.owners import Owners
-from trainers.transforms.clip import EPSILON
+from trainers.transforms import clip
 
 EXACT = "exact"  # the entry of a state_dict with the number of steps
 
@@ -205,9 +206,8 @@ class TorchOwners(Owners):
     def clip(self, max_norm: float) -> float:
         """See MirroredOptimizer.clip_grad_norm_. Collective."""
         self.reduce()
-        norm = self.squares() ** 0.5
-        factor = max_norm / (norm + EPSILON)
-        if not factor >= 1:  # also NaN, as torch.nn.utils.clip_grad_norm_ does
+        norm, factor = clip.clip([], max_norm, self.squares())
+        if factor is not None:
             for each in [*self._averages(), *self._sparse_averages()]:
                 each.mul_(factor)
             self.reducer.accept_edits()
@@ -330,5 +330,8 @@ class TorchOwners(Owners):
 
 
 def square(tensor: Tensor) -> float:
-    """Return the sum of the squares of a tensor's elements."""
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+    """Return the sum of the squares of a tensor's elements; on the host the same bits on all processors."""
+    if tensor.is_cuda:
+        return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
+    return float(clip.sum_of_squares(as_array(flat)))

@@ -30,6 +30,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers.pytorch import Buckets, GradientError  # noqa: E402
+from trainers.transforms.clip import sum_of_squares  # noqa: E402
 
 
 @both_updates
@@ -101,9 +102,13 @@ def test_clipping(world: MPI.Intracomm, flat: allreduce.Topology, update: str, o
             functional.cross_entropy(model(mine(x)), mine(y)).backward()
             if update == "sharded" and not own:
                 optimizer.synchronize()
+            before = [each.grad.reshape(-1).numpy().copy() for each in model.parameters()]
             clip = optimizer.clip_grad_norm_ if own else partial(nn.utils.clip_grad_norm_, model.parameters())
-            norm = torch.as_tensor(clip(0.05))
+            found = clip(0.05)
+            norm = torch.as_tensor(found)
             assert len(set(world.allgather(float(norm)))) == 1
+            if own and update == "replicated":  # the bits of the trainers' ClipNorm, which no processor changes
+                assert found == sum(map(sum_of_squares, before)) ** 0.5
             optimizer.step()
             torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
     assert_close(model, reference)

@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,16 +43,9 @@ def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(each, (each[:, 0] > each[:, 1]).long()) for each in x]
 
 
-def step(
-    model: nn.Module,
-    optimizer: Any,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    mine: Sequence[int] | None = None,
-    clips: bool = False,
-) -> None:
+def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor, clips: bool = False) -> None:
     optimizer.zero_grad()
-    for rows in optimizer.micro_batches(len(x), mine):
+    for rows in optimizer.micro_batches(len(x)):
         functional.cross_entropy(model(x[rows]), y[rows]).backward()
     if clips:
         assert optimizer.clip_grad_norm_(0.3) > 0.3
@@ -66,13 +59,13 @@ def sha256_of(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def trained(kind: str, topology: allreduce.Topology, mine: Sequence[int] | None = None, **options: Any) -> str:
+def trained(kind: str, topology: allreduce.Topology, rows: int = ROWS, **options: Any) -> str:
     """Return the SHA-256 of parameters, statistics and the generator after 4 steps, equal on all ranks."""
     model = network()
     plain = OPTIMIZERS[kind](model.parameters())
     with MirroredOptimizer(plain, model, topology=topology, average=Exact(micro_batch=MICRO), **options) as optimizer:
         for x, y in batches(4):
-            step(model, optimizer, x, y, mine, clips=True)
+            step(model, optimizer, x[:rows], y[:rows], clips=True)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     found = set(topology.world.allgather((sha256_of(model), float(torch.rand(())))))
     assert len(found) == 1, found
@@ -94,12 +87,9 @@ def test_bits_of_one_rank(kind: str, topology_of: Callable[..., allreduce.Topolo
                 assert trained(kind, topology_of(shape), update=update, **buckets) == expected, (shape, update)
 
 
-def test_uneven_micro_batches(flat: allreduce.Topology) -> None:
-    """The last rank has none; the others have different numbers of them."""
-    last, rank = max(SIZE - 1, 1), WORLD.rank
-    mine = [number for number in range(8) if min(number // 3, last - 1) == rank]
+def test_a_rank_without_micro_batches(flat: allreduce.Topology) -> None:
     for update in ("replicated", "sharded"):
-        assert trained("adamw", flat, mine, update=update) == alone("adamw")
+        assert trained("adamw", flat, rows=SIZE, update=update) == alone("adamw", rows=SIZE)
 
 
 def test_gradient_is_the_mean_over_the_rows(flat: allreduce.Topology) -> None:
@@ -138,7 +128,7 @@ def test_bad_input(flat: allreduce.Topology) -> None:
 
 def test_misuse(flat: allreduce.Topology) -> None:
     model = network()
-    (x, y), every = batches(1)[0], range(8)
+    x, y = batches(1)[0]
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     with MirroredOptimizer(plain, model, topology=flat, average=Exact(micro_batch=MICRO)) as optimizer:
 
@@ -146,23 +136,15 @@ def test_misuse(flat: allreduce.Topology) -> None:
             found = raised_everywhere(WORLD, kind, call)
             assert text in found, found
 
-        mine = [] if WORLD.rank else [*every]
         refused("run `for rows in", optimizer.step)
         refused("outside of a micro-batch", lambda: model(x).sum().backward(), GradientError)
         refused("an integer >= 1", lambda: [*optimizer.micro_batches(0)])
-        refused(
-            "a list of numbers from 0 to 7, not 8",
-            lambda: [*optimizer.micro_batches(ROWS, [8] if WORLD.rank == 0 else [])],
-        )
         refused("an integer >= 0, not -1", lambda: [*optimizer.micro_batches(ROWS, seed=-1)])
-        refused("a list of numbers", lambda: [*optimizer.micro_batches(ROWS, mine=3 if WORLD.rank == 0 else [])])
         if SIZE > 1:
             differ = allreduce.errors.DisagreementError
             refused("micro_batches(36)", lambda: [*optimizer.micro_batches(ROWS - WORLD.rank)], differ)
             refused("micro_batches(37)", lambda: [*optimizer.micro_batches(ROWS, seed=WORLD.rank)], differ)
         refused("excludes no_sync()", lambda: optimizer.no_sync().__enter__())
-        refused("was computed 0 times", lambda: step(model, optimizer, x, y, mine[1:]))
-        refused("was computed 2 times", lambda: step(model, optimizer, x, y, [*mine, 0] if mine else []))
         refused("excludes rows()", lambda: optimizer.rows(3))
         refused("excludes join()", lambda: optimizer.join().__enter__())
         refused("excludes step(closure)", lambda: optimizer.step(lambda: None))
