@@ -16,10 +16,12 @@ from typing import NoReturn, Protocol
 from mpi4py import MPI
 
 from allreduce.process import children
-from allreduce.transport import ulfm
+from allreduce.transport import liveness, ulfm
 from allreduce.transport.processes import here
 
 REPORT_SECONDS = 2.0  # how long ranks with an error wait for the one that reports it
+TELL_SECONDS = 1.0  # how long a rank that ends the job waits until the ranks know whose programs have ended
+LOOK_SECONDS = 1.0  # between two searches for processes that have ended
 ALIKE_SECONDS = 1.0  # how long ranks with an error wait for rank 0 if no rank knows which ranks have the error
 JOB_LOG = (
     "ALLREDUCE_JOB_LOG"  # a path: ranks append when their program begins and ends, and the error that ends the job
@@ -199,6 +201,11 @@ def without_rank(text: str) -> str:
 
 def exit_quietly(code: int) -> NoReturn:
     """End this process without a message: another rank ends the job, and has reported why. From any thread."""
+    _agree_on_end(code)
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
     with contextlib.suppress(OSError, ValueError):  # a closed pipe or stream
         sys.stdout.flush()
     os._exit(code)
@@ -214,10 +221,32 @@ def end_job(text: str, code: int, logged: bool = False) -> NoReturn:
             call(code, text)
         except Exception as error:  # MPI's, say, of a rank that has just failed: the job must end all the same
             print_error(f"while it ended the job: {type(error).__name__}: {error}\n")
-    time.sleep(0.5)  # MPICH's launcher drops output that it has not forwarded before the end
-    if not ulfm.all_others_failed(MPI.COMM_WORLD):  # if the only living rank calls MPI_Abort, mpirun returns 0
+    if not ulfm.in_force():
+        time.sleep(0.5)  # MPICH's launcher drops output that it has not forwarded before the end
+    # With ULFM, mpirun returns 0 if the only living rank calls MPI_Abort, and may hang if ranks wait in MPI_Finalize.
+    if not _agree_on_end(code):
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)
+
+
+def _agree_on_end(code: int) -> int:
+    """Under ULFM, agree with the other ranks how the job ends, and return its exit code. code: 0 if this rank's program
+    has ended well; it then waits for the others. Otherwise returns 0 if a rank does not come in time."""
+    begin = looked = time.monotonic()
+
+    def look() -> None:
+        nonlocal looked
+        now = time.monotonic()
+        if code and now - begin > TELL_SECONDS:
+            raise TimeoutError
+        if now - looked > LOOK_SECONDS:
+            looked = now
+            liveness.look()
+
+    try:
+        return ulfm.agree_on_end(MPI.COMM_WORLD, code, look) if ulfm.in_force() else 0
+    except (MPI.Exception, TimeoutError):
+        return 0
 
 
 def _at_exit() -> None:
@@ -230,3 +259,5 @@ def _at_exit() -> None:
         end_job(f"{type(died).__name__}: {died}\n", exit_code_of(died))
     for call in _leaving:
         call("it has ended its program" if died is None else f"{type(died).__name__}: {died}")
+    if code := _agree_on_end(0):
+        _exit(code)

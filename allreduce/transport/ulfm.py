@@ -23,11 +23,12 @@ from allreduce.transport.wait import SMALL, Pause, wait_until
 POLL_SECONDS = 0.005  # interval at which the watchdog asks MPI for failed ranks
 PATIENCE_SECONDS = 0.1  # longest wait for a local step
 MARK = 0b110  # bits that every rank sets in an agreement; a result without them was garbled
+MARK_BITS, CODES = 3, 0xFF
 
 # Held while the watchdog communicates, and while a thread begins an agreement. If one thread receives a message of an
 # agreement while another thread begins it, Open MPI (5.0.11 and before, era_cb_fn) replaces the rank's value by an
 # address. So "all ok" silently became "not all ok", once in a thousand times. No address has the bits of MARK.
-alone = threading.Lock()
+alone = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -172,21 +173,6 @@ def failed(comm: MPI.Comm) -> tuple[int, ...]:
     return tuple(sorted(processes.translate(comm.Get_failed(), comm)))
 
 
-def all_others_failed(world: MPI.Intracomm) -> bool:
-    """Return whether all other ranks of the job have failed, or it has one rank. Local. False without ULFM.
-
-    world: the communicator of the job.
-    """
-    if ULFM not in os.environ:
-        return False
-    try:
-        with contextlib.suppress(MPI.Exception):  # Iprobe raises if a rank has failed
-            world.Iprobe()  # MPI notices failures inside its calls
-        return len(failed(world)) == world.size - 1
-    except (MPI.Exception, NotImplementedError):  # an Open MPI that was built without it
-        return False
-
-
 def acknowledge(comm: MPI.Comm) -> None:
     """Acknowledge the failed ranks of `comm`, so that receiving from MPI.ANY_SOURCE works again. Local."""
     comm.Ack_failed()
@@ -224,22 +210,36 @@ def agree(comm: MPI.Comm, ok: bool, meanwhile: Callable[[], object] = bool) -> b
     `comm` may be revoked. The call ends only when all living ranks have reached it, or with an error of `meanwhile`,
     which is called repeatedly.
     """
+    return bool(_common_bits(comm, int(ok), meanwhile))
+
+
+def agree_on_end(comm: MPI.Comm, code: int, meanwhile: Callable[[], object]) -> int:
+    """Return the exit code of the job: 0 if all living ranks pass 0. Each rank calls it when its program ends.
+
+    A rank that waits for the others here hears of a rank that ends the job; one that waits in MPI_Finalize does not.
+    comm: of all ranks of the job. meanwhile: as in `agree`.
+    """
+    return CODES & ~_common_bits(comm, CODES & ~code, meanwhile)
+
+
+def _common_bits(comm: MPI.Comm, bits: int, meanwhile: Callable[[], object]) -> int:
+    """Return the bits that all living ranks of `comm` pass. Collective."""
     while True:
         comm.Ack_failed()
         try:
-            bits = _agreed(comm, MARK + ok, meanwhile)
+            common = _agreed(comm, MARK | bits << MARK_BITS, meanwhile)
         except MPI.Exception as error:  # on all ranks: some rank had not acknowledged a failed one
             if error.Get_error_class() != MPI.ERR_PROC_FAILED:
                 raise
         else:
-            if bits & MARK == MARK:
-                return bool(bits & 1)
+            if common & MARK == MARK:
+                return common >> MARK_BITS
             log.debug("an agreement was garbled, and is repeated")
 
 
 def _agreed(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object]) -> int:
     bits = array("i", [flags])
-    with alone:
+    with alone_for_now():
         request = comm.Iagree(bits)
     try:
         wait_until(request.Test, meanwhile=meanwhile, pause=Pause(*SMALL))

@@ -177,6 +177,30 @@ def test_a_rank_that_leaves_after_a_loss_is_not_waited_for(mpirun: JobRunner, wa
     assert f"rank 0 has left: it {why}" in job.stdout, job.stdout + job.stderr
 
 
+LEAVES_EARLY = """
+import sys
+import numpy as np
+import allreduce
+from allreduce.elastic.standby import elastic_world
+topology = allreduce.Topology()
+if sys.argv[1] == "standby":
+    topology = elastic_world(topology, 2) or sys.exit(0)
+with allreduce.create("ring", topology) as reduce:
+    reduce(np.ones(10))
+    if topology.rank >= 1:
+        sys.exit(0)
+    reduce(np.ones(10))
+"""
+
+
+@pytest.mark.parametrize("others", ["working", "standby"])
+def test_ranks_that_have_left_end_when_another_ends_the_job(mpirun: JobRunner, others: str) -> None:
+    """In MPI_Finalize, three of four ranks would wait for ever for the rank that has ended by an error."""
+    job = mpirun(4, ["-c", LEAVES_EARLY, others], ulfm=True, timeout=60)
+    assert job.returncode == 1, job.stderr
+    assert "has left: it has ended its program" in job.stderr
+
+
 def test_who_has_left_after_an_agreement_is_not_missed_in_it() -> None:
     """The message that the rank has left may arrive before the answer."""
     with Topology(MPI.COMM_SELF) as topology:
