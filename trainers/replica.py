@@ -291,6 +291,13 @@ class Replica(ABC):
             kind = type(self).__name__
             raise ArgumentError(f"this {kind} can't be copied: {type(error).__name__}: {error}") from error
 
+    def trust(self, agree: Callable[[list[bool]], Sequence[bool]]) -> None:  # noqa: B027, by default there are none
+        """Use only the fast implementations that give right results on the CPUs of all ranks. Called on all ranks,
+        whose models are equal.
+
+        agree: takes whether each gives right results on this rank's CPU, and returns whether it does on all ranks.
+        """
+
     def edit(self, change: Callable[[], object]) -> None:
         """Call `change()`, by which the user changes the model in place, and take the change into the bound memory.
         By default the model's parameters must be views of that memory."""

@@ -43,34 +43,24 @@ EXACT = "exact"  # the entry of a state_dict with the number of steps
 Closure = Callable[[], Any]
 
 
-class Kernels:
+class Kernels(fused.Kernels):
     """The fused kernels of an optimizer: used only if they compute correctly on all ranks, whose CPUs may differ.
 
-    optimizer: the plain one, with the same options on all ranks. comm: a communicator of all ranks, for `test` alone.
+    optimizer: the plain one, with the same options on all ranks. comm: a communicator of all ranks, for `agree` alone.
     """
 
     def __init__(self, optimizer: Optimizer, comm: MPI.Intracomm) -> None:
-        self._optimizer, self._rank = optimizer, comm.rank
-        self._correct: set[fused.Key] = set()
-        self.test(comm)
+        super().__init__(optimizer)
+        self._rank = comm.rank
+        self.agree(comm)
 
-    def test(self, comm: MPI.Intracomm) -> None:
+    def agree(self, comm: MPI.Intracomm) -> None:
         """Test the kernels for the optimizer's current options, and record the correct ones. Collective."""
-        kind = type(self._optimizer)
-        if kind not in fused.KINDS:
-            return
-        needed = [(group, dtype) for group in self._optimizer.param_groups for dtype in fused.dtypes_of(group)]
-        right = np.array([fused.is_correct(kind, *each) for each in needed], np.int64)
-        combine(comm, right, "test fused kernels", MPI.MIN)
-        self._correct |= {fused.key_of(kind, *each) for each, is_right in zip(needed, right, strict=True) if is_right}
+        self.test(lambda own: combine(comm, np.array(own), "test fused kernels", MPI.LAND).tolist())
 
-    def correct(self, group: dict[str, object], dtype: torch.dtype) -> bool:
-        """Whether the kernel is correct on all ranks with these options; False if it was not tested. Local."""
-        return fused.key_of(type(self._optimizer), group, dtype) in self._correct
-
-    def replace_broken(self) -> None:
+    def replace_and_tell(self) -> None:
         """Set `fused` to None in the optimizer's groups whose kernel is not correct. Local."""
-        if text := fused.replace_broken(self._optimizer, self.correct):
+        if text := self.replace_broken():
             notices.once(self._rank, text)
 
 
@@ -128,7 +118,7 @@ class TorchOwners(Owners):
     def step(self, closure: Closure | None) -> Any:
         """See MirroredOptimizer.step. Collective."""
         self.reducer.in_closure = closure is not None
-        self.kernels.replace_broken()
+        self.kernels.replace_and_tell()
         try:
             loss = self._step_with(None if closure is None else partial(self._mean_loss, closure))
         finally:
@@ -284,7 +274,7 @@ class TorchOwners(Owners):
         steps = reducer.run_in_queue("loads the optimizer's state", partial(self._load, state))
         if self.options.exact and steps is not None:
             self.kept.earlier = steps - reducer.steps
-        reducer.run_in_queue("tries fused kernels", partial(self.kernels.test, reducer.comm))
+        reducer.run_in_queue("tries fused kernels", partial(self.kernels.agree, reducer.comm))
 
     def _load(self, state: dict[str, Any] | None) -> int | None:
         """Load rank 0's state_dict; return its number of steps, None if it has none. Runs in the queue."""

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce, Config
 from allreduce.elastic.standby import JOINED
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, together
+from allreduce.transport.control import all_values, combine, together
 from trainers.backends import LOST_RESIDUALS, backend_for, bind_own, compress_error
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
@@ -137,6 +138,8 @@ class Mirrored(Strategy):
 
     def _divide(self) -> None:
         """Divide the state among the ranks, which all have the same one, if it is to be divided. Collective."""
+        comm = self.group.comm
+        self.replica.trust(lambda own: combine(comm, np.array(own), "test fused kernels", MPI.LAND).tolist())
         if self._update_name == "sharded" and self.group.size > 1:
             self.core.owners = self._divided(self.core)
 

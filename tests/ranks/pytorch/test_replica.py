@@ -24,7 +24,7 @@ from tests.frameworks.replica_checks import (  # noqa: E402
 from trainers import CentralStorageTrainer, Exact, Loader, LocalSGD, MirroredTrainer  # noqa: E402
 from trainers.data import Batches  # noqa: E402
 from trainers.errors import ArgumentError, ModelFileError  # noqa: E402
-from trainers.replicas.pytorch import TorchReplica  # noqa: E402
+from trainers.replicas.pytorch import TorchReplica, fused  # noqa: E402
 from trainers.transforms import average  # noqa: E402
 from trainers.watching.callback import Callback  # noqa: E402
 from trainers.watching.model_checkpoint import ModelCheckpoint  # noqa: E402
@@ -135,6 +135,22 @@ def test_fused_kernels(flat: allreduce.Topology, dtype: torch.dtype, update: str
             weights.append(replica.module.weight.detach().clone())
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=8 * torch.finfo(dtype).eps)
     assert abs(weights[0].float().mean().item() - 1) > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:SGD.fused=True. of PyTorch")
+@pytest.mark.parametrize("backend", ["shared", "central"])
+def test_a_fused_kernel_that_fails_on_one_rank_is_used_on_none(
+    backend: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks' CPUs may differ. Replicas that updated by unlike kernels would drift apart."""
+    last = flat.size - 1
+    monkeypatch.setattr(fused, "is_correct", lambda *_: flat.rank != last)
+    x, y = data(40)
+    mine = replica(kind="SGD")
+    mine.optimizer.param_groups[0]["fused"] = True
+    with STRATEGIES["mirrored" if backend == "shared" else backend](mine, flat) as trainer:
+        trainer.fit(x, y, 1, 20, progress=False)
+    assert mine.optimizer.param_groups[0]["fused"] is None
 
 
 KINDS = [

@@ -4,9 +4,7 @@ PyTorch 2.13's fused SGD does not update bfloat16 and float16 parameters, except
 """
 
 import inspect
-import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,31 +42,45 @@ def is_correct(kind: type[Optimizer], group: dict[str, Any], dtype: torch.dtype)
     return _tried[key]
 
 
-def replace_broken(optimizer: Optimizer, right: Callable[[dict[str, Any], torch.dtype], bool] | None = None) -> str:
-    """Set `fused` to None in groups with fused=True whose fused implementation is wrong. Local.
+class Kernels:
+    """The fused kernels of an optimizer: used if they compute correctly here, and after `test` on all ranks. Local."""
 
-    right: right(group, dtype) says whether the kernel is correct; default `is_correct`. Returns a warning, or "".
-    """
-    text, kind = "", type(optimizer)
-    for group in optimizer.param_groups:
-        if group.get("fused") and kind in KINDS:
-            wrong = [each for each in dtypes_of(group) if not (right or partial(is_correct, kind))(group, each)]
-            if wrong:
-                group["fused"] = None
-                text = REPLACED.format(kind.__name__, torch.__version__, wrong[0])
-    return text
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._kind = optimizer, type(optimizer)
+        self._correct: set[Key] | None = None  # None: not tested on all ranks
+
+    def test(self, agree: Callable[[list[bool]], Sequence[bool]]) -> None:
+        """Test the kernels for the optimizer's current options, which are equal on all ranks. agree: see
+        Replica.trust."""
+        if self._kind not in KINDS:
+            return
+        needed = [(group, dtype) for group in self._optimizer.param_groups for dtype in _dtypes_of(group)]
+        right = agree([is_correct(self._kind, *each) for each in needed])
+        found = {key_of(self._kind, *each) for each, is_right in zip(needed, right, strict=True) if is_right}
+        self._correct = found if self._correct is None else self._correct | found
+
+    def correct(self, group: dict[str, Any], dtype: torch.dtype) -> bool:
+        """Whether the kernel is correct with these options; False if it had to be tested on all ranks and was not."""
+        if self._correct is None:
+            return is_correct(self._kind, group, dtype)
+        return key_of(self._kind, group, dtype) in self._correct
+
+    def replace_broken(self) -> str:
+        """Set `fused` to None in the groups whose kernel is not correct. Returns a warning, or ""."""
+        text = ""
+        for group in self._optimizer.param_groups:
+            if group.get("fused") and self._kind in KINDS:
+                wrong = [each for each in _dtypes_of(group) if not self.correct(group, each)]
+                if wrong:
+                    group["fused"] = None
+                    text = REPLACED.format(self._kind.__name__, torch.__version__, wrong[0])
+        return text
 
 
-def dtypes_of(group: dict[str, Any]) -> list[torch.dtype]:
-    """Return the dtypes of a group's floating-point parameters on the CPU, which need a trial. Local."""
+def _dtypes_of(group: dict[str, Any]) -> list[torch.dtype]:
+    """Return the dtypes of a group's floating-point parameters on the CPU, which need a trial."""
     tried = {each.dtype for each in group["params"] if each.device.type == "cpu" and each.is_floating_point()}
     return sorted(tried, key=str)
-
-
-def replace_and_warn(optimizer: Optimizer) -> None:
-    """As `replace_broken`, and warn."""
-    if text := replace_broken(optimizer):
-        warnings.warn(text, stacklevel=2)
 
 
 REPLACED = (

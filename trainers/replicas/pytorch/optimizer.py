@@ -1,6 +1,7 @@
 """A PyTorch optimizer on the parameters of a module, or on a slice of them in flat memory."""
 
 import sys
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -16,7 +17,6 @@ from trainers.errors import ArgumentError
 from trainers.options.average import SHARDS
 from trainers.replica import Slices, single, slices_of
 from trainers.replicas.flat import FlatOptimizer, Layout
-from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.division import (
     AUTO,
     ELEMENTS,
@@ -28,6 +28,7 @@ from trainers.replicas.pytorch.division import (
     hyperparameters,
     optimizer_like,
 )
+from trainers.replicas.pytorch.fused import Kernels
 from trainers.replicas.pytorch.tensors import host_view
 
 BLOCK = 1 << 17  # elements updated at a time: their parameters, gradients and state fit into the cache
@@ -49,6 +50,7 @@ class TorchOptimizer(FlatOptimizer):
         elementwise = sorted(f"optimizer.{key}" for key, value in tried.items() if value.shape == TRIED)
         super().__init__(Layout(each.shape for each in trained), [PRESENT, *sorted(self._devices)], elementwise)
         self._user, self._trained, self._shard = optimizer, trained, shard
+        self.kernels = Kernels(optimizer)
         self._parameters: Tensor | None = None
         self._blocks: list[list[Tensor]]  # of each parameter; empty if a slice of whole tensors lacks it
         self._firsts: list[Tensor]  # for each parameter a tensor that has its state of numbers, such as the step
@@ -81,7 +83,8 @@ class TorchOptimizer(FlatOptimizer):
 
     def step(self, part: Slices | None, still: np.ndarray) -> None:
         """Update all parameters, or a part of the bound memory, but not the parameters that are `still`."""
-        fused.replace_and_warn(self._user)
+        if text := self.kernels.replace_broken():
+            warnings.warn(text, stacklevel=2)
         if part is None:
             self.extend()
         else:

@@ -199,6 +199,9 @@ class TorchReplica(FlatReplica):
                 self._parameters[each] = self._buffer[each]
             self._optimizer.step(self._parameters_in(part), self.still)
 
+    def trust(self, agree: Callable[[list[bool]], Sequence[bool]]) -> None:
+        self._optimizer.kernels.test(agree)
+
     def edit(self, change: Callable[[], object]) -> None:
         change()
         self._check_replaced()
