@@ -200,7 +200,7 @@ CSV = {
 def test_csv_bomb(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_file, "LEAST_LIMIT", 1 << 17)
     monkeypatch.setattr(rows, "LONGEST_LINE", 1 << 16)
-    monkeypatch.setattr(table, "MOST_NAMES", 1 << 10)
+    monkeypatch.setattr(table, "MOST_VALUES", 1 << 10)
     path, (content, complaint) = tmp_path / "set.csv.gz", CSV[fault]
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"set\.csv\.gz.* {complaint}"):

@@ -63,6 +63,10 @@ class Category:
     name: str
     values: tuple[str, ...]
 
+    def numbered(self) -> dict[str, int]:
+        """Return the number of each value."""
+        return {value: number for number, value in enumerate(self.values, 1)}
+
     @property
     def embedded(self) -> bool:
         return len(self.values) > ONE_HOT
@@ -128,7 +132,7 @@ class Columns:
         )
         self._spans = [spans[column.name] for column in self.columns]
         self.features = sum(column.width for column in self.columns)
-        self._numbers = [_numbered(column.values) if isinstance(column, Category) else {} for column in self.columns]
+        self._numbers = [column.numbered() if isinstance(column, Category) else {} for column in self.columns]
         self._class_numbers = {name: number for number, name in enumerate(self.classes)}
 
     def __eq__(self, other: object) -> bool:
@@ -215,6 +219,8 @@ class Columns:
         except KeyError as error:
             unknown = error.args[0]
         row = next(row for row, cell in enumerate(cells) if cell.strip() == unknown)
+        if unknown in MISSING:
+            raise DataError(f"{where(row)} has no label in the column {shown(self.label)}; leave such rows out")
         raise DataError(
             f"{where(row)}: training has not met the label {shown(unknown)}; its labels are {_listed(self.classes)}"
         )
@@ -299,10 +305,6 @@ def _alike(one: Number | Category, other: Number | Category) -> bool:
         return one == other
     same = (one.name, one.missing) == (other.name, other.missing) and math.isclose(one.scale, other.scale, rel_tol=1e-6)
     return same and abs(one.mean - other.mean) * one.scale < 1e-6
-
-
-def _numbered(values: Sequence[str]) -> dict[str, int]:
-    return {value: number for number, value in enumerate(values, 1)}
 
 
 def _column(given: Mapping[str, Any]) -> Number | Category:

@@ -2,6 +2,7 @@
 
 import unicodedata
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -105,6 +106,21 @@ def numbers(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 
 
+class Rows(NamedTuple):
+    """The rows of a file, divided into a part to train and a part to test: x (rows, features), y (rows,) int64."""
+
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+
+    @classmethod
+    def divided(cls, x: np.ndarray, y: np.ndarray) -> "Rows":
+        """Split off a fifth of the rows to test."""
+        tested = split(y)
+        return cls(x[~tested], y[~tested], x[tested], y[tested])
+
+
 def make(
     name: str,
     train: tuple[np.ndarray, np.ndarray],
@@ -118,9 +134,9 @@ def make(
         x, y = sets[0]
         if len(x) < 2:
             raise DataError(f"{name} has one sample; at least 2 are needed, to train and to test")
-        tested = split(y)
-        sets = [(x[~tested], y[~tested]), (x[tested], y[tested])]
-    (x_train, y_train), (x_test, y_test) = sets
+        x_train, y_train, x_test, y_test = Rows.divided(x, y)
+    else:
+        (x_train, y_train), (x_test, y_test) = sets
     if x_train.shape[1] != x_test.shape[1]:
         raise DataError(f"{name}: training has {x_train.shape[1]} features and test {x_test.shape[1]}")
     if classes is None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from trainers.datasets import dataset
 from trainers.datasets.columns import MISSING, MOST_VALUES, Category, Columns, Number, Where, numbers
+from trainers.datasets.dataset import Rows
 from trainers.datasets.rows import Block, Cells, TableFile, is_number, shown
 from trainers.errors import DataError
 
@@ -23,15 +24,6 @@ Exchange = Callable[[Callable[[], Any]], list[Any]]
 def alone(step: Callable[[], Any]) -> list[Any]:
     """The Exchange of a process that has all files."""
     return [step()]
-
-
-class Rows(NamedTuple):
-    """The rows of a file, divided into a part to train and a part to test: x (rows, features), y (rows,) int64."""
-
-    x_train: np.ndarray
-    y_train: np.ndarray
-    x_test: np.ndarray
-    y_test: np.ndarray
 
 
 class Moments(NamedTuple):
@@ -91,16 +83,17 @@ class Values(dict[str, int]):
     """Numbers different texts in the order of their appearance, from 1; missing values are 0. lines: the line where
     each appeared first."""
 
-    def __init__(self) -> None:
-        super().__init__(dict.fromkeys(MISSING, 0))
+    def __init__(self, missing: Collection[str] = MISSING) -> None:
+        super().__init__(dict.fromkeys(missing, 0))
+        self._missing = len(missing)
         self.lines: list[int] = []
 
     @property
     def texts(self) -> list[str]:
-        return list(self)[len(MISSING) :]
+        return list(self)[self._missing :]
 
     def add(self, cells: Cells, lines: Sequence[int]) -> np.ndarray:
-        base, number_of = len(MISSING) - 1, self.setdefault
+        base, number_of = self._missing - 1, self.setdefault
         found = np.array([number_of(cell.strip(), len(self) - base) for cell in cells], np.int64)
         if len(self.lines) < len(self) - base - 1:
             new, first = np.unique(found, return_index=True)
@@ -179,12 +172,10 @@ def learn(
     labels = {text for rank in exchange(read_all) for texts in rank for text in texts}
     classes = class_names(source, choices.label, labels)
     order = {name: number for number, name in enumerate(classes)}
-    tested = {}
 
     def describe() -> dict[str, Any]:
-        for number, each in held.items():
-            tested[number] = dataset.split(_class_numbers(each, order))
-        return {str(number): _described(each, ~tested[number]) for number, each in held.items()}
+        parts = {number: dataset.split(_class_numbers(each, order)) for number, each in held.items()}
+        return {str(number): _described(each, ~parts[number]) for number, each in held.items()}
 
     found = {int(number): each for rank in exchange(describe) for number, each in rank.items()}
     described = [found[number] for number in sorted(found)]
@@ -193,7 +184,8 @@ def learn(
 
     def encode() -> None:
         for number, each in held.items():
-            rows[number] = _rows(tables[number].path, columns, each, tested[number])
+            x = _features(tables[number].path, columns, each)
+            rows[number] = Rows.divided(x, _class_numbers(each, order))
 
     exchange(encode)
     return columns, rows
@@ -201,16 +193,15 @@ def learn(
 
 def load(table: TableFile, columns: Columns) -> Rows:
     """Read the rows of a table as the columns say. Raises DataError, also for labels that training has not met."""
-    _, label = columns.places(table.path, table.names)
+    places, label = columns.places(table.path, table.names)
     if label is None:
         raise DataError(f"{table.path} has no column {shown(columns.label)}, the label")
-    names = [column.name for column in columns.columns]
-    categories = {column.name for column in columns.columns if isinstance(column, Category)}
-    found = read(table, names, categories, columns.label)
-    for text, line in zip(found.classes.texts, found.classes.lines, strict=True):
-        columns.labels([text], lambda _, line=line: f"{table.path}, line {line}")  # type: ignore[misc]
-    order = {name: number for number, name in enumerate(columns.classes)}
-    return _rows(table.path, columns, found, dataset.split(_class_numbers(found, order)))
+    x, y = [np.empty((0, columns.features), np.float32)], [np.empty(0, np.int64)]
+    for block in table.blocks():
+        where = place(table, block)
+        x.append(columns.encode([block.columns[at] for at in places], where))
+        y.append(columns.labels(block.columns[label], where))
+    return Rows.divided(np.concatenate(x), np.concatenate(y))
 
 
 def _agreed_names(tables: Mapping[int, TableFile], choices: Choices, exchange: Exchange) -> list[str]:
@@ -316,15 +307,11 @@ def _columns(
     return Columns(columns, choices.label, classes, choices.ignore)
 
 
-def _rows(path: str, columns: Columns, found: Read, tested: np.ndarray) -> Rows:
+def _features(path: str, columns: Columns, found: Read) -> np.ndarray:
     values = []
     for column in columns.columns:
         own = found.values[column.name]
         if isinstance(column, Category):
-            index = {value: number for number, value in enumerate(column.values, 1)}
-            own = found.texts[column.name].renumbered(index)[own]
+            own = found.texts[column.name].renumbered(column.numbered())[own]
         values.append(own)
-    x = columns.features_of(values, lambda row: f"{path}, row {row} (without the header)")
-    order = {name: number for number, name in enumerate(columns.classes)}
-    y = _class_numbers(found, order)
-    return Rows(x[~tested], y[~tested], x[tested], y[tested])
+    return columns.features_of(values, lambda row: f"{path}, row {row} (without the header)")

@@ -9,8 +9,9 @@ import numpy as np
 
 from trainers.datasets import dataset, learning
 from trainers.datasets.columns import Columns
+from trainers.datasets.dataset import Rows
 from trainers.datasets.files import read_archive
-from trainers.datasets.learning import Choices, Exchange, Moments, Rows, alone, merged
+from trainers.datasets.learning import Choices, Exchange, Moments, alone, merged
 from trainers.datasets.rows import TableFile, is_table
 from trainers.errors import DataError
 
@@ -212,8 +213,7 @@ def _archived(path: str) -> Rows:
     x, y = dataset.checked(path, arrays[0], arrays[1])
     if len(arrays) == 4:
         return Rows(x, y, *dataset.checked(f"{path} (test)", arrays[2], arrays[3]))
-    tested = dataset.split(y)
-    return Rows(x[~tested], y[~tested], x[tested], y[tested])
+    return Rows.divided(x, y)
 
 
 def _described(rows: Rows) -> dict[str, Any]:

@@ -1,15 +1,14 @@
 """CSV files, gzipped or not: one sample per line, the label in the last column, with or without a header."""
 
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
 
 from trainers.datasets import dataset
+from trainers.datasets.columns import MOST_VALUES
+from trainers.datasets.learning import Values
 from trainers.datasets.rows import LONGEST_SHOWN, Block, Cells, TableFile, is_number
 from trainers.errors import DataError
-
-MOST_NAMES = 1 << 16  # different labels that are not numbers
 
 
 def load(path: str, name: str | None = None) -> dataset.Dataset:
@@ -22,14 +21,17 @@ def load(path: str, name: str | None = None) -> dataset.Dataset:
         raise DataError(f"{path}: the first line has one column; expected features and a label, with commas between")
     words = "; of a table with words in it name the label (label=..., --label), and {} needs a header"
     parts: list[np.ndarray] = []
-    labels = _Labels(path)
+    labels, found_labels = Values(missing=()), []
     for number, block in enumerate(table.blocks()):
         found = block if number else _without_header(block)
         parts.append(features(path, found.columns[:-1], found.lines, words.format(path)))
-        labels.add(found.columns[-1], found.lines)
+        if not all(map(str.strip, found.columns[-1])):
+            row = [bool(cell.strip()) for cell in found.columns[-1]].index(False)
+            raise DataError(f"{path}, line {found.lines[row]} has no label in its last column")
+        found_labels.append(labels.add(found.columns[-1], found.lines))
     if not any(map(len, parts)):
         raise DataError(f"{path} has no samples")
-    y, classes = labels.numbered()
+    y, classes = _numbered(path, np.concatenate(found_labels), labels)
     return dataset.make(name or path, (np.concatenate(parts), y), classes=classes)
 
 
@@ -66,40 +68,21 @@ def features(path: str, columns: Sequence[Cells], lines: Sequence[int], hint: st
     return x
 
 
-class _Labels:
-    """The last column: class numbers, or names."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._numbers, self._names = array("d"), array("q")  # one of them stays empty
-        self._numbers_by_name: dict[str, int] = {}  # name -> number in order of appearance
-        self._first: dict[bool, tuple[int, str]] = {}  # whether a label is a number -> the first such label: line, text
-
-    def add(self, cells: Cells, lines: Sequence[int]) -> None:
-        for number, cell in zip(lines, map(str.strip, cells), strict=True):
-            if not cell:
-                raise DataError(f"{self._path}, line {number} has no label in its last column")
-            numeric = is_number(cell)
-            self._first.setdefault(numeric, (number, cell[:LONGEST_SHOWN]))
-            if numeric:
-                self._numbers.append(float(cell))
-            else:
-                self._names.append(self._numbers_by_name.setdefault(cell, len(self._numbers_by_name)))
-        if len(self._numbers_by_name) > MOST_NAMES:
-            raise DataError(f"{self._path} has more than {MOST_NAMES} different labels; the label is the last column")
-
-    def numbered(self) -> tuple[np.ndarray, tuple[str, ...] | None]:
-        """Return the labels as class numbers, and the names of the classes (None if labels are numbers)."""
-        if len(self._first) > 1:
-            odd = len(self._numbers) <= len(self._names)
-            number, cell = self._first[odd]  # the first label of the rarer kind
-            raise DataError(
-                f"{self._path}, line {number}: the label {cell!r} is {'a' if odd else 'not a'} number, "
-                "unlike others; labels must be all class numbers or all names"
-            )
-        if self._numbers:
-            return np.array(self._numbers), None
-        classes = sorted(self._numbers_by_name)
-        order = np.empty(len(classes), np.int64)
-        order[[self._numbers_by_name[name] for name in classes]] = np.arange(len(classes))
-        return order[np.array(self._names)], tuple(classes)
+def _numbered(path: str, numbers: np.ndarray, labels: Values) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Return the labels as class numbers, and the names of the classes (None if labels are numbers). numbers: of each
+    row's label in `labels`, from 1."""
+    texts = labels.texts
+    numeric = np.array(list(map(is_number, texts)))
+    if numeric.all():
+        return np.array(list(map(float, texts)))[numbers - 1], None
+    if numeric.any():
+        odd = 2 * int(numeric[numbers - 1].sum()) <= len(numbers)
+        at = int(np.argmax(numeric == odd))  # the first label of the rarer kind
+        raise DataError(
+            f"{path}, line {labels.lines[at]}: the label {texts[at][:LONGEST_SHOWN]!r} is {'a' if odd else 'not a'} "
+            "number, unlike others; labels must be all class numbers or all names"
+        )
+    if len(texts) > MOST_VALUES:
+        raise DataError(f"{path} has more than {MOST_VALUES} different labels; the label is the last column")
+    classes = sorted(texts)
+    return labels.renumbered({text: number for number, text in enumerate(classes)})[numbers], tuple(classes)
