@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from tests.apps.fuzz_requests import PREDICT, Direct, Target, request
+from tests.apps.server import PREDICT, Direct, Target, request
 from trainers.apps.serving.batches import Request, Waiting
 from trainers.apps.serving.versions import AVAILABLE, UNLOADING, Version
 from trainers.apps.serving.web import CLIENT_GONE, MOST_HEAD

@@ -18,7 +18,7 @@ from benchmarks.compressing import exact, speed
 from benchmarks.compressing.speed import Cost
 from benchmarks.lib import hosts
 from tests import launch
-from tests.conftest import JobRunner, lacking
+from tests.conftest import JobRunner, in_one_job, lacking
 from trainers import LocalSGD
 
 OnHosts = Callable[[list[str], Path], dict[str, Any]]
@@ -212,25 +212,27 @@ def test_steps_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert lines[-1].startswith("micro_batch=9")
 
 
+REFUSED = {
+    "--methods none,int9": "did you mean 'int8'?",
+    "--hosts 2": "--hosts starts the ranks itself; leave out mpirun",
+    "--size 3": "one element has 4 bytes",
+    "sped": "invalid choice: 'sped'",
+    "training --models mpl": "--models mpl is unknown; use mlp or conv",
+    "exact --methods ring,rign": "--methods rign: of the backends, use some of ring",
+    "exact --plot exact.png": "exact has no picture",
+}
+
+
 @pytest.mark.jobs
-@pytest.mark.parametrize(
-    ("ranks", "options", "complaint"),
-    [
-        (2, ["--methods", "none,int9"], "did you mean 'int8'?"),
-        (2, ["--hosts", "2"], "--hosts starts the ranks itself; leave out mpirun"),
-        (2, ["--size", "3"], "one element has 4 bytes"),
-        (2, ["sped"], "invalid choice: 'sped'"),
-        (2, ["training", "--models", "mpl"], "--models mpl is unknown; use mlp or conv"),
-        (2, ["exact", "--methods", "ring,rign"], "--methods rign: of the backends, use some of ring"),
-        (2, ["exact", "--plot", "exact.png"], "exact has no picture"),
-        (0, ["--hosts", "2", "--rate", "fast"], 'RATE is "fast"'),
-    ],
-)
-def test_refused_before_measuring(mpirun: JobRunner, ranks: int, options: list[str], complaint: str) -> None:
-    job = mpirun(ranks, ["-m", "benchmarks.compression", *options])
-    assert job.returncode == 2, job.stdout + job.stderr
-    assert complaint in job.stderr
-    assert "Traceback" not in job.stderr
+def test_refused_before_measuring(mpirun: JobRunner, tmp_path: Path) -> None:
+    lines = [("benchmarks.compression", line.split(), str(tmp_path)) for line in REFUSED]
+    for complaint, ranks in zip(REFUSED.values(), in_one_job(2, lines, tmp_path), strict=True):
+        assert [rank["code"] for rank in ranks] == [2, 2], ranks
+        told = "".join(rank["stderr"] for rank in ranks)
+        assert complaint in told
+        assert "Traceback" not in told
+    job = mpirun(0, ["-m", "benchmarks.compression", "--hosts", "2", "--rate", "fast"])
+    assert (job.returncode, 'RATE is "fast"' in job.stderr) == (2, True), job.stderr
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from benchmarks.lib import plot, report
 from benchmarks.lib.advice import competing, times_of
 from benchmarks.lib.limits import Limit, limit_of
 from benchmarks.lib.plot import COLOURS, colour
-from benchmarks.lib.results import MEMORIES, Run, to_json
+from benchmarks.lib.results import to_json
 from tests.benchmarks.made_runs import CURVES, made_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -79,6 +79,7 @@ def test_page_needs_no_network(page: Path) -> None:
     assert "Made Up CPU &lt;1&gt;" in text
 
 
+@pytest.mark.expensive
 def test_page_in_a_browser(page: Path) -> None:
     seen = browse(page, "--dump-dom")
     dom = seen.stdout
@@ -90,69 +91,11 @@ def test_page_in_a_browser(page: Path) -> None:
     assert not errors
 
 
-def test_screenshot_of_the_page(page: Path) -> None:
-    shot = page.with_name("shot.png")
-    browse(page, f"--screenshot={shot}")
-    image = pixels(shot.read_bytes())
-    for backend in CURVES["foreign"]:
-        assert count(image, colour(backend)) > 200, f"{backend} is not to be seen"
-
-
 def test_chart_data_is_the_run(page: Path) -> None:
     """The page contains the numbers of the run."""
     found = re.findall(r'"x":\s*(\[[\d,.\s]+\]),\s*"y"', page.read_text())
     assert found
     assert json.loads(found[0]) == [result.size for result in plot.points(made_run(), "allocated", "ring")]
-
-
-def crossing_run() -> Run:
-    """native and shared take turns at being the fastest: many crossovers, close to each other."""
-    run = made_run()
-    for index, each in enumerate(run.results):
-        if each.backend == "native" and each.size > 1024:
-            factor = 0.2 if int(np.log2(each.size)) % 4 == 1 else 9.0
-            run.results[index] = replace(each, time_us=each.time_us * factor, busbw=each.busbw / factor)
-    return run
-
-
-def test_no_label_of_the_picture_lies_on_a_panel() -> None:
-    pytest.importorskip("matplotlib")
-    run = crossing_run()
-    figure = plot.figure_of(run)
-    figure.canvas.draw()
-    numbers = 0
-    for axis in figure.axes:
-        panel = axis.get_window_extent()
-        for text in axis.texts:
-            assert text.get_window_extent().y0 >= panel.y1, text
-            numbers += 1
-    crossings = [len(plot.numbered(run, memory, 0.02)) for memory in MEMORIES]
-    assert numbers == 2 * sum(crossings)
-    assert min(crossings) >= 6
-    lines = plot.crossings_in_words(run, "allocated", 90)
-    assert max(map(len, lines)) <= 95
-    assert lines[0].startswith("1: native → shared at ")
-    title = figure.axes[0].title.get_window_extent()
-    first_row = [text.get_window_extent() for text in figure.axes[0].texts]
-    assert title.y0 >= max(extent.y1 for extent in first_row)
-
-
-def test_numbers_of_close_lines_stand_side_by_side() -> None:
-    run = crossing_run()
-    for width in (0.001, 0.2):
-        places = [place for place, _ in plot.numbered(run, "foreign", width)]
-        assert np.diff(np.log(places)).min() >= width * np.log((128 << 20) / 8) * 0.999
-
-
-def test_no_label_of_the_page_lies_on_a_panel() -> None:
-    pytest.importorskip("plotly")
-    run = crossing_run()
-    page = report.page(run)
-    labels = re.findall(r'"annotations":\s*(\[.*?\])\s*,\s*"', page.rpartition("</script></head>")[2])
-    assert len(labels) == 2
-    for found in map(json.loads, labels):
-        assert len(found) > 12
-        assert {(each["y"], each["yref"].split()[-1], each["yanchor"]) for each in found} == {(1, "domain", "bottom")}
 
 
 def test_the_pages_header_says_where_it_was_measured(page: Path) -> None:
@@ -233,26 +176,3 @@ def test_a_page_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     other.write_text(to_json(replace(made_run(2), op="max")))
     assert command.main([str(paths[0]), str(other), "--html", str(page)]) == 2
     assert "measured different calls: float32 (max); float32 (sum)" in capsys.readouterr().err
-
-
-SENDER = """<script>
-addEventListener("load", () => setTimeout(() => {
-    const page = document.documentElement;
-    parent.postMessage("width " + page.clientWidth + " scrolls " + (page.scrollWidth - page.clientWidth), "*");
-}, 2000));
-</script></body>"""
-
-
-@pytest.mark.parametrize("width", [400, 1200])
-def test_page_does_not_scroll_sideways(page: Path, width: int) -> None:
-    """In a frame, because a browser's own window is never as narrow as a telephone."""
-    narrow, frame = page.with_name(f"narrow{width}.html"), page.with_name(f"frame{width}.html")
-    narrow.write_text(page.read_text().replace("</body>", SENDER))
-    frame.write_text(
-        f"<iframe src={narrow.name} width={width} height=900></iframe><p>"
-        "<script>onmessage = event => document.querySelector('p').textContent = event.data</script>"
-    )
-    said = re.search(r"<p>width (\d+) scrolls (-?\d+)", browse(frame, "--dump-dom").stdout)
-    assert said, "the page never came"
-    assert width - 20 <= int(said[1]) <= width
-    assert int(said[2]) == 0

@@ -1,5 +1,9 @@
-"""Ranks that send hostile messages: communicators with the methods that the readers of messages use."""
+"""Ranks and clients that send hostile messages: communicators with the methods that the readers of messages use, and a
+web server."""
 
+import functools
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,9 @@ from allreduce.health.status_messages import StatusMessages
 from allreduce.tracing import merging
 from allreduce.transport import chunked as sizes
 from allreduce.transport.wait import NamedCall
+from tests.apps.server import Target
 from trainers import group
+from trainers.apps.serving import web
 from trainers.strategies.servers.asynchronous import Asynchronous, Dealer, EpochLedger, StalenessRule
 from trainers.strategies.servers.mailbox import BYE, PUSH, Arrival, Header, Message
 from trainers.strategies.servers.server import Server
@@ -132,3 +138,24 @@ def read_pushes(value: tuple[bool, str, list[tuple[int, int, Header]]], _: Path)
     dealer = Dealer(range(PARTS), range(3), rule.bound) if first else None
     mailbox: Any = _Mailbox([*messages, *((worker, PUSH, Header(BYE)) for worker in range(3))])
     Server(mailbox, shard).serve(Asynchronous(shard, rule, dealer, apply, lambda: False, epoch), range(3))
+
+
+@functools.cache
+def _server() -> Target:
+    web.HEAD_SECONDS = web.BODY_SECONDS = web.KEEP_ALIVE_SECONDS = 0.3  # what is lost with requests that are not whole
+    return Target()
+
+
+def read_request(value: bytes, _: Path) -> None:
+    """Send a request to the web server: it answers as the model does, refuses it, or closes the connection."""
+    answer = _server().ask(value)
+    if answer is None or 400 <= answer[0] < 500:
+        raise web.RefusedError(400, "closed" if answer is None else f"code {answer[0]}")
+    code, body = answer
+    assert code == 200, code
+    head, sent = [*re.split(rb"\r?\n\r?\n", value, maxsplit=1), b""][:2]  # lines may end in a line feed alone
+    if b":predict" in head.split(b"\r\n")[0]:
+        lengths = re.findall(rb"^content-length[ \t]*:[ \t]*(\d+)[ \t]*\r?$", head, re.IGNORECASE | re.MULTILINE)
+        rows = json.loads(sent[: int(lengths[0])] if lengths else sent)["instances"]
+        wanted = _server().predict(np.array(rows, np.float32))
+        np.testing.assert_allclose(json.loads(body)["predictions"], wanted, atol=1e-5)

@@ -22,7 +22,9 @@ from benchmarks.lib.advice import advice
 from benchmarks.lib.results import FileError, load
 from benchmarks.predicting import fitting
 from benchmarks.timeline import load as load_trace
+from tests.apps.server import PREDICT, request
 from trainers import datasets
+from trainers.apps.serving.web import RefusedError
 from trainers.apps.tables.streams import open_stream
 from trainers.cli import roles
 from trainers.datasets.columns import Columns
@@ -452,6 +454,30 @@ def _pushes() -> "st.SearchStrategy[Any]":
     return st.tuples(st.booleans(), st.sampled_from(CHOICES["stale"]), st.lists(message, max_size=30))
 
 
+def _requests() -> "st.SearchStrategy[Any]":
+    right = {"instances": [[1.5, -2, 3, 4], [0.25, 5, 6, 7]]}
+    heads = (
+        b"Content-Type: application/octet-stream", b"Content-Encoding: gzip", b"Content-Length: -1",
+        b"Content-Length: 99999999999999999999", b"Content-Length: 70000", b"Transfer-Encoding: chunked", b": ",
+        b"X: " + b"y" * 70_000, b"Content-Length: 1\r\nContent-Length: 2", b"Expect: 100-continue",
+        b"Upgrade: websocket\r\nConnection: upgrade",
+    )  # fmt: skip
+    paths = (
+        "/v1/models/m/versions/1:predict", "/v1/models/m", "/v1/models/m/metadata", "/metrics", "/", "*",
+        "/v1/models/../../etc/passwd:predict", "/v1/models/%2e%2e%2fetc:predict", "/v1/models/m/versions/2:predict",
+        "/v1/models/m/versions/99999999999999999999:predict", "/v1/models/m:classify", "/v1/models/",
+        "/v1/models/m/versions/-1", "/v1/models/m%00", "http://elsewhere/v1/models/m", "/v1/models/\xff",
+    )  # fmt: skip
+    body = json.dumps(right).encode()
+    methods = st.sampled_from(("GET", "POST", "PUT", "HEAD", "DELETE", "get", "G T"))
+    return st.one_of(
+        texts([right]).map(lambda text: request(PREDICT, text)),
+        st.builds(request, st.sampled_from(paths), st.just(body), methods),
+        st.lists(st.sampled_from(heads), min_size=1, max_size=2).map(lambda few: request(PREDICT, body, "POST", *few)),
+        mutated([request(PREDICT, body)]),
+    )
+
+
 FILES = (DataError,)
 READERS = [
     Reader("IDX", _idx(), _read_idx, FILES),
@@ -479,4 +505,5 @@ READERS = [
     Reader("shapes of a state", _shapes(), peers.read_shapes, (CommunicationError,)),
     Reader("sizes of parcels", _sizes(), peers.read_sizes, (CommunicationError,)),
     Reader("workers' parcels", _pushes(), peers.read_pushes, (CommunicationError,)),
+    Reader("requests", _requests(), peers.read_request, (RefusedError,), 3),
 ]  # fmt: skip
