@@ -29,8 +29,8 @@ from benchmarks.lib.timing import Cell, Checker, Plan, measure_size
 BUDGET = 60.0
 EPILOG = """\
 output: a line for each size, with the fastest backend for arrays from the backend's allocate() and for foreign arrays
-(ordinary arrays of the program), and one sentence of advice. --json, --csv and --html hold all results; --verbose
-prints them.
+(ordinary arrays of the program), and one sentence of advice. limit: its part of the bus bandwidth that memory (measured
+by copying) or network (by sending) allow. --json, --csv and --html hold all results; --verbose prints them.
 
 --verbose: a line for each size and backend, with the columns of nccl-tests, so that scripts for its output can read
 this output. All reductions are in place: the out-of-place columns are for foreign arrays, the in-place columns for
@@ -145,7 +145,7 @@ def _measure(
             if args.verbose:
                 screen.say(*(table.row(run, [each for each in found if each.backend == name]) for name in backends))
             else:
-                screen.say(table.short_row(found))
+                screen.say(table.short_row(run, found))
             bar.update()
 
 

@@ -12,7 +12,7 @@ from benchmarks.lib.results import Run
 
 LARGE, MESSAGE = 64 << 20, 4 << 20  # bytes: larger than most caches; a message that fills a link
 ROUNDS = 5
-MEMORY, NETWORK = "memory_gbs", "network_gbs"  # facts of a machine, in GB/s
+MEMORY, ADDING, NETWORK = "memory_gbs", "adding_gbs", "network_gbs"  # facts of a machine, in GB/s
 FASTEST = 1e9  # GB/s that a file may name
 
 
@@ -26,13 +26,18 @@ class Limit(NamedTuple):
 def measure(topology: Topology) -> dict[str, float]:
     """Return the speed of the largest node's memory, and of the slowest link between real nodes, in GB/s. Collective.
 
-    Memory: bytes read and written per second while all ranks copy. Network: bytes per second in one
-    direction while each node's first rank sends to the next node's and receives from the one before.
+    Memory: bytes read and written per second while all ranks copy, and while all add float32 in place, as STREAM does.
+    Network: bytes per second in one direction while each node's first rank sends to the next node's and receives from
+    the one before.
     """
     most = max(topology.node_sizes)
-    source, target = np.ones(LARGE // most, np.uint8), np.ones(LARGE // most, np.uint8)
-    seconds = _fastest(topology.world, lambda: np.copyto(target, source))
-    facts = {MEMORY: round(2 * most * source.nbytes / seconds / 1e9, 2)}
+    source, target = np.ones(LARGE // 4 // most, np.float32), np.ones(LARGE // 4 // most, np.float32)
+    copying = _fastest(topology.world, lambda: np.copyto(target, source))
+    adding = _fastest(topology.world, lambda: np.add(target, source, out=target))
+    facts = {
+        key: round(streams * most * source.nbytes / seconds / 1e9, 2)
+        for key, streams, seconds in ((MEMORY, 2, copying), (ADDING, 3, adding))
+    }
     if topology.nodes > 1 and not topology.simulated:
         sent, received = np.ones(MESSAGE, np.uint8), np.empty(MESSAGE, np.uint8)
         cross = topology.cross  # of the first rank of a node: a rank for each node
@@ -46,7 +51,7 @@ def measure(topology: Topology) -> dict[str, float]:
     return facts
 
 
-def _fastest(comm: MPI.Intracomm, action: Callable[[], None]) -> float:
+def _fastest(comm: MPI.Intracomm, action: Callable[[], object]) -> float:
     """Return the seconds that the slowest rank takes, in the fastest of some rounds. Collective."""
     rounds = np.empty(ROUNDS)
     for index in range(ROUNDS):
@@ -73,3 +78,16 @@ def limit_of(run: Run) -> Limit | None:
         if type(speed) is float and 0 < speed < FASTEST and least and run.ranks > 1:
             found.append(Limit(speed / least * 2 * (run.ranks - 1) / run.ranks, what))
     return min(found, default=None)
+
+
+def in_words(run: Run) -> list[str]:
+    """Return the measured speeds of a run and the limit that follows from them, as lines."""
+    verbs = {MEMORY: "copy", ADDING: "add in place", NETWORK: "send to another node"}
+    speeds = ", ".join(f"{verb} {run.machine[key]:.3g} GB/s" for key, verb in verbs.items() if key in run.machine)
+    limit = limit_of(run)
+    of = (
+        f"; so the limit of the bus bandwidth is {limit.busbw:.3g} GB/s ({limit.what}; caches exceed it)"
+        if limit
+        else ""
+    )
+    return [f"all ranks at once {speeds}{of}"] if speeds else []

@@ -42,6 +42,11 @@ def mark(backend: str) -> tuple[str, str]:
     return _MARKS[index % len(_MARKS)]
 
 
+def dash(backend: str) -> str:
+    """Return the backend's line in matplotlib: solid or dashed, so that neighbouring curves can be told apart."""
+    return ("-", "--", "-.", ":")[list(COLOURS).index(backend) % 4 if backend in COLOURS else 1]
+
+
 def width(backend: str) -> float:
     """Return the line width; native and auto are thicker."""
     return 2.6 if backend in ("native", "auto") else 1.8
@@ -164,9 +169,8 @@ def _panel(axis: Any, run: Run, memory: str, quantity: str) -> None:
         curve = points(run, memory, backend)
         if curve:
             xs, ys = [each.size for each in curve], [getattr(each, quantity) for each in curve]
-            axis.plot(
-                xs, ys, mark(backend)[0] + "-", color=colour(backend), linewidth=width(backend), ms=4, label=backend
-            )
+            style = {"marker": mark(backend)[0], "linestyle": dash(backend), "linewidth": width(backend), "ms": 5}
+            axis.plot(xs, ys, color=colour(backend), label=backend, **style)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(ticks(run), [show(size) for size in ticks(run)], rotation=30, ha="right")

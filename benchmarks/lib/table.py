@@ -4,6 +4,7 @@ p99. The short one has a line for each size: the fastest backend, and the times 
 from collections.abc import Sequence
 
 from benchmarks.lib.advice import BARE, BASELINE, CHOOSER
+from benchmarks.lib.limits import in_words, limit_of
 from benchmarks.lib.results import MEMORIES, TITLES, Result, Run
 from benchmarks.lib.sizes import show
 
@@ -13,7 +14,7 @@ _SIDE = "{:>7}  {:>6}  {:>6} {:>6}"
 _TAIL = "{:<17} {:>7}  {:>7}  {:>7}  {:>7}"
 SIDES = MEMORIES[::-1]  # in the columns out-of-place and in-place of nccl-tests
 _GAP = "  "
-_SHORT = "{:<17} {:>8} {:>7}"  # the fastest backend, its time, its busbw
+_SHORT = "{:<17} {:>8} {:>7} {:>6}"  # the fastest backend, its time, its busbw, its part of the limit
 _BESIDE = " {:>8}"
 
 
@@ -58,13 +59,14 @@ def row(run: Run, results: Sequence[Result]) -> str:
 def short_header(run: Run, backends: Sequence[str]) -> str:
     """Return the lines above the short rows. backends: those that are measured."""
     beside = _beside(backends)
-    head = _SHORT.format("fastest", "us", "GB/s") + "".join(_BESIDE.format(name) for name in beside)
+    head = _SHORT.format("fastest", "us", "GB/s", "limit") + "".join(_BESIDE.format(name) for name in beside)
     titles = "  ".join(f"{TITLES[memory]:<{len(head)}}" for memory in MEMORIES)
     units = f"; {' and '.join(beside)} in us" if beside else ""
     return "\n".join(
         [
             _place(run),
             f"# {run.dtype}, {run.op}, in place; us: median of the slowest rank's times; GB/s: bus bandwidth{units}",
+            *(f"# {line}" for line in in_words(run)),
             *([f"# without {', '.join(run.skipped)} (--verbose says why)"] if run.skipped else []),
             f"#{'':>9}  {titles}".rstrip(),
             f"#{'size':>9}  {head}  {head}".rstrip(),
@@ -72,8 +74,9 @@ def short_header(run: Run, backends: Sequence[str]) -> str:
     )
 
 
-def short_row(results: Sequence[Result]) -> str:
+def short_row(run: Run, results: Sequence[Result]) -> str:
     """Return one line with the results of one size."""
+    limit = limit_of(run)
     wrong = {each.backend: None for each in results if each.wrong}
     beside = _beside([each.backend for each in results])
     sides = []
@@ -81,11 +84,9 @@ def short_row(results: Sequence[Result]) -> str:
         here = {each.backend: each for each in results if each.memory == memory}
         rivals = [each for name, each in here.items() if name not in wrong and name not in (CHOOSER, BARE)]
         best = min(rivals or here.values(), key=lambda each: each.time_us, default=None)
-        side = (
-            _SHORT.format(best.backend, _time(best.time_us), f"{best.busbw:.2f}")
-            if best
-            else _SHORT.format("-", "", "")
-        )
+        part = f"{best.busbw / limit.busbw:.0%}" if best and limit else ""
+        texts = (best.backend, _time(best.time_us), f"{best.busbw:.2f}", part) if best else ("-", "", "", "")
+        side = _SHORT.format(*texts)
         sides.append(
             side + "".join(_BESIDE.format(_time(here[name].time_us) if name in here else "-") for name in beside)
         )

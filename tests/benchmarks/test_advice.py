@@ -192,16 +192,24 @@ def test_other_software_is_no_advice() -> None:
 
 def test_the_short_table_has_a_line_for_each_size() -> None:
     run = made_run(sizes=[1 << 20])
+    run.machine.update(memory_gbs=80.0, adding_gbs=66.0)
     head = table.short_header(run, run.backends()).splitlines()
+    assert head[2] == (
+        "# all ranks at once copy 80 GB/s, add in place 66 GB/s; so the limit of the bus bandwidth is 15 GB/s "
+        "(memory; caches exceed it)"
+    )
     assert head[0] == "# 4 ranks on 1 node: Made Up CPU <1>, 2 cores, Open MPI v0, numpy 0, 16-bit floats by NumPy"
-    assert head[-1].lstrip("#").split() == ["size", *["fastest", "us", "GB/s", "auto", "native"] * 2]
-    row = table.short_row(run.results)
+    assert head[-1].lstrip("#").split() == ["size", *["fastest", "us", "GB/s", "limit", "auto", "native"] * 2]
+    row = table.short_row(run, run.results)
     assert row.split() == [
-        *("1", "MiB", "shared", "98.38", "15.99", "98.33", "351.5"),
-        *("ring", "282.1", "5.57", "352.5", "351.5"),
+        *("1", "MiB", "shared", "98.38", "15.99", "107%", "98.33", "351.5"),
+        *("ring", "282.1", "5.57", "37%", "352.5", "351.5"),
     ]
     run.results[0] = replace(run.results[0], wrong=1)
-    assert table.short_row(run.results).endswith("  WRONG: ring")
+    assert table.short_row(run, run.results).endswith("  WRONG: ring")
     alone = [each for each in run.results if each.backend == "gloo"]
-    assert table.short_row(alone).split() == ["1", "MiB", "-", "gloo", "1198.6", "1.31"]
-    assert table.short_header(run, ["native"]).splitlines()[-1].split()[1:] == ["size", *["fastest", "us", "GB/s"] * 2]
+    assert table.short_row(run, alone).split() == ["1", "MiB", "-", "gloo", "1198.6", "1.31", "9%"]
+    assert table.short_header(run, ["native"]).splitlines()[-1].split()[1:] == [
+        "size",
+        *["fastest", "us", "GB/s", "limit"] * 2,
+    ]

@@ -59,7 +59,8 @@ def test_a_person_reads_a_line_for_each_size_and_one_sentence(
     assert sizes == [["4", "B"], ["1", "KiB"], ["256", "KiB"]]
     advice = json.loads((tmp_path / "run.json").read_text())["advice"]
     assert lines[-1] == f"# {advice}"
-    assert len(lines) <= 12
+    assert len(lines) <= 13
+    assert sum(line.startswith("# all ranks at once copy ") for line in lines) == 1
     assert "size/s" not in job.stderr  # no progress bar: stderr is a file
 
 
