@@ -76,10 +76,8 @@ def is_flag(value: Any) -> bool:
 
 def integer_error(name: str, value: Any, least: int, most: int | None = None, optional: bool = False) -> str:
     """Return why `value` is no integer from `least` to `most`. optional: None is valid too."""
-    if (optional and value is None) or is_integer(value, least, math.inf if most is None else most):
-        return ""
-    limits = f">= {least}" if most is None else f"from {least} to {most}"
-    return f"{name} must be an integer {limits}{', or None' * optional}, got {value!r}"
+    check = integer(least, math.inf if most is None else most)
+    return (check.or_none() if optional else check).error(name, value)
 
 
 def flag_error(name: str, value: Any, optional: bool = False) -> str:
@@ -139,9 +137,10 @@ def _decimal(text: str) -> int:
     return int(text)
 
 
-def integer(least: int) -> Check:
-    """Return the check of an integer that is at least `least`."""
-    return Check(f"an integer >= {least}", lambda value: is_integer(value, least), _decimal)
+def integer(least: int, most: float = math.inf) -> Check:
+    """Return the check of an integer from `least` to `most`."""
+    limits = f">= {least}" if most == math.inf else f"from {least} to {most}"
+    return Check(f"an integer {limits}", lambda value: is_integer(value, least, most), _decimal)
 
 
 def number(text: str, holds: Callable[[float], bool]) -> Check:
@@ -159,12 +158,28 @@ BELOW_ONE = number("a number >= 0 and < 1", lambda value: 0 <= value < 1)
 FLAG = Check("True or False", is_flag)
 
 
+@dataclass(frozen=True)
+class Flag:
+    """The option of the command line that gives a field of an option object.
+
+    name: "clip_norm" for --clip-norm. metavar: stands for the value in --help. help: what the option does.
+    default: the default in --help, if it is not that of the field. choices: the allowed values, if there are few.
+    """
+
+    name: str
+    metavar: str
+    help: str
+    default: str = ""
+    choices: tuple[str, ...] = ()
+
+
 class Checked:
-    """Base of frozen dataclasses whose fields are `Annotated` with a Check. Raises ArgumentError when one is made."""
+    """Base of frozen dataclasses whose fields are `Annotated` with a Check, and with a Flag if the command line has
+    them. Raises ArgumentError when one is made."""
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]
-            for check in getattr(each.type, "__metadata__", ()):
+            for check in getattr(each.type, "__metadata__", ())[:1]:
                 require(check.error(f"{type(self).__name__}: {each.name}", getattr(self, each.name)))
 
 

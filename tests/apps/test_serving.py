@@ -257,7 +257,7 @@ def test_errors_at_the_start(tmp_path: Path) -> None:
             (["--model", "empty", "--canary", "0002=1.5"], "between 0 and 1"),
             (["--model", "m.npz", "--name", "a/b"], "can't be in a path"),
             (["--model", "m.npz", "--port", port], "Address already in use"),
-            (["--model", "m.npz", "--port", "70000"], "70000 is not between 0 and 65535"),
+            (["--model", "m.npz", "--port", "70000"], "must be an integer from 0 to 65535, got '70000'"),
         ]
         lines = [("trainers.cli.main", ["serve", *given], str(tmp_path)) for given, _ in cases]
         found = in_one_job(2, lines, tmp_path)

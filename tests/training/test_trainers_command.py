@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import allreduce
-from allreduce import Topology, notices
+from allreduce import Topology
 from tests import launch
 from tests.conftest import JobRunner, in_one_job, lacking
 from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, NumpyNetwork, Schedule, Sharded, datasets
@@ -436,7 +436,6 @@ def test_defaults_depend_on_the_data() -> None:
         (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
         (["--standby", "1"], "--standby 1 needs --on-failure continue"),
         (["--backups", "2"], "must be 0 or 1, got '2'"),
-        (["--copies", "3"], "must be 1 or 2, got '3'"),
     ],
 )
 def test_bad_options(args: list[str], text: str) -> None:
@@ -486,22 +485,6 @@ def test_help_has_the_ten_options_that_most_trainings_need(capsys: pytest.Captur
     }
     assert sum(option.common for option in BY_NAME.values()) == 10
     assert "--help-all shows the other options" in told
-
-
-FORMER = {"--copies 2": ("backups", 1), "--spare 2": ("backup_workers", 2), "--spares 0": ("standby", 0)}
-
-
-@pytest.mark.parametrize("given", FORMER)
-def test_a_former_name_sets_the_new_option_and_says_so(
-    given: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(notices, "_said", set())
-    name, value = FORMER[given]
-    old, new = given.split()[0], BY_NAME[name].flag
-    strategy = BY_NAME[name].strategies[0]
-    for shown in (False, True, True):
-        assert getattr(parse([*given.split(), "--strategy", strategy], shown), name) == value
-    assert caplog.text.count(f"use {new} {value} instead of {old}, which 0.3.0 removes") == 1
 
 
 @pytest.mark.parametrize("backups", [0, 1])

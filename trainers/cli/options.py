@@ -8,11 +8,10 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import allreduce
-from allreduce import notices
 from allreduce.arrays import compression as compressions
 from allreduce.errors import AllReduceError
 from allreduce.topology import Topology
@@ -23,8 +22,8 @@ from trainers.errors import ArgumentError
 from trainers.fit.checkpointing import period
 from trainers.fit.weights import BALANCED
 from trainers.mirrored import MirroredTrainer
-from trainers.options.average import OUTER, UPDATES, Average, Exact, LocalSGD, Sharded
-from trainers.options.transforms import EMA, SHAPES, Accumulate, ClipNorm, Schedule, Transform
+from trainers.options.average import UPDATES, Average, Exact, LocalSGD, Sharded
+from trainers.options.transforms import TRANSFORMS
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import ON_FAILURE
 from trainers.replica import Replica
@@ -64,13 +63,6 @@ def integer(least: int) -> Convert:
     return arguments.integer(least).convert
 
 
-def of(kind: type, name: str) -> Convert:
-    """Converts to a field of an option object, by the object's own check of it."""
-    kinds: dict[str, Any] = {each.name: each.type for each in fields(kind)}
-    check: arguments.Check = kinds[name].__metadata__[0]
-    return check.convert
-
-
 def compression(text: str) -> str:
     try:
         compressions.parse(text)
@@ -83,13 +75,6 @@ def backups(text: str) -> int:
     if text not in ("0", "1"):
         raise argparse.ArgumentTypeError(f"must be 0 or 1, got {text!r}")
     return int(text)
-
-
-def copies(text: str) -> int:
-    """The number of backups for --copies, the former option, which counted the original too."""
-    if text not in ("1", "2"):
-        raise argparse.ArgumentTypeError(f"must be 1 or 2, got {text!r}")
-    return int(text) - 1
 
 
 def _integers(text: str, expected: str) -> tuple[int, ...]:
@@ -167,7 +152,6 @@ class Option:
     argument: the name of the trainer's argument, if it differs from `name`; "" if the trainer has no such argument.
     to_argument: makes the trainer's argument from the option's value, if they differ.
     common: whether --help shows the option; --help-all shows all.
-    former: the former name of the option, which this release still accepts; former_type converts its value.
     writes: whether the value names a file, which must be writable before the training begins.
     callback: makes the callback that the option asks for, from all parsed options.
     """
@@ -186,8 +170,6 @@ class Option:
     argument: str | None = None
     to_argument: Callable[[Any], Any] | None = None
     common: bool = False
-    former: str = ""
-    former_type: Callable[[str], Any] | None = None
     writes: bool = False
     callback: Callable[[argparse.Namespace], Any] | None = None
 
@@ -220,11 +202,6 @@ class Option:
             group.add_argument(self.flag, type=self.type, metavar=self.metavar, help=text)
         else:
             group.add_argument(self.flag, action="store_true", default=None, help=text)
-        if self.former:
-            kind = self.former_type or self.type
-            group.add_argument(
-                self.former, action=Former, dest=self.name, type=kind, new=self.flag, help=argparse.SUPPRESS
-            )
 
     def _text(self) -> str:
         """The text of --help: the option's help, its default, and the options that it needs."""
@@ -236,19 +213,43 @@ class Option:
         return f"{self.help} ({'; '.join(notes)})" if notes else self.help
 
 
-class Former(argparse.Action):
-    """An option under its former name: sets the value of the new option, with a notice."""
+def flags_of(kind: type) -> dict[str, tuple[arguments.Flag, arguments.Check, Any]]:
+    """Return what an option object declares for the command line: field -> its Flag, its Check and its default."""
+    found = {}
+    for each in fields(kind):
+        check, *flags = getattr(each.type, "__metadata__", [None])
+        for flag in flags:
+            found[each.name] = flag, check, None if each.default is MISSING else each.default
+    return found
 
-    def __init__(self, *args: Any, new: str, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._new = new
 
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        if parser.shown:
-            notices.once(0, f"use {self._new} {values} instead of {option_string}, which 0.3.0 removes")
-        setattr(namespace, self.dest, values)
+def options_of(kind: type, **others: Any) -> tuple[Option, ...]:
+    """Return the options that give the fields of an option object. others: more arguments of each Option.
+
+    The value of an option whose Flag has a default of its own is None when it is not given.
+    """
+    return tuple(
+        Option(
+            flag.name, flag.metavar, check.convert, help=flag.help, choices=flag.choices, default_text=flag.default,
+            default=None if flag.default else default, **others,
+        )
+        for flag, check, default in flags_of(kind).values()
+    )  # fmt: skip
+
+
+def object_of(kind: type, options: argparse.Namespace) -> Any:
+    """Return the option object that the options describe; None if they are as without it. Raises ArgumentError."""
+    flags = {field: flag for field, (flag, _, _) in flags_of(kind).items()}
+    given = {field: value for field, flag in flags.items() if (value := getattr(options, flag.name)) is not None}
+    if all(value == BY_NAME[flags[field].name].default for field, value in given.items()):
+        return None
+    try:
+        return kind(**given)
+    except ArgumentError as error:
+        text = str(error).removeprefix(f"{kind.__name__}: ")
+        for field, flag in flags.items():
+            text = text.replace(f"{field}=", f"{BY_NAME[flag.name].flag} ")
+        raise ArgumentError(text) from None
 
 
 class Strategy(NamedTuple):
@@ -270,7 +271,7 @@ STRATEGIES = {
     ),
 }
 ASYNC = {"updates": ("async",)}
-LOCAL: dict[str, tuple[str, ...]] = {"sync_every": ()}
+EVERY, *FRAGMENTS = options_of(LocalSGD, strategies=(MIRRORED,), argument="")
 DECAYS = ("momentum", "beta1", "beta2")  # of optimizers
 UNITS = 64  # of a hidden layer, if --layers is given alone
 RATES = PerData(0.002, 0.01, 0.001)  # of Adam
@@ -319,28 +320,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "class_weight", choices=(BALANCED,), default_text="none",
             help="weigh the loss of each row, so that all classes count alike, however many rows they have",
         ),
-        Option(
-            "accumulate", "N", of(Accumulate, "micro_batches"), default=1,
-            help="each rank computes its share of a batch in N micro-batches one after the other, for less memory; a "
-            "batch stays --batch-size samples",
-        ),
-        Option(
-            "clip_norm", "X", of(ClipNorm, "norm"), default_text="none",
-            help="scale the averaged gradients down to this norm, if theirs is larger",
-        ),
-        Option(
-            "ema", "X", of(EMA, "decay"), default_text="none",
-            help="keep a moving average of the parameters with this decay, such as 0.999; it is tested, and saved with "
-            "the model",
-        ),
-        Option(
-            "schedule", choices=tuple(SHAPES), default_text="constant",
-            help="the learning rates of the steps: linear and cosine end at 0",
-        ),
-        Option(
-            "warmup_steps", "N", of(Schedule, "warmup"), default=0,
-            help="in the first N steps the learning rates rise linearly"
-        ),
+        *(option for kind in TRANSFORMS for option in options_of(kind)),
         Option("seed", "N", integer(0), default=0, help="seed of the initial weights and of the order of the rows"),
     ),
     "strategy: which ranks hold the parameters, and which ranks wait for which": (
@@ -368,44 +348,16 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="the bits of the training depend on nothing but the data: equal on any number of ranks, with every "
             "backend, after failures; slower",
         ),
-        Option(
-            "micro_batch", "N", of(Exact, "micro_batch"), default_text="8", strategies=(MIRRORED,), argument="",
-            needs={"exact": ()},
-            help="rows whose gradients are computed together; the same on any number of ranks",
-        ),
-        Option(
-            "sync_every", "H", of(LocalSGD, "every"), strategies=(MIRRORED,), argument="",
-            default_text="gradients are averaged in every step",
-            help="local SGD: every rank trains on its own rows for H steps, then the parameters are averaged; sends "
-            "1/H of the bytes, for slow networks",
-        ),
-        Option(
-            "outer_optimizer", choices=tuple(OUTER), default="average", strategies=(MIRRORED,), argument="",
-            needs=LOCAL,
-            help="average: the parameters become the ranks' mean; diloco: an outer step with Nesterov's momentum on "
-            "the ranks' averaged change, for H of 50 to 500",
-        ),
-        Option(
-            "fragments", "N", of(LocalSGD, "fragments"), default=1, strategies=(MIRRORED,), argument="", needs=LOCAL,
-            help="average the parameters in N fragments, one after the other within H steps",
-        ),
-        Option(
-            "fragment_sync_delay", "N", of(LocalSGD, "delay"), default=0, strategies=(MIRRORED,), argument="",
-            needs=LOCAL,
-            help="begin the average of a fragment N steps before it is applied, while the steps go on",
-        ),
-        Option(
-            "fragment_update_alpha", "X", of(LocalSGD, "alpha"), default=0.0, strategies=(MIRRORED,), argument="",
-            needs=LOCAL,
-            help="the share of a rank's own parameters when an average is applied",
-        ),
+        *options_of(Exact, strategies=(MIRRORED,), argument="", needs={"exact": ()}),
+        EVERY,
+        *(replace(option, needs={EVERY.name: ()}) for option in FRAGMENTS),
         Option(
             "storage_rank", "R", integer(0), default=0, strategies=(CENTRAL,), argument="storage",
             help="the rank that holds the parameters",
         ),
         Option(
             "backups", "N", backups, default=0, strategies=(MIRRORED, CENTRAL), argument="copies",
-            to_argument=lambda value: value + 1, former="--copies", former_type=copies,
+            to_argument=lambda value: value + 1,
             help="1: another rank has a backup of each slice (--update sharded) or of the storage (central_storage), "
             "so the training continues after a failure without a checkpoint. Backups cost a message in every step",
         ),
@@ -443,7 +395,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "servers",
         ),
         Option(
-            "backup_workers", "N", integer(0), default=1, strategies=(SPARE,), argument="spare", former="--spare",
+            "backup_workers", "N", integer(0), default=1, strategies=(SPARE,), argument="spare",
             help="a step does not wait for the N slowest ranks",
         ),
         Option(
@@ -453,7 +405,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "standby", "N", integer(0), default=0, strategies=(MIRRORED, CENTRAL), needs={"on_failure": ("continue",)},
-            argument="", former="--spares", help="the last N ranks stand by, and replace failed ranks",
+            argument="", help="the last N ranks stand by, and replace failed ranks",
         ),
     ),
     "ensemble": (
@@ -729,18 +681,7 @@ def _average(options: argparse.Namespace) -> Average | None:
     """Return the trainer's argument `average`. Raises ArgumentError."""
     if options.exact and options.sync_every is not None:
         raise ArgumentError("--exact can't be used with --sync-every: ranks that train on their own rows differ")
-    if options.exact:
-        return Exact() if options.micro_batch is None else Exact(options.micro_batch)
-    if options.sync_every is None:
-        return None
-    fragments = options.fragments, options.fragment_sync_delay, options.fragment_update_alpha
-    try:
-        return LocalSGD(options.sync_every, options.outer_optimizer, *fragments)
-    except ArgumentError as error:
-        text = str(error).removeprefix("LocalSGD: ")
-        for name, option in (("every", "sync_every"), ("fragments", "fragments"), ("delay", "fragment_sync_delay")):
-            text = text.replace(f"{name}=", f"{BY_NAME[option].flag} ")
-        raise ArgumentError(text) from None
+    return object_of(Exact, options) or Exact() if options.exact else object_of(LocalSGD, options)
 
 
 def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:
@@ -752,22 +693,14 @@ def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topolo
         return STRATEGIES[options.strategy].trainer(replica, topology=topology, **given)
     except ArgumentError as error:
         for option in BY_NAME.values():
-            if option.former and option.argument and re.search(rf"\b{option.argument}\b", str(error)):
+            if option.argument and re.search(rf"\b{option.argument}\b", str(error)):
                 error.args = (f"{option.given(getattr(options, option.name))}: {error}",)
         raise
 
 
 def step_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `fit` that change a step, by name."""
-    transforms: list[Transform] = []
-    if options.accumulate > 1:
-        transforms.append(Accumulate(options.accumulate))
-    if options.clip_norm is not None:
-        transforms.append(ClipNorm(options.clip_norm))
-    if options.ema is not None:
-        transforms.append(EMA(options.ema))
-    if options.schedule or options.warmup_steps:
-        transforms.append(Schedule(options.schedule or "constant", options.warmup_steps))
+    transforms = [made for kind in TRANSFORMS if (made := object_of(kind, options)) is not None]
     return {"class_weight": options.class_weight, "transforms": transforms}
 
 

@@ -12,6 +12,7 @@ from trainers.cli.roles import Roles
 from trainers.errors import ArgumentError
 from trainers.files.model_file import replacing
 from trainers.mirrored import MirroredTrainer
+from trainers.options.transforms import TRANSFORMS
 from trainers.trainer import Trainer
 from trainers.watching.history import History
 
@@ -47,7 +48,7 @@ def _backend(trainer: MirroredTrainer, options: argparse.Namespace) -> tuple[str
 
 
 # options of which most jobs give none
-STEP = ("class_weight", "accumulate", "clip_norm", "ema", "schedule", "warmup_steps")
+STEP = ("class_weight", *(flag.name for kind in TRANSFORMS for flag, *_ in declared.flags_of(kind).values()))
 
 
 def result(

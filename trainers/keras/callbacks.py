@@ -7,10 +7,11 @@ import keras
 import numpy as np
 
 from allreduce.transport.control import raise_together
+from trainers.arguments import POSITIVE
 from trainers.errors import ArgumentError
 from trainers.keras.averaging import mirror_variables, wait_for_compiled
 from trainers.keras.optimizer import mirrored
-from trainers.watching.learning_rate import WARM_UP, is_positive, warm_up_fraction
+from trainers.watching.learning_rate import WARM_UP, warm_up_fraction
 
 CHANGE_TRAINING = (
     keras.callbacks.BackupAndRestore,
@@ -107,9 +108,9 @@ class WarmUp(keras.callbacks.Callback):
 
     def __init__(self, epochs: float = WARM_UP, *, scale: float | None = None, verbose: int = 0) -> None:
         super().__init__()
-        if epochs is False or not (epochs == 0 or is_positive(epochs)):
+        if epochs is False or not (epochs == 0 or POSITIVE.holds(epochs)):
             raise ArgumentError(f"epochs must be a number >= 0, got {epochs!r}")
-        if scale is not None and not is_positive(scale):
+        if scale is not None and not POSITIVE.holds(scale):
             raise ArgumentError(f"scale must be a number > 0, got {scale!r}")
         self.epochs, self.scale, self.verbose = epochs, scale, verbose
         self._rate = 0.0  # for one rank's batch; known when the first fit begins

@@ -9,7 +9,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from trainers.arguments import BELOW_ONE, FLAG, POSITIVE, Check, Checked, integer, name, number, require
+from trainers.arguments import BELOW_ONE, FLAG, POSITIVE, Check, Checked, Flag, integer, name, number, require
 
 AUTO, ELEMENTS, TENSORS = "auto", "elements", "tensors"
 SHARDS = (AUTO, ELEMENTS, TENSORS)
@@ -54,7 +54,16 @@ class Exact(Checked):
         faster, and leave ranks without work if a batch has fewer micro-batches than there are ranks.
     """
 
-    micro_batch: Annotated[int, integer(1)] = 8
+    micro_batch: Annotated[
+        int,
+        integer(1),
+        Flag(
+            "micro_batch",
+            "N",
+            "rows whose gradients are computed together; the same on any number of ranks",
+            default="8",
+        ),
+    ] = 8
 
 
 @dataclass(frozen=True)
@@ -120,11 +129,47 @@ class LocalSGD(Checked):
         averaged (torchft's fragment_update_alpha). 0: averaged ones only, so with a delay the steps meanwhile are lost.
     """
 
-    every: Annotated[int, integer(1)]
-    outer: Annotated[str | OuterSGD, OF_OUTER] = "average"
-    fragments: Annotated[int, integer(1)] = 1
-    delay: Annotated[int, integer(0)] = 0
-    alpha: Annotated[float, number("a number from 0 to 1", lambda value: 0 <= value <= 1)] = 0.0
+    every: Annotated[
+        int,
+        integer(1),
+        Flag(
+            "sync_every",
+            "H",
+            "local SGD: every rank trains on its own rows for H steps, then the parameters are averaged; sends 1/H of "
+            "the bytes, for slow networks",
+            default="gradients are averaged in every step",
+        ),
+    ]
+    outer: Annotated[
+        str | OuterSGD,
+        OF_OUTER,
+        Flag(
+            "outer_optimizer",
+            "",
+            "average: the parameters become the ranks' mean; diloco: an outer step with Nesterov's momentum on the "
+            "ranks' averaged change, for H of 50 to 500",
+            choices=tuple(OUTER),
+        ),
+    ] = "average"
+    fragments: Annotated[
+        int,
+        integer(1),
+        Flag("fragments", "N", "average the parameters in N fragments, one after the other within H steps"),
+    ] = 1
+    delay: Annotated[
+        int,
+        integer(0),
+        Flag(
+            "fragment_sync_delay",
+            "N",
+            "begin the average of a fragment N steps before it is applied, while the steps go on",
+        ),
+    ] = 0
+    alpha: Annotated[
+        float,
+        number("a number from 0 to 1", lambda value: 0 <= value <= 1),
+        Flag("fragment_update_alpha", "X", "the share of a rank's own parameters when an average is applied"),
+    ] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

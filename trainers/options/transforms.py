@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from trainers.arguments import FLAG, POSITIVE, Check, Checked, integer, number
+from trainers.arguments import FLAG, POSITIVE, Check, Checked, Flag, integer, number
 from trainers.errors import ArgumentError
 
 
@@ -19,7 +19,17 @@ class Accumulate(Checked):
     large instead.
     """
 
-    micro_batches: Annotated[int, integer(1)]
+    micro_batches: Annotated[
+        int,
+        integer(1),
+        Flag(
+            "accumulate",
+            "N",
+            "each rank computes its share of a batch in N micro-batches one after the other, for less memory; a batch "
+            "stays --batch-size samples",
+            default="1",
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,11 @@ class ClipNorm(Checked):
     gradients: there each worker clips those of its own rows.
     """
 
-    norm: Annotated[float, POSITIVE]
+    norm: Annotated[
+        float,
+        POSITIVE,
+        Flag("clip_norm", "X", "scale the averaged gradients down to this norm, if theirs is larger", default="none"),
+    ]
 
 
 DECAY = number("a number between 0 and 1, such as 0.999", lambda value: 0 < value < 1)
@@ -51,7 +65,17 @@ class EMA(Checked):
     norm are those of the model.
     """
 
-    decay: Annotated[float, DECAY]
+    decay: Annotated[
+        float,
+        DECAY,
+        Flag(
+            "ema",
+            "X",
+            "keep a moving average of the parameters with this decay, such as 0.999; it is tested, and saved with the "
+            "model",
+            default="none",
+        ),
+    ]
     validate: Annotated[bool, FLAG] = True
 
 
@@ -93,8 +117,20 @@ class Schedule(Checked):
     resumed fit. `trainers.callbacks.LearningRateSchedule` sets rates by epoch.
     """
 
-    rates: Annotated[str | Callable[[int], float], RATES] = "constant"
-    warmup: Annotated[int, integer(0)] = 0
+    rates: Annotated[
+        str | Callable[[int], float],
+        RATES,
+        Flag(
+            "schedule",
+            "",
+            "the learning rates of the steps: linear and cosine end at 0",
+            default="constant",
+            choices=tuple(SHAPES),
+        ),
+    ] = "constant"
+    warmup: Annotated[
+        int, integer(0), Flag("warmup_steps", "N", "in the first N steps the learning rates rise linearly")
+    ] = 0
 
     def __repr__(self) -> str:
         """The same text on all ranks, which compare it; that of a function has an address."""
@@ -104,11 +140,12 @@ class Schedule(Checked):
 
 
 Transform = Accumulate | ClipNorm | EMA | SkipNotFinite | Schedule
+TRANSFORMS: tuple[type, ...] = Transform.__args__
 
 
 def chosen(transforms: Any) -> dict[type, Any]:
     """Return the transforms of a step by their classes. Raises ArgumentError unless each is a transform, given once."""
-    names = ", ".join(each.__name__ for each in Transform.__args__)
+    names = ", ".join(each.__name__ for each in TRANSFORMS)
     found: dict[type, Any] = {}
     if not isinstance(transforms, Iterable):
         raise ArgumentError(f"transforms must be a list of {names}, got {transforms!r}")

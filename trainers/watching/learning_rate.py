@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.arguments import is_number
+from trainers.arguments import POSITIVE, is_number
 from trainers.errors import ArgumentError
 from trainers.options.transforms import ENDING, SHAPES, Schedule
 from trainers.replica import Replica
@@ -48,9 +48,9 @@ class LearningRateSchedule(Callback):
     ) -> None:
         if schedule is not None and not callable(schedule):
             raise ArgumentError(f"schedule must be a function of epoch and learning rate, got {schedule!r}")
-        if scale != "ranks" and not is_positive(scale):
+        if scale != "ranks" and not POSITIVE.holds(scale):
             raise ArgumentError(f'scale must be a number > 0, or "ranks", got {scale!r}')
-        if warmup_epochs is not None and not (warmup_epochs == 0 or is_positive(warmup_epochs)):
+        if warmup_epochs is not None and not (warmup_epochs == 0 or POSITIVE.holds(warmup_epochs)):
             raise ArgumentError(f"warmup_epochs must be a number >= 0, got {warmup_epochs!r}")
         self.schedule, self.scale, self.warmup_epochs, self.verbose = schedule, scale, warmup_epochs, verbose
         self._before: list[float] = []  # the rates of the groups before the fit
@@ -178,8 +178,3 @@ class StepSchedule(Callback):
 def warm_up_fraction(done: float, epochs: float) -> float:
     """Return the finished fraction of a warm-up of `epochs` epochs, 0 to 1. done: finished epochs, fractional."""
     return min(done / epochs, 1.0) if epochs else 1.0
-
-
-def is_positive(value: Any) -> bool:
-    """Whether an argument is a finite number above 0."""
-    return is_number(value) and value > 0

@@ -11,6 +11,7 @@ import numpy as np
 from allreduce.elastic.exchange import Exchange
 from allreduce.elastic.ranks import root_value, together
 from allreduce.topology import Topology
+from trainers import arguments
 from trainers.apps.serving.answering import answer_requests
 from trainers.apps.serving.dealing import LOAD, PREDICT, STOP, UNLOAD, Prepared, Server
 from trainers.apps.serving.models import ENDINGS, Model, load_whole
@@ -51,37 +52,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="FILE", required=True, help="a .npz or .onnx file, or a folder with folders of versions")
     add("--name", help="in the paths (default: the name of the file or folder, without its ending)")
     add("--address", default="127.0.0.1", help="to listen at; 0.0.0.0: other hosts, too (default: 127.0.0.1)")
-    add("--port", type=_within(0, 65535), default=8501, help="0: any free one, which is printed (default: 8501)")
-    add("--max-batch", type=_within(1, 1 << 20), default=64, metavar="N", help="rows of a batch (default: 64)")
+    add("--port", type=_integer(0, 65535), default=8501, help="0: any free one, which is printed (default: 8501)")
+    add("--max-batch", type=_integer(1, 1 << 20), default=64, metavar="N", help="rows of a batch (default: 64)")
     add(
-        "--max-wait-ms", type=_within(0, 60_000, float), default=2.0, metavar="MS",
+        "--max-wait-ms", type=_seconds(0, 60_000), default=2.0, metavar="MS",
         help="how long a request waits for others to fill its batch (default: 2)",
     )  # fmt: skip
     add(
-        "--max-queue", type=_within(1, 1 << 30), default=4096, metavar="N",
+        "--max-queue", type=_integer(1, 1 << 30), default=4096, metavar="N",
         help="rows that may wait; further requests get 429 (default: 4096)",
     )  # fmt: skip
-    add("--max-rows", type=_within(1, 1 << 20), default=1024, metavar="N", help="of a request (default: 1024)")
+    add("--max-rows", type=_integer(1, 1 << 20), default=1024, metavar="N", help="of a request (default: 1024)")
     add(
-        "--max-request-bytes", type=_within(64, 1 << 30), default=1 << 23, metavar="N",
+        "--max-request-bytes", type=_integer(64, 1 << 30), default=1 << 23, metavar="N",
         help="of a request's body (default: 8388608)",
     )  # fmt: skip
-    add("--max-connections", type=_within(1, 1 << 16), default=512, metavar="N", help="at a time (default: 512)")
+    add("--max-connections", type=_integer(1, 1 << 16), default=512, metavar="N", help="at a time (default: 512)")
     add(
-        "--answer-seconds", type=_within(0.01, 3600, float), default=10.0, metavar="S",
+        "--answer-seconds", type=_seconds(0.01), default=10.0, metavar="S",
         help="after which a batch is dealt to another rank, once (default: 10)",
     )  # fmt: skip
     add(
-        "--drain-seconds", type=_within(1, 3600, float), default=30.0, metavar="S",
+        "--drain-seconds", type=_seconds(1), default=30.0, metavar="S",
         help="for the last answers after SIGTERM (default: 30)",
     )  # fmt: skip
     add(
         "--canary", metavar="VERSION=SHARE", nargs="+", action="extend", default=[],
         help="the mean share of requests without a version that this version answers, drawn for each: 0002=0.1",
     )  # fmt: skip
-    add("--keep", type=_within(1, 100), default=2, metavar="N", help="newest versions that are loaded (default: 2)")
+    add("--keep", type=_integer(1, 100), default=2, metavar="N", help="newest versions that are loaded (default: 2)")
     add(
-        "--poll-seconds", type=_within(0.01, 3600, float), default=1.0, metavar="S",
+        "--poll-seconds", type=_seconds(0.01), default=1.0, metavar="S",
         help="between two looks for new versions (default: 1)",
     )  # fmt: skip
 
@@ -89,19 +90,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 COMMAND = Command("--model FILE [--port PORT] [options]", ABOUT, EXAMPLES, add_options)
 
 
-def _within(least: float, most: float, kind: Callable[[str], Any] = int) -> Callable[[str], Any]:
-    """Return a parser of numbers in a range, for argparse."""
+def _integer(least: int, most: int) -> Callable[[str], int]:
+    return arguments.integer(least, most).convert
 
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text} is not between {least:g} and {most:g}")
-        return value
 
-    return parse
+def _seconds(least: float, most: float = 3600) -> Callable[[str], float]:
+    return arguments.number(f"a number from {least:g} to {most:g}", lambda value: least <= value <= most).convert
 
 
 def run(arguments: Sequence[str], world: Topology, program: str) -> bool:
