@@ -147,7 +147,102 @@ def torch_model(case: Case) -> tuple[Any, Any]:
     return module, torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9 * (case.update == "momentum"))
 
 
-ALONE: dict[str, type[Any]] = {"numpy": NumpyAlone, "torch": TorchAlone}
+class JaxAlone(Alone):
+    """A function and optax."""
+
+    def __init__(self, case: Case) -> None:
+        import jax
+
+        self.params, apply, loss, self.optimizer = jax_model(case)
+        self.state, self.rate = self.optimizer.init(self.params), RATES[case.update]
+        self.tree = jax.tree
+        self.measure = jax.jit(jax.value_and_grad(lambda params, x, y: loss(apply(params, x), y)))
+
+    def gradients(self, x: np.ndarray, y: np.ndarray) -> tuple[float, Arrays]:
+        loss, gradients = self.measure(self.params, x, y)
+        return float(loss), [np.array(each) for each in self.tree.leaves(gradients)]
+
+    def update(self, gradients: Arrays, fraction: float) -> None:
+        import optax
+
+        self.state.hyperparams["learning_rate"] = np.float32(self.rate * fraction)
+        given = self.tree.unflatten(self.tree.structure(self.params), [each.astype(np.float32) for each in gradients])
+        changes, self.state = self.optimizer.update(given, self.state, self.params)
+        self.params = optax.apply_updates(self.params, changes)
+
+    def parameters(self) -> Arrays:
+        return [np.array(each) for each in self.tree.leaves(self.params)]
+
+    def load(self, parameters: Arrays) -> None:
+        self.params = self.tree.unflatten(self.tree.structure(self.params), parameters)
+
+
+def jax_model(case: Case) -> tuple[Any, Any, Any, Any]:
+    """Return parameters, the function, the loss, and the optimizer."""
+    import jax.numpy as jnp
+    import optax
+
+    numbers = np.random.default_rng(case.seed)
+    params = {
+        "a": numbers.normal(size=(FEATURES, HIDDEN)).astype("float32"),
+        "b": np.zeros(HIDDEN, "float32"),
+        "c": numbers.normal(size=(HIDDEN, CLASSES)).astype("float32"),
+    }
+    kind = optax.adam if case.update == "adam" else optax.sgd
+    more = {"momentum": 0.9} if case.update == "momentum" else {}
+    optimizer = optax.inject_hyperparams(kind)(learning_rate=RATES[case.update], **more)
+
+    def loss(output: Any, y: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(output, y).mean()
+
+    return params, lambda params, x: jnp.tanh(x @ params["a"] + params["b"]) @ params["c"], loss, optimizer
+
+
+class KerasAlone(Alone):
+    """A model, its loss and its optimizer of Keras, on PyTorch."""
+
+    def __init__(self, case: Case) -> None:
+        self.model, self.loss, self.optimizer = keras_model(case)
+        self.rate = RATES[case.update]
+
+    def gradients(self, x: np.ndarray, y: np.ndarray) -> tuple[float, Arrays]:
+        self.model.zero_grad()
+        loss = self.loss(y, self.model(x, training=True))
+        loss.backward()
+        return loss.item(), [each.value.grad.numpy().copy() for each in self.model.trainable_variables]
+
+    def update(self, gradients: Arrays, fraction: float) -> None:
+        import torch
+
+        self.optimizer.learning_rate = self.rate * fraction
+        with torch.no_grad():
+            given = [torch.from_numpy(each.astype("float32")) for each in gradients]
+            self.optimizer.apply(given, self.model.trainable_variables)
+
+    def parameters(self) -> Arrays:
+        return [each.numpy().copy() for each in self.model.trainable_variables]
+
+    def load(self, parameters: Arrays) -> None:
+        for variable, array in zip(self.model.trainable_variables, parameters, strict=True):
+            variable.assign(array)
+
+
+def keras_model(case: Case) -> tuple[Any, Any, Any]:
+    """Return a model, the loss, and the optimizer."""
+    import keras
+
+    keras.utils.set_random_seed(case.seed)
+    layers = keras.layers.Dense(HIDDEN, activation="tanh"), keras.layers.Dense(CLASSES)
+    model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+    rate = RATES[case.update]
+    if case.update == "adam":
+        optimizer = keras.optimizers.Adam(rate)
+    else:
+        optimizer = keras.optimizers.SGD(rate, momentum=0.9 * (case.update == "momentum"))
+    return model, keras.losses.SparseCategoricalCrossentropy(from_logits=True), optimizer
+
+
+ALONE: dict[str, type[Any]] = {"numpy": NumpyAlone, "torch": TorchAlone, "jax": JaxAlone, "keras": KerasAlone}
 
 
 def clipped(gradients: Arrays, most: float | None) -> tuple[float, Arrays]:

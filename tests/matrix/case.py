@@ -12,7 +12,7 @@ import numpy as np
 from tests.backends import ON_CPU, SHARDED
 
 FEATURES, CLASSES, MOST_RANKS = 4, 3, 5
-FRAMEWORKS = {"numpy": 1, "torch": 1}  # how often each is drawn
+FRAMEWORKS = {"numpy": 6, "torch": 6, "jax": 1, "keras": 1}  # how often each is drawn
 OWNERS = ("replicated", "sharded", "copies", "central", "servers", "optimizer", "sharded optimizer")
 LOADERS = ("arrays", "whole", "divided", "stream", "shards")
 TRANSFORMS = ("ClipNorm", "Accumulate", "EMA", "SkipNotFinite", "Schedule")

@@ -14,7 +14,8 @@ CASES, SEED = 50, 1
 
 @pytest.mark.jobs
 def test_fits_in_which_features_meet_are_those_of_one_process() -> None:
-    pytest.importorskip("torch")
+    for name in ("torch", "jax", "keras"):
+        pytest.importorskip(name)
     found = [*range(-len(FOUND), 0)]
     try:
         came = list(outcomes(SEED, [*found, *range(CASES)]))

@@ -59,7 +59,25 @@ def torch_replica(case: Case) -> Replica:
     return TorchReplica(module, torch.nn.CrossEntropyLoss(), optimizer)
 
 
-REPLICAS: dict[str, Callable[[Case], Replica]] = {"numpy": numpy_replica, "torch": torch_replica}
+def jax_replica(case: Case) -> Replica:
+    from trainers.replicas.jax import JaxReplica
+
+    params, apply, loss, optimizer = alone.jax_model(case)
+    return JaxReplica(apply, loss, params, optimizer)
+
+
+def keras_replica(case: Case) -> Replica:
+    from trainers.replicas.keras import KerasReplica
+
+    return KerasReplica(*alone.keras_model(case))
+
+
+REPLICAS: dict[str, Callable[[Case], Replica]] = {
+    "numpy": numpy_replica,
+    "torch": torch_replica,
+    "jax": jax_replica,
+    "keras": keras_replica,
+}
 
 
 def transforms_of(case: Case) -> list[Any]:
@@ -163,12 +181,8 @@ def train(case: Case, ranks: allreduce.Topology, resumes: bool, folder: str) -> 
     stops = [StopAt(case.stop)] if case.stop and not resumes and ranks.rank == case.seed % ranks.size else []
     kept = None
     if case.stop:
-        kept = Checkpoint(
-            os.path.join(folder, "run"),
-            "9999 steps" if case.average == "LocalSGD" else "1 step",
-            same_data=False,
-            other_ranks=True,
-        )
+        every = "9999 steps" if case.average == "LocalSGD" else "1 step"  # which would end each round
+        kept = Checkpoint(os.path.join(folder, "run"), every, same_data=False)
     with trainer_of(case, ranks) as trainer:
         data, options = source_of(case, trainer, ranks, folder)
         history = trainer.fit(
