@@ -116,6 +116,20 @@ def test_no_class_name_of_the_core_is_defined_twice() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "method", "most"),
+    [
+        ("trainers/trainer.py", "Trainer", "fit", 14),
+        ("trainers/mirrored.py", "MirroredTrainer", "__init__", 8),
+        ("trainers/pytorch/optimizer.py", "MirroredOptimizer", "__init__", 10),
+    ],
+)
+def test_options_are_objects_and_not_arguments(path: str, name: str, method: str, most: int) -> None:
+    (tree,) = (node for node in code()[path].body if isinstance(node, ast.ClassDef) and node.name == name)
+    (made,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == method)
+    assert len([*made.args.args, *made.args.kwonlyargs]) - 1 <= most  # without self
+
+
 @pytest.mark.parametrize(("path", "name", "public", "every"), METHODS)
 def test_the_classes_of_the_core_are_small(path: str, name: str, public: int, every: int) -> None:
     (tree,) = (node for node in code()[path].body if isinstance(node, ast.ClassDef) and node.name == name)

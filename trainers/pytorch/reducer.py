@@ -172,11 +172,10 @@ class Reducer:
 
     def _shares(self, backend: AllReduce, tensors: bool) -> Sequence[Share]:
         """Return the part of each bucket that this rank updates: its chunk, or whole tensors. Collective."""
-        owned = [backend.owned(bucket.stop - bucket.start) for bucket in self.plan]
-        if tensors:
-            spans, itemsizes = map(spans_of, self.plan), [dtypes.parse(bucket.dtype).itemsize for bucket in self.plan]
-            return deal_tensors(self.comm, backend.topology.node_index, list(spans), itemsizes, owned)
-        return [Share((chunk,)) for chunk in owned]
+        if not tensors:
+            return [Share((backend.owned(bucket.stop - bucket.start),)) for bucket in self.plan]
+        itemsizes = [dtypes.parse(bucket.dtype).itemsize for bucket in self.plan]
+        return deal_tensors(backend, self.comm, list(map(spans_of, self.plan)), itemsizes)
 
     def take_over(self, owner: object) -> None:
         """Become the owner of these parameters; after `close`, backward through them raises. Local."""

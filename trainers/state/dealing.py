@@ -15,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import gpu
+from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.transport.chunked import exchange
 from allreduce.transport.control import all_values
@@ -98,15 +99,16 @@ class Share(NamedTuple):
 
 
 def deal_tensors(
-    comm: MPI.Intracomm, node_index: int, tensors: Sequence[Sequence[slice]], itemsizes: Sequence[int], owned: Any
+    backend: AllReduce, comm: MPI.Intracomm, tensors: Sequence[Sequence[slice]], itemsizes: Sequence[int]
 ) -> list[Share]:
     """Deal the tensors of some buffers to the ranks; return this rank's share of each buffer. Collective.
 
-    comm: of all ranks; the transfers use it. node_index: of this rank's node. tensors: for each buffer the slices of
-    its tensors, one after the other, which cover it. itemsizes: of the buffers. owned: this rank's chunk of each
-    buffer. Chunks that end between tensors everywhere are the shares.
+    backend: reduces the buffers, and decides which rank owns which chunk. comm: of all ranks; the transfers use it.
+    tensors: for each buffer the slices of its tensors, one after the other, which cover it. itemsizes: of the buffers.
+    Chunks that end between tensors everywhere are the shares.
     """
-    lengths = [slices[-1].stop for slices in tensors]
+    lengths, node_index = [slices[-1].stop for slices in tensors], backend.topology.node_index
+    owned = list(map(backend.owned, lengths))
     mine = [[each.start, each.stop] for each in owned]
     everyone = all_values(comm, [node_index, mine], "learn which chunks the ranks own")
     team = _team(node_index, lengths, everyone)

@@ -75,9 +75,7 @@ class SliceOwners(StepOwners):
         flags. Collective."""
         spans = [*tensors[:-1], slice(tensors[-1].start, self._buffer.size)]
         self._messages = self._backend.topology.private()  # the group's communicator is freed before `close`
-        node, itemsize = self._backend.topology.node_index, self._buffer.dtype.itemsize
-        owned = [self._backend.owned(self._buffer.size)]
-        return deal_tensors(self._messages, node, [spans], [itemsize], owned)[0]
+        return deal_tensors(self._backend, self._messages, [spans], [self._buffer.dtype.itemsize])[0]
 
     def _bind(self) -> None:
         check_divisible(self._replica, whole=True)
