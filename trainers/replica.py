@@ -169,14 +169,6 @@ class Replica(ABC):
         """Seed all random numbers that `gradients` draws. By default those of Python, NumPy and PyTorch."""
         seed_generators(number)
 
-    def redirect(self, buffer: Any, adds: bool = False) -> bool:
-        """Write the next gradients to `buffer`, of the bound buffer's kind, or add them to it; `update` still reads the
-        bound one.
-
-        Returns False, and changes nothing, if this replica always overwrites the bound buffer, or can't add.
-        """
-        return False
-
     def counted(self, y: Tree) -> float:
         """Return the weight that the loss counts in rows with these targets, if the loss `counts`.
 

@@ -79,10 +79,9 @@ class ExactStep(ReducedStep):
     def _compute_term(self, part: Data, share: float, memory: np.ndarray) -> Any:
         """Write the gradients of a micro-batch to `memory`; return its metrics. Local."""
         replica = self.replica
-        redirected = replica.redirect(memory)
         before = {} if self._checked else replica.local_state()
         values = gradients_of(replica, part, share)
-        if not redirected and memory is not self.buffer:
+        if memory is not self.buffer:
             memory[:] = self.buffer
         if not self._checked:
             after = replica.local_state()

@@ -78,13 +78,13 @@ class UpdateRule:
         self.norms = NormMeter()
         self.schedule: StepSchedule | None = None
         self.tables = SparseGradients(replica)
-        self._scratch: Any = None
+        self._sum: Any = None  # of the gradients of the micro-batches so far
         self._asks: bool | None = None  # whether ranks ask each other in each step, see `hold_unused`; None: not known
         self.take_none()
 
     def use(self, options: StepOptions) -> None:
         """Use these options from now on. Local, called on all ranks."""
-        self.options, self._scratch, self._asks = options, None, None
+        self.options, self._sum, self._asks = options, None, None
         self.norms = NormMeter()
         self.schedule = StepSchedule(options.schedule) if options.schedule else None
         self._replica.undoable |= options.accumulate > 1
@@ -120,32 +120,21 @@ class UpdateRule:
         self.unused = np.ones(replica.optional, bool)
         means: Any = 0.0
         sparse: list[list[Rows]] = []
-        try:
-            for number in range(count):
-                span = chunk(rows, count, number)
-                part = (span.stop - span.start) / rows
-                if number:
-                    replica.undo()  # each micro-batch begins with the statistics of the step's start
-                values = self._add(replica, sliced(batch.data, span), share * part, memory, number == 0)
-                self.unused = self.unused & replica.unused
-                means = means + part * (values if gpu.is_gpu_array(values) else np.asarray(values, np.float64))
-                sparse.append([(_copy(rows), _copy(values)) for rows, values in replica.sparse_gradients])
-        finally:
-            replica.redirect(memory)
+        for number in range(count):
+            span = chunk(rows, count, number)
+            part = (span.stop - span.start) / rows
+            if number:
+                replica.undo()  # each micro-batch begins with the statistics of the step's start
+                self._sum = memory.copy() if self._sum is None else self._sum
+                self._sum[:] = memory  # which the replica overwrites
+            values = gradients_of(replica, sliced(batch.data, span), share * part)
+            if number:
+                memory += self._sum
+            self.unused = self.unused & replica.unused
+            means = means + part * (values if gpu.is_gpu_array(values) else np.asarray(values, np.float64))
+            sparse.append([(_copy(rows), _copy(values)) for rows, values in replica.sparse_gradients])
         self.tables.take([_joined(of_table) for of_table in zip(*sparse, strict=True)])
         return means
-
-    def _add(self, replica: Replica, data: Data, share: float, memory: Any, first: bool) -> Any:
-        """Add the gradients of a micro-batch to `memory`, or overwrite it if it is the first one."""
-        if first or replica.redirect(memory, adds=True):
-            return gradients_of(replica, data, share)
-        if self._scratch is None or self._scratch.shape != memory.shape:
-            self._scratch = memory * 0
-        if not replica.redirect(self._scratch):
-            self._scratch[:] = memory  # the sum so far, which the replica overwrites
-        values = gradients_of(replica, data, share)
-        memory += self._scratch
-        return values
 
     def take_none(self) -> None:
         """Take note that this rank has no batch in this step. Local."""

@@ -63,15 +63,6 @@ class CategoryNetwork(NumpyNetwork):
 
     # Methods of Replica
 
-    def bind(self, parameters: Any, gradients: Any) -> None:
-        super().bind(parameters, gradients)
-        self._written = gradients
-
-    def redirect(self, buffer: Any, adds: bool = False) -> bool:
-        redirected = super().redirect(buffer, adds)
-        self._written = buffer if redirected else self._written
-        return redirected
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         tables = {f"category {number}": (rows, vector) for number, (rows, vector) in enumerate(self.embedded, 1)}
         return super().shapes() | tables
@@ -133,7 +124,7 @@ class CategoryNetwork(NumpyNetwork):
         gradients = self._xp.dot(delta, self._layers[0][0][self._plain :].T)
         gradients *= self._scale[self._plain :]
         start = 0
-        for values, table in zip(self._values_of, self._tables(self._written), strict=True):
+        for values, table in zip(self._values_of, self._tables(self._buffer), strict=True):
             table[...] = 0
             self._xp.add.at(table, values, gradients[:, start : start + table.shape[1]])
             start += table.shape[1]

@@ -187,12 +187,6 @@ class NumpyNetwork(FlatReplica):
             self._own = self.memory.copy()
         return self._own
 
-    def redirect(self, buffer: Any, adds: bool = False) -> bool:
-        if adds:
-            return False
-        self._gradient_layers = self._views(buffer)
-        return True
-
     def gradients(self, x: np.ndarray, y: np.ndarray, share: float, weights: np.ndarray | None = None) -> Any:
         rows = len(x)
         if rows == 0:

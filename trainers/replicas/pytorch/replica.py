@@ -91,7 +91,6 @@ class TorchReplica(FlatReplica):
         self._length = self._optimizer.layout.length
         self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
         self._buffers = Buffers(module)
-        self._adds = False  # whether gradients are added to the buffer
         self.counts, self._classes = row_losses.counts(loss), 0  # 0: not known before the first output
         self.optional, self._compared = len(self._trained), False  # whether the loss of parts of a batch was compared
         self.unused = self.still = np.zeros(self.optional, bool)
@@ -115,12 +114,6 @@ class TorchReplica(FlatReplica):
             for parameter in self._trained:
                 parameter.data = parameter.data.clone()
         self._parameters, self._parameter_views = None, []
-
-    def redirect(self, buffer: Any, adds: bool = False) -> bool:
-        self._adds = adds
-        self._views = views(self._tensor(buffer), [*self._trained, *self._statistics])
-        self._attach()
-        return True
 
     def _use(self, buffer: Tensor) -> None:
         self._buffer = buffer
@@ -147,11 +140,8 @@ class TorchReplica(FlatReplica):
             self._attach()
             self.unused = np.ones(self.optional, bool)
             return self._device.numbers([torch.zeros(())] * len(self.metrics))
-        if self._adds:
-            self._attach()  # autograd adds to these views
-        for parameter, unused in zip(self._trained, self.unused, strict=True):
-            if unused or not self._adds:
-                parameter.grad = None  # so that autograd stores its gradient instead of adding to an old one
+        for parameter in self._trained:
+            parameter.grad = None  # so that autograd stores its gradient instead of adding to an old one
         if self.undoable:
             self._buffers.save()
         self.module.train()
@@ -161,13 +151,9 @@ class TorchReplica(FlatReplica):
         with torch.no_grad():
             self.unused = np.array([each.grad is None for each in self._trained])
             for parameter, view in zip(self._trained, self._views, strict=False):
-                if parameter.grad is not view:
-                    view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+                view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
             for statistic, view in zip(self._statistics, self._views[len(self._trained) :], strict=True):
-                if self._adds:
-                    view.add_(statistic, alpha=share)
-                else:
-                    torch.mul(statistic, share, out=view)
+                torch.mul(statistic, share, out=view)
             self._attach()
             return self._device.numbers(self._values(loss, output, target))
 
