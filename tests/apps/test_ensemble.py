@@ -15,7 +15,7 @@ from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import DrawnRows, taken
 from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.apps.ensemble.model import EnsembleModel
-from trainers.apps.ensemble.voting import Scorer, Voting, normal, selected_weights, shares_of
+from trainers.apps.ensemble.voting import Scorer, Voting, normal, shares_of
 from trainers.apps.serving.models import load_model
 from trainers.data import Arrays
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError
@@ -121,25 +121,6 @@ def test_scores() -> None:
     for bad in (np.array([0, 1, 2]), np.array([0.5, 0.5]), np.zeros((3, 3))):
         with pytest.raises(ArgumentError):
             Scorer(outputs, bad)
-
-
-def test_selection_takes_the_members_that_help() -> None:
-    generator = np.random.default_rng(0)
-    y = generator.integers(3, size=200)
-    right = np.eye(3)[y]
-
-    def member(noise: float) -> np.ndarray:
-        made = right + noise * generator.random((200, 3))
-        return made / made.sum(axis=1, keepdims=True)
-
-    votes = {0: member(0.5), 1: np.full((200, 3), 1 / 3), 2: member(0.5), 4: np.eye(3)[(y + 1) % 3] * 0.9 + 0.1 / 3}
-    weights = selected_weights(votes, y, 5)
-    assert sum(weights) == pytest.approx(1)
-    assert weights[1] == weights[3] == weights[4] == 0
-    assert min(weights[0], weights[2]) > 0.2
-    error = Scorer(votes[0], y).error
-    mean = sum(weights[number] * each for number, each in votes.items())
-    assert error(mean) <= min(error(each) for each in votes.values())
 
 
 def test_rows_of_members() -> None:

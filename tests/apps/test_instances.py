@@ -29,44 +29,20 @@ def body(instances: Any) -> bytes:
     return json.dumps({"instances": instances}).encode()
 
 
-def rows_of(given: bytes, model: NetworkModel, most: int) -> np.ndarray:
-    return requested(given, model, most).rows
-
-
 def test_rows_of_numbers() -> None:
-    rows = rows_of(body([ROW, ROW]), MODEL, 2)
+    rows = requested(body([ROW, ROW]), MODEL, 2)
     assert rows.dtype == np.float32
     assert rows.tolist() == [ROW, ROW]
-    assert rows_of(body([[[1, 2], [3, 4]]]), MODEL, 1).shape == (1, 2, 2)
-    assert rows_of(body([[2**70, 1, 1, 1]]), MODEL, 1)[0, 0] == np.float32(2.0**70)
-    assert rows_of(body([[1, 8]]), WORDS, 1).tolist() == [[1, 8]]
+    assert requested(body([[[1, 2], [3, 4]]]), MODEL, 1).shape == (1, 2, 2)
+    assert requested(body([[2**70, 1, 1, 1]]), MODEL, 1)[0, 0] == np.float32(2.0**70)
+    assert requested(body([[1, 8]]), WORDS, 1).tolist() == [[1, 8]]
     text = r'{"signature_name": "serving_default", "instances": [[1, 2, 3, 4]]}'
-    assert rows_of(text.encode(), MODEL, 1).shape == (1, 4)
+    assert requested(text.encode(), MODEL, 1).shape == (1, 4)
 
 
 def test_rows_of_a_table() -> None:
-    rows = rows_of(body([[50, "Rom"], {"town": "true [{", "age": None, "kind": "no"}]), table(), 2)
+    rows = requested(body([[50, "Rom"], {"town": "true [{", "age": None, "kind": "no"}]), table(), 2)
     assert rows.tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
-
-
-def test_columns_of_a_table() -> None:
-    """TensorFlow Serving's columnar form: each column once, with the values of all rows."""
-    given = json.dumps({"inputs": {"town": ["Rom", "Ulm"], "age": [50, None]}}).encode()
-    columns, rows = requested(given, table(), 2), rows_of(body([[50, "Rom"], [None, "Ulm"]]), table(), 2)
-    assert (columns.rows.tolist(), columns.answer) == (rows.tolist(), "outputs")
-    for wrong, text in (
-        ({"town": ["Rom"]}, "lacks 'age'"),
-        ({"town": ["Rom"], "age": [1, 2]}, "as many values"),
-        ({"town": "Rom", "age": [1]}, "'town' is a text"),
-        ([[50, "Rom"]], "an object of the columns"),
-        ({}, "lacks"),
-        ({"town": [], "age": []}, "at least one row"),
-        ({"town": [["Rom"]], "age": [1]}, "a list"),
-        ({"town": [{"a": 1}], "age": [1]}, "inside of a row"),
-        ({"town": ["a"] * 3, "age": [1] * 3}, "the most are 2"),
-    ):
-        with pytest.raises(TrainerError, match=text):
-            requested(json.dumps({"inputs": wrong}).encode(), table(), 2)
 
 
 REFUSED = [
@@ -75,10 +51,8 @@ REFUSED = [
     (b"[1]", 'no "instances"'),
     (b'{"instances": 5}', "must be a list"),
     (b'{"instances": []}', "at least one row"),
-    (b'{"inputs": [[1]]}', "4 features"),
-    (b'{"inputs": {"x": [[1, 2, 3, 4]]}}', '"instances"'),
-    (b'{"inputs": [[1, 2, 3, 4]], "instances": [[1, 2, 3, 4]]}', "both"),
-    (b'{"inputs": {"instances": [[1, 2, 3, 4]], "instances": [[1, 2, 3, 4]]}}', "twice"),
+    (b'{"inputs": [[1, 2, 3, 4]]}', 'no "instances"'),
+    (b'{"inputs": [[1, 2, 3, 4]], "instances": [[1, 2, 3, 4]]}', "has 'inputs'"),
     (b'{"instances": [[1]], "more": 1}', "'more'"),
     (b'{"instances": [[1, 2, 3, 4]], "instances": [[1, 2, 3, 4]]}', "twice"),
     (b'{"instances": [[1, 2, 3, 4]], "signature_name": "x"}', "serving_default"),
@@ -109,7 +83,7 @@ REFUSED = [
 @pytest.mark.parametrize(("given", "text"), REFUSED, ids=range(len(REFUSED)))
 def test_refused_bodies(given: bytes, text: str) -> None:
     with pytest.raises(TrainerError, match=text):
-        rows_of(given, MODEL, 3)
+        requested(given, MODEL, 3)
 
 
 def test_a_long_text_takes_no_memory_for_other_texts() -> None:
@@ -117,7 +91,7 @@ def test_a_long_text_takes_no_memory_for_other_texts() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(TrainerError, match="texts or objects"):
-            rows_of(given, MODEL, 1)
+            requested(given, MODEL, 1)
         assert tracemalloc.get_traced_memory()[1] < 100 * len(given)
     finally:
         tracemalloc.stop()
@@ -144,13 +118,11 @@ def test_a_long_text_takes_no_memory_for_other_texts() -> None:
 )
 def test_refused_rows(model: NetworkModel, instances: Any, text: str) -> None:
     with pytest.raises(TrainerError, match=text):
-        rows_of(body(instances), model, 3)
+        requested(body(instances), model, 3)
 
 
 def test_answers_are_json() -> None:
-    assert json.loads(answer_of("predictions", np.array([[0.1, 2]], np.float32))) == {"predictions": [[0.1, 2.0]]}
-    assert json.loads(answer_of("predictions", np.array([[np.nan, 1, -np.inf]]))) == {
-        "predictions": [[None, 1.0, None]]
-    }
-    assert json.loads(answer_of("predictions", np.array([3, 4]))) == {"predictions": [3, 4]}
-    assert answer_of("predictions", np.array([[0.1, 0], [3, 0]], np.float32)[:, 0]) == b'{"predictions":[0.1,3.0]}'
+    assert json.loads(answer_of(np.array([[0.1, 2]], np.float32))) == {"predictions": [[0.1, 2.0]]}
+    assert json.loads(answer_of(np.array([[np.nan, 1, -np.inf]]))) == {"predictions": [[None, 1.0, None]]}
+    assert json.loads(answer_of(np.array([3, 4]))) == {"predictions": [3, 4]}
+    assert answer_of(np.array([[0.1, 0], [3, 0]], np.float32)[:, 0]) == b'{"predictions":[0.1,3.0]}'

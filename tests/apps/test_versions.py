@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainers.apps.export import export, storing
+from tests.apps.test_models import export_two_files
 from trainers.apps.serving.batches import Request, Waiting
 from trainers.apps.serving.models import NetworkModel
 from trainers.apps.serving.versions import (
@@ -74,16 +74,10 @@ def test_a_new_version_is_loaded_when_it_is_whole(tmp_path: Path) -> None:
     assert world.gone == [1, 3]
 
 
-def test_a_version_is_loaded_again_when_its_second_file_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_is_loaded_again_when_its_second_file_is_whole(tmp_path: Path) -> None:
     """As an .onnx file above 2 GiB has one, with its constants."""
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnx")
-    monkeypatch.setattr(storing, "LARGEST", 0)
     (tmp_path / "0001").mkdir()
-    export.write(str(tmp_path / "0001" / "m.onnx"), NumpyNetwork([400, 3]), None)
-    (second,) = (tmp_path / "0001").glob("m.onnx.*.data")
+    second = export_two_files(tmp_path / "0001" / "m.onnx", NumpyNetwork([400, 3]))
     content, world = second.read_bytes(), World(tmp_path)
     second.write_bytes(content[:100])
     assert world.look() == {1: END}

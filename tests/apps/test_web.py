@@ -70,13 +70,6 @@ def test_the_health_of_the_server(target: Target) -> None:
         target.versions.known[1].state = AVAILABLE
 
 
-def test_columns_have_outputs(target: Target) -> None:
-    """As in TensorFlow Serving: "inputs" by column, which are answered by "outputs"."""
-    expected = answer(target, request(PREDICT, RIGHT), 200)["predictions"]
-    for body in (b'{"inputs": [[1, 2, 3, 4]]}', b'{"inputs": {"instances": [[1, 2, 3, 4]]}}'):
-        assert answer(target, request(PREDICT, body), 200) == {"outputs": expected}
-
-
 @pytest.mark.parametrize("excess", [0, 1])
 def test_a_head_has_at_most_16_kib(target: Target, excess: int) -> None:
     """Also one that comes as a whole."""

@@ -1,7 +1,6 @@
 """Exported files (.onnx): the graph of each network, the columns of a table, errors, and metadata."""
 
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +14,7 @@ import pytest
 from tests.conftest import lacking
 from tests.training.test_tables import people, write
 from trainers import EMA, MirroredTrainer, datasets
-from trainers.apps.export import running, storing
+from trainers.apps.export import export, running
 from trainers.apps.export.metadata import Exported
 from trainers.apps.serving.models import load_model
 from trainers.cli.main import main
@@ -174,39 +173,17 @@ def test_the_command_exports_the_average_unless_told(tmp_path: Path) -> None:
     np.testing.assert_allclose(found["probabilities"], plain, atol=1e-5)
 
 
-def test_the_constants_of_a_large_model_are_in_a_second_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above 2 GiB. Each export has other names, so that a reader never has the constants of another export."""
-    monkeypatch.setattr(storing, "LARGEST", 4000)
-    path, x = tmp_path / "a.onnx", np.random.default_rng(0).normal(size=(40, 64)).astype(np.float32)
-    network = NumpyNetwork([64, 32, 3])
-
-    def constants() -> list[str]:
-        found = sorted(each.name for each in tmp_path.iterdir())
-        assert found[0] == "a.onnx"
-        return found[1:]
-
-    with MirroredTrainer(network) as trainer:
-        trainer.export(str(path), x)
-        (first,) = constants()
-        assert path.stat().st_size < 4000 < (tmp_path / first).stat().st_size
-        np.testing.assert_allclose(answers(path, {"x": x})["probabilities"], trainer.predict(x), atol=1e-6)
-        np.testing.assert_allclose(load_model(str(path)).predict(x), trainer.predict(x), atol=1e-6)
-        monkeypatch.setattr(storing, "LARGEST", 1 << 20)
-        trainer.export(str(path), x)
-        assert constants() == [], "the constants fit into one file, and the older ones are gone"
-        monkeypatch.setattr(storing, "LARGEST", 1500)
-        trainer.export(str(path), x)
-        (second,) = constants()
-        assert second != first
-        np.testing.assert_allclose(load_model(str(path)).predict(x), trainer.predict(x), atol=1e-6)
-        older = path.read_bytes()
-        network.parameters[0] = np.nan
-        with pytest.raises(ExportError, match="not finite"):
-            trainer.export(str(path), x)
-    assert (path.read_bytes(), constants()) == (older, [second])
-    (tmp_path / second).unlink()
-    with pytest.raises(ModelFileError, match=re.escape(second)):
-        load_model(str(path))
+def test_a_model_above_2_gib_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.onnx"
+    path.write_text("older")
+    monkeypatch.setattr(export, "LARGEST", 4000)
+    with MirroredTrainer(NumpyNetwork([64, 32, 3])) as trainer:
+        with pytest.raises(ExportError, match=r"the model has 8,\d\d\d bytes, and an ONNX file holds less than 2 GiB"):
+            trainer.export(str(path))
+        assert path.read_text() == "older"
+        monkeypatch.setattr(export, "LARGEST", 9000)
+        trainer.export(str(path))
+    assert os.listdir(tmp_path) == ["a.onnx"]
 
 
 @pytest.mark.parametrize("name", ["words", "only categories"])

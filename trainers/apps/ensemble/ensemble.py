@@ -32,14 +32,12 @@ from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import BAGGINGS, DrawnRows, taken
 from trainers.apps.ensemble.model import MakeReplica, SavedEnsemble, SavedMember, load_member
 from trainers.apps.ensemble.part_members import Callbacks, PartMembers, rows_at
-from trainers.apps.ensemble.voting import Scorer, Voting, normal, selected_weights, shares_of, shown
+from trainers.apps.ensemble.voting import Scorer, Voting, normal, shares_of, shown
 from trainers.apps.search.parts import Parts
 from trainers.arguments import integer_error, known_only
 from trainers.data import (
-    Data,
     Samples,
     Tree,
-    as_data,
     keeping_generators,
     leaves,
     mapped,
@@ -64,7 +62,6 @@ from trainers.watching.history import Epoch, History
 log = logging.getLogger("trainers")
 
 ResultT = TypeVar("ResultT")
-BY_VALIDATION = "validation"
 
 
 class Member(NamedTuple):
@@ -112,7 +109,7 @@ class EnsembleTrainer(GroupOwner):
         seed: int = 0,
         voting: str = "soft",
         logits: bool = False,
-        weights: str | Sequence[float] | None = None,
+        weights: Sequence[float] | None = None,
     ) -> None:
         """Divide the ranks, and make the replicas. Collective.
 
@@ -133,8 +130,7 @@ class EnsembleTrainer(GroupOwner):
             the shares of the votes.
         logits: softmax makes probabilities of the members' outputs before the vote: for replicas that predict logits,
             such as those of PyTorch modules that are trained by CrossEntropyLoss.
-        weights: None: all members count alike. Numbers, one for each member. "validation": those that ensemble
-            selection (Caruana et al. 2004) finds on the validation data of `fit`; members that do not help get 0.
+        weights: None: all members count alike. Numbers, one for each member.
 
         Raises ArgumentError, DisagreementError, and the errors of make_replica, on all ranks.
         """
@@ -147,8 +143,8 @@ class EnsembleTrainer(GroupOwner):
         parts: Parts | None = None
         try:
             ranks.agree([zlib.crc32(row.encode())], row, self._error(members, voting, logits, weights))
-            self.voting, self._selects = Voting(voting, logits), weights == BY_VALIDATION
-            self.weights = normal([1.0] * members if weights is None or isinstance(weights, str) else weights)
+            self.voting = Voting(voting, logits)
+            self.weights = normal([1.0] * members if weights is None else weights)
             self.seeds = tuple(seed_of(seed, number) >> 32 for number in range(members))
             self.members = [Member(number, each, History(), "") for number, each in enumerate(self.seeds)]
             self.missing: dict[int, str] = {}
@@ -181,9 +177,7 @@ class EnsembleTrainer(GroupOwner):
             return ArgumentError("EnsembleTrainer: trainer: allreduce must be a name: every part makes a backend")
         try:
             Voting(voting, logits)
-            if isinstance(weights, str) and weights != BY_VALIDATION:
-                raise ArgumentError(f'weights={weights!r}: use "{BY_VALIDATION}", numbers, or None')
-            if weights is not None and not isinstance(weights, str) and len(normal(weights)) != members:
+            if weights is not None and len(normal(weights)) != members:
                 raise ArgumentError(f"weights: {len(weights)} numbers for {members} members")
         except ArgumentError as error:
             return error
@@ -241,7 +235,7 @@ class EnsembleTrainer(GroupOwner):
         """
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size}
         given = Given.of(x, y, sample_weight)
-        rows = self._run(lambda: self._checked("fit", given, settings, validation_data is not None))
+        rows = self._run(lambda: self._checked("fit", given, settings))
         self._run(lambda: self._check_kinds(rows))
         drawn = DrawnRows(self._bagging, self._seed, len(self.members), len(rows))
         settings |= {"shuffle": shuffle, "class_weight": class_weight, "transforms": transforms}
@@ -258,7 +252,7 @@ class EnsembleTrainer(GroupOwner):
             with patient(self.topology):
                 self._end_if(stopped, sigterm)
                 self._run(lambda: self._share(ended, first))
-        self._run(lambda: self._score(rows, drawn, validation_data))
+        self._run(lambda: self._score(rows, drawn))
         return self.members
 
     def _train_own(
@@ -296,20 +290,12 @@ class EnsembleTrainer(GroupOwner):
         if not goes_on:
             raise stopped or Terminated("SIGTERM: the training of the ensemble has been stopped")
 
-    def _checked(
-        self,
-        call: str,
-        given: Given,
-        settings: dict[str, Any] | None = None,
-        validates: bool = True,
-    ) -> Rows:
+    def _checked(self, call: str, given: Given, settings: dict[str, Any] | None = None) -> Rows:
         """Check the arguments of a call on all ranks; returns arrays or a data set. Collective."""
         replica, settings = next(iter(self.replicas.values())), settings or {}  # every part has a member
         rows, row, error = tried(call, lambda: checked_rows(replica, given, settings), settings)
         if given.loads:
             error = ArgumentError(f"{call}: members take rows by number: give a data set or arrays, without rows=")
-        if error is None and self._selects and not validates:
-            error = ArgumentError(f'fit: weights="{BY_VALIDATION}" needs validation_data')
         if rows is not None and error is None and call == "fit":
             try:
                 DrawnRows(self._bagging, self._seed, len(self.members), len(rows))
@@ -362,8 +348,8 @@ class EnsembleTrainer(GroupOwner):
             texts = "\n".join(f"  member {number}: {reason}" for number, reason in self.missing.items())
             raise on_all_ranks(TrainerError(f"the ensemble has no member any more:\n{texts}"), self.group.comm)
 
-    def _score(self, rows: Rows, drawn: DrawnRows, validation: Any) -> None:
-        """Compute the out-of-bag scores, and the weights. Collective."""
+    def _score(self, rows: Rows, drawn: DrawnRows) -> None:
+        """Compute the out-of-bag scores. Collective."""
         self.oob = {}
         if self._bagging == "rows" and not isinstance(rows, Samples):
             x, y, *_ = rows.data
@@ -372,14 +358,6 @@ class EnsembleTrainer(GroupOwner):
             seen = np.flatnonzero(counts)
             if seen.size:
                 self.oob = self._scores(rows_at(outputs, seen), rows_at(y, seen), {"rows": float(seen.size)})
-        if self._selects:
-            x, y = together(self.group.comm, lambda: _validation_arrays(validation))
-            everything = np.arange(row_count(x))
-            votes = {
-                number: self._voted(x, len(everything), {number: everything}, {number: 1.0})[0]
-                for number in self._there
-            }
-            self.weights = together(self.group.comm, lambda: selected_weights(votes, y, len(self.members)))
 
     @staticmethod
     def _scores(outputs: Tree, y: Tree, more: dict[str, float]) -> dict[str, float]:
@@ -599,12 +577,3 @@ def _folder_of(checkpoint: Checkpoint | str | None, number: int) -> Checkpoint |
         return None
     whole = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     return replace(whole, folder=os.path.join(whole.folder, f"member{number}"))
-
-
-def _validation_arrays(given: Any) -> Data:
-    """Return x and y of validation data, as arrays. Raises ArgumentError and DataError."""
-    found = Given.to_validate(given)
-    if found.y is not None:
-        return as_data((found.x, found.y))
-    samples = found.x if isinstance(found.x, Samples) else Samples(found.x, found.collate)
-    return samples.take(np.arange(len(samples)))[:2]

@@ -1,4 +1,4 @@
-"""How the members of an ensemble vote, how votes are scored, and how members get weights. Arrays only, no MPI."""
+"""How the members of an ensemble vote, and how votes are scored. Arrays only, no MPI."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from trainers.data import Tree, leaves, mapped, row_count, structure_of
 from trainers.errors import ArgumentError
 
 SOFT, HARD = "soft", "hard"
-ROUNDS = 100  # of the selection of members: a weight is a multiple of 1 / ROUNDS
 LEAST_PROBABILITY = 1e-12  # in a logarithm
 
 
@@ -141,29 +140,6 @@ class Scorer:
         loss = -np.log(np.maximum(right, LEAST_PROBABILITY)).mean(dtype=np.float64)
         return {"loss": float(loss), "accuracy": accuracy}
 
-    def error(self, outputs: np.ndarray) -> tuple[float, ...]:
-        """Return what a selection makes small: the loss, or, without one or among equals, the share of errors."""
-        found = self(outputs)
-        return tuple(value if name == "loss" else 1 - value for name, value in found.items())
-
 
 def _is_one_hot(y: np.ndarray) -> bool:
     return bool(((y == 0) | (y == 1)).all() and (y.sum(axis=-1) == 1).all())
-
-
-def selected_weights(votes: Mapping[int, np.ndarray], y: np.ndarray, members: int) -> list[float]:
-    """Return a weight for each of `members` from their votes on validation rows; they sum to 1.
-
-    Ensemble selection with replacement (Caruana, Niculescu-Mizil, Crew, Ksikes: Ensemble Selection from Libraries of
-    Models, ICML 2004): in each of ROUNDS rounds the member is added that makes the mean of all added ones best, and a
-    weight is the share of the rounds in which the member was added. A member that does not help has the weight 0.
-
-    votes: of the members that are there, by their numbers. y: of the validation rows.
-    """
-    scorer = Scorer(next(iter(votes.values())), y)
-    total, added = np.zeros(next(iter(votes.values())).shape), dict.fromkeys(votes, 0)
-    for taken in range(1, ROUNDS + 1):
-        best = min(votes, key=lambda number: (scorer.error((total + votes[number]) / taken), added[number]))
-        total += votes[best]
-        added[best] += 1
-    return [added.get(number, 0) / ROUNDS for number in range(members)]

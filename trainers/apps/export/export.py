@@ -2,8 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +21,14 @@ from trainers.apps.export.running import (
     softmax,
     taken,
 )
-from trainers.apps.export.storing import stored
 from trainers.arguments import flag_error, require
 from trainers.data import Tree, row_count
 from trainers.errors import ArgumentError, ExportError
+from trainers.files.model_file import replacing
 from trainers.files.onnx_graph import need_onnx
 from trainers.replica import Replica
 
+LARGEST = 2**31 - 2**24  # bytes of the constants: protobuf writes less than 2 GiB in all
 CHECKED = 256  # rows on which a file is compared with the replica
 DRAWN = 32
 CLOSE = {"float16": 5e-3, "bfloat16": 4e-2}  # of models that compute in 16 bits; the file computes in float32
@@ -67,27 +67,21 @@ def write(
     del core
     tolerance = CLOSE.get(replica.config().get("precision", replica.gradient_dtype), CLOSEST)
     expected = softmax(outputs.astype(np.float64)) if is_logits else outputs
-    with stored(path) as store:
-        with _writing(path):
-            store.take_constants(model)
-        session = Session(model, about, store.folder)
-        difference = compared(session, about, rows, expected, tolerance)
-        about = replace(about, average=average, rows=row_count(rows), difference=difference)
-        graph.describe(model, about)
-        with _writing(path):
-            store.replace(model)
-    return about
-
-
-@contextmanager
-def _writing(path: str) -> Iterator[None]:
-    """Context manager: an error of writing becomes an ExportError."""
-    try:
-        yield
-    except (OSError, ValueError) as error:  # ValueError: of protobuf
+    size = sum(len(each.raw_data) for each in model.graph.initializer)
+    if size > LARGEST:
         raise ExportError(
-            f"the export can't be written to {path}: {getattr(error, 'strerror', '') or error}"
-        ) from error
+            f"the model has {size:,} bytes, and an ONNX file holds less than 2 GiB: export it by its framework, which "
+            "writes a second file beside it"
+        )
+    difference = compared(Session(model, about), about, rows, expected, tolerance)
+    about = replace(about, average=average, rows=row_count(rows), difference=difference)
+    graph.describe(model, about)
+    try:
+        with replacing(path) as file:
+            file.write(model.SerializeToString())
+    except OSError as error:
+        raise ExportError(f"the export can't be written to {path}: {error.strerror or error}") from error
+    return about
 
 
 def check_path(path: str) -> None:

@@ -15,7 +15,6 @@ from trainers.files.onnx_graph import INSTALL
 ROWS = 1024  # of a batch
 SUM_TOLERANCE = 1e-3  # how far the probabilities of a row may be from 1 in sum, in 16-bit floats
 QUIET = 3  # onnxruntime prints errors, no warnings
-EXTERNAL = "session.model_external_initializers_file_folder_path"
 DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
           "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_,
           "tensor(string)": np.object_, "tensor(uint8)": np.uint8}  # fmt: skip
@@ -33,14 +32,12 @@ def need_onnxruntime() -> Any:
 
 
 class Session:
-    """An exported model in onnxruntime, on the CPU. model: an onnx.ModelProto. folder: where its constants are, if they
-    have a file of their own. Raises ExportError."""
+    """An exported model in onnxruntime, on the CPU. model: an onnx.ModelProto. Raises ExportError."""
 
-    def __init__(self, model: Any, about: Exported, folder: str) -> None:
+    def __init__(self, model: Any, about: Exported) -> None:
         runtime = need_onnxruntime()
         options = runtime.SessionOptions()
         options.log_severity_level, options.intra_op_num_threads = QUIET, 1  # the ranks have the other cores
-        options.add_session_config_entry(EXTERNAL, folder or ".")
         self._about = about
         try:
             content = model.SerializeToString()

@@ -1,12 +1,11 @@
-"""The JSON of requests and answers: the body {"instances": ...} as rows of a model, outputs as {"predictions": ...},
-and TensorFlow Serving's columnar form, {"inputs": ...} and {"outputs": ...}.
+"""The JSON of requests and answers: the body {"instances": ...} as rows of a model, outputs as {"predictions": ...}.
 
 The body comes from anybody. Its nesting and the kinds of its values are checked before anything is made of them.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,22 +14,14 @@ from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError
 
 DEEPEST = 16  # nested lists and objects in a body
-INSTANCES, INPUTS = "instances", "inputs"
-ANSWERS = {INSTANCES: "predictions", INPUTS: "outputs"}
-KEYS = {*ANSWERS, "signature_name"}
+INSTANCES, PREDICTIONS = "instances", "predictions"
+KEYS = {INSTANCES, "signature_name"}
 SHOWN = 8  # names in a message
 STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # a bracket -> 1 or -1, as a signed byte
 NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
-class Requested(NamedTuple):
-    """rows: of a request, as the model takes them. answer: the name of the outputs in the answer."""
-
-    rows: np.ndarray
-    answer: str
-
-
-def requested(body: bytes, model: Model, most: int) -> Requested:
+def requested(body: bytes, model: Model, most: int) -> np.ndarray:
     """Return the rows of a request's body, which the model can predict. Raises a TrainerError that says what was given
     and what is expected.
 
@@ -40,14 +31,15 @@ def requested(body: bytes, model: Model, most: int) -> Requested:
     depth = _depth(outside)
     if depth > DEEPEST:
         raise ArgumentError(f"the body has {depth} nested lists or objects; the most are {DEEPEST}")
-    given, form = _parsed(body, outside)
-    columns = given[INPUTS] if form == INPUTS else None
-    instances = _instances(given[form], form, model.columns)
-    _check_names(given, columns, instances, outside)
+    given = _parsed(body, outside)
+    instances = given[INSTANCES]
+    if not isinstance(instances, list):
+        raise ArgumentError(f'"instances" must be a list of rows, not {_kind(instances)}')
+    _check_names(given, instances, outside)
     if not instances:
-        raise ArgumentError(f'"{form}" is an empty list; give at least one row')
+        raise ArgumentError('"instances" is an empty list; give at least one row')
     if len(instances) > most:
-        raise ArgumentError(f'"{form}" has {len(instances)} rows; the most are {most}: send several requests')
+        raise ArgumentError(f'"instances" has {len(instances)} rows; the most are {most}: send several requests')
     if model.columns is not None:
         rows = model.rows_of([_cells(number, row, model.columns) for number, row in enumerate(instances)])
     else:
@@ -56,7 +48,7 @@ def requested(body: bytes, model: Model, most: int) -> Requested:
             raise ArgumentError(f'"instances" must have numbers, and it has {words[0]}')
         rows = _numbers(instances, model.dtype)
     model.check(rows)
-    return Requested(rows, ANSWERS[form])
+    return rows
 
 
 def _outside_of_strings(body: bytes) -> bytes:
@@ -70,8 +62,8 @@ def _depth(text: bytes) -> int:
     return int(np.cumsum(steps, dtype=np.int64).max(initial=0))
 
 
-def _parsed(body: bytes, outside: bytes) -> tuple[dict[str, Any], str]:
-    """Return the object of a body, and the name of its rows. outside: the body without its strings."""
+def _parsed(body: bytes, outside: bytes) -> dict[str, Any]:
+    """Return the object of a body. outside: the body without its strings."""
     import orjson
 
     for word in (b"NaN", b"Infinity"):
@@ -81,49 +73,18 @@ def _parsed(body: bytes, outside: bytes) -> tuple[dict[str, Any], str]:
         given = orjson.loads(body)
     except ValueError as error:  # also a text that is not UTF-8, and a number that is too large for a double
         raise ArgumentError(f'the body must be JSON such as {{"instances": [[1.5, 2.0]]}}: {error}') from error
-    forms = [name for name in ANSWERS if isinstance(given, dict) and name in given]
-    if not forms:
+    if not isinstance(given, dict) or INSTANCES not in given:
         raise ArgumentError('the body must be an object {"instances": [row, ...]}, and it has no "instances"')
-    if len(forms) > 1:
-        raise ArgumentError('the body has both "instances" and "inputs"; give one of them')
     if more := given.keys() - KEYS:
         raise ArgumentError(f'the body has {_listed(sorted(more))}; expected is {{"instances": [row, ...]}}')
     if given.get("signature_name", "serving_default") != "serving_default":
         raise ArgumentError('the only signature_name is "serving_default"')
-    return given, forms[0]
-
-
-def _instances(given: Any, form: str, columns: Columns | None) -> list[Any]:
-    """Return the rows of a body. given: the value with the name `form`: rows; or for INPUTS also the columns of a table
-    by name, or one tensor, which may have the name INSTANCES, as in the metadata."""
-    if form == INPUTS and columns is not None:
-        return _transposed(given, columns)
-    if form == INPUTS and isinstance(given, dict):
-        if set(given) != {INSTANCES}:
-            raise ArgumentError(f'the only name in "inputs" must be "instances", and it has {_listed(sorted(given))}')
-        given = given[INSTANCES]
-    if not isinstance(given, list):
-        raise ArgumentError(f'"{form}" must be a list of rows, not {_kind(given)}')
     return given
 
 
-def _transposed(given: Any, columns: Columns) -> list[list[Any]]:
-    """Return columns of a table, lists by name, as rows in the order of the columns."""
-    names = [column.name for column in columns.columns]
-    if not isinstance(given, dict):
-        raise ArgumentError(f'"inputs" must be an object of the columns {_listed(names)}, not {_kind(given)}')
-    ordered = _in_order('"inputs"', given, names, columns)
-    for name, values in zip(names, ordered, strict=True):
-        if not isinstance(values, list):
-            raise ArgumentError(f'"inputs": the column {name!r} is {_kind(values)}; expected is a list')
-    if len({*map(len, ordered)}) > 1:
-        raise ArgumentError('"inputs": each column must have as many values as the others')
-    return [list(row) for row in zip(*ordered, strict=True)]
-
-
-def _check_names(given: dict[str, Any], columns: Any, instances: list[Any], outside: bytes) -> None:
+def _check_names(given: dict[str, Any], instances: list[Any], outside: bytes) -> None:
     """Raise ArgumentError if an object of the body has a name twice: the parser has kept one of them."""
-    found = len(given) + sum(len(each) for each in (columns, *instances) if type(each) is dict)
+    found = len(given) + sum(len(each) for each in instances if type(each) is dict)
     if outside.count(b":") != found:
         raise ArgumentError("an object of the body has the same name twice, or is inside of a row")
 
@@ -206,8 +167,8 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name[:80]) for name in names[:SHOWN]) + more
 
 
-def answer_of(name: str, outputs: np.ndarray) -> bytes:
-    """Return the body of an answer: {name: a list for each row}. Numbers that are not finite become null."""
+def answer_of(outputs: np.ndarray) -> bytes:
+    """Return the body of an answer, a list for each row. Numbers that are not finite become null."""
     import orjson
 
-    return orjson.dumps({name: np.ascontiguousarray(outputs)}, option=orjson.OPT_SERIALIZE_NUMPY)
+    return orjson.dumps({PREDICTIONS: np.ascontiguousarray(outputs)}, option=orjson.OPT_SERIALIZE_NUMPY)

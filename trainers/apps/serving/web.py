@@ -155,17 +155,17 @@ class Pages:
     async def _predicted(self, request: Any, number: int | None) -> Any:
         version, body = self._there(self._versions.choose(number), number), await self._body(request)
         try:
-            asked = requested(body, version.model, self._limits.rows)
+            rows = requested(body, version.model, self._limits.rows)
         except TrainerError as error:
             raise RefusedError(400, str(error)) from error
-        future = self._service.submit(version, asked.rows)
+        future = self._service.submit(version, rows)
         try:
             outputs = await asyncio.wait_for(asyncio.wrap_future(future), self._limits.seconds)
         except asyncio.TimeoutError:
             raise RefusedError(504, f"no answer came in {self._limits.seconds:g} s") from None
         except asyncio.CancelledError:  # by uvicorn
             raise RefusedError(503, "the server ends, and no answer came in --drain-seconds") from None
-        return _response(answer_of(asked.answer, outputs), 200, {})
+        return _response(answer_of(outputs), 200, {})
 
     async def _body(self, request: Any) -> bytes:
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
