@@ -12,7 +12,6 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
-from tests.backends import SHARDED
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere, usable
 
@@ -52,24 +51,6 @@ def test_other_operations(op: str, flat: allreduce.Topology) -> None:
                 bound()
                 assert bound_array.tobytes() == called.tobytes()
         assert (called == getattr(np, op)([np.arange(8) + 11 + rank for rank in range(SIZE)], axis=0)).all()
-
-
-@pytest.mark.parametrize("name", sorted({*SHARDED}))
-def test_the_two_phases(name: str, topology_of: Callable[..., allreduce.Topology]) -> None:
-    with allreduce.create(name, topology_of(None)) as reduce:
-        for array in (reduce.allocate(10), np.empty(10), np.empty(0)):
-            scatter, gather = reduce.bind(array, "mean", "reduce_scatter"), reduce.bind(array, kind="all_gather")
-            mine = array[reduce.owned(array.size)]
-            for turn in range(6):
-                array[:] = turn + reduce.rank + 1
-                scatter()
-                np.testing.assert_allclose(mine, turn + SUM / SIZE, rtol=1e-6)
-                gather() if reduce.rank % 2 else reduce.all_gather(array)  # which are the same call
-                np.testing.assert_allclose(array, turn + SUM / SIZE, rtol=1e-6)
-                array[:] = turn + reduce.rank + 1
-                np.testing.assert_allclose(reduce.reduce_scatter(array, "sum"), turn * SIZE + SUM, rtol=1e-6)
-                reduce.all_gather(array)
-                np.testing.assert_allclose(array, turn * SIZE + SUM, rtol=1e-6)
 
 
 def test_kinds_that_are_not_there(flat: allreduce.Topology) -> None:
@@ -241,23 +222,3 @@ def test_a_call_inside_of_a_call(flat: allreduce.Topology) -> None:
         during[:] = [call]
         reduce(np.ones(3), "sum")
         assert "while another thread of this rank is in" in str(found[0])
-
-
-@pytest.mark.parametrize("options", [{}, {"compress": "bfloat16"}, {"trace": "trace.json"}, {"exact": True}])
-def test_bound_calls_with_options(options: dict[str, object], flat: allreduce.Topology, tmp_path: Path) -> None:
-    if "trace" in options:
-        options = {"trace": flat.world.bcast(str(tmp_path / "trace.json"))}
-    with allreduce.create("ring", flat, **options) as reduce:
-        array = np.empty(10, "float32")
-        bound = reduce.bind(array, "sum")
-        scatter, gather = reduce.bind(array, "sum", "reduce_scatter"), reduce.bind(array, kind="all_gather")
-        for _ in range(3):
-            array[:] = reduce.rank + 1
-            bound()
-            assert (array == SUM).all()
-            array[:] = reduce.rank + 1
-            scatter()
-            gather()
-            assert (array == SUM).all()
-    with pytest.raises(errors.ClosedError):
-        bound()

@@ -8,6 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from tests.backends import SHARDED
 from tests.ranks.grid import shapes
 from tests.sequences.composition import Composition, Options
 
@@ -29,6 +30,7 @@ CASES = [
     *(("auto", given, "traced, submitted", shape) for given in ("exact", "powersgd") for shape in SHAPES),
     *((name, given, "submitted", "flat") for name in ("native", "shared") for given in ("plain", "exact")),
     *((name, given, "bound", "flat") for name in ("halving_doubling", "shared") for given in ("bfloat16", "exact")),
+    *((name, "plain", "bound", "flat") for name in SHARDED),
     ("reduce_to_one", "exact", "again", "flat"),
 ]
 

@@ -5,7 +5,6 @@ import time
 from collections import namedtuple
 from collections.abc import Callable, Generator
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,9 +109,3 @@ def test_errors(reduce: AllReduce) -> None:
     raised(errors.UnsupportedDtypeError, lambda: reduce([np.ones(2, "complex64")], "sum"))
     raised(errors.UnsupportedOpError, lambda: reduce([np.ones(2)], "median"))
     reduce(known, "sum")
-
-
-def test_traced(reduce: AllReduce, tmp_path: Path) -> None:
-    path = MPI.COMM_WORLD.bcast(str(tmp_path / "trace.json"))
-    with allreduce.create(reduce.name, reduce.topology, trace=path) as traced:
-        test_values(traced)
