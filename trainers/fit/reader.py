@@ -35,7 +35,8 @@ Generators = tuple[Any, ...]  # of generator_states
 class Place(NamedTuple):
     """A place before a batch of a loader.
 
-    number: of the pass over the loader. ended: the pass before that one has ended, and this one has not begun.
+    number: of the pass over the loader that has begun, or that begins next. ended: the pass before that one has ended,
+        and this one has not begun.
     state: the loader's state at an earlier place of the pass, encoded (trainers.files.values); None for its beginning.
     skip: the batches between that place and this one. before_pass: whether the state is of the end of the pass before.
     begun: the random states when the pass began, because a loader may draw its order or a seed from them; else None.
@@ -44,11 +45,11 @@ class Place(NamedTuple):
     """
 
     number: int
-    ended: bool
-    state: np.ndarray | None
-    skip: int
-    before_pass: bool
-    begun: Generators | None
+    ended: bool = False
+    state: np.ndarray | None = None
+    skip: int = 0
+    before_pass: bool = False
+    begun: Generators | None = None
     before: Generators | None = None
     now: Generators | None = None
 
@@ -72,7 +73,6 @@ class Reader:
     loader: an iterable of batches. collate: makes (x, y), or (x, y, weights), of a batch; None if it is such.
     ahead: whether a thread reads in advance. saves: whether `tell` will be called, which needs the loader's states.
     weigh: as for Batches.
-    passes: passes over the loader that have begun. ended: whether the last one has ended.
     structure: of all batches: see data.structure_of; None before the first one.
     once: whether the loader is an iterator, which can't be read again.
     """
@@ -87,17 +87,13 @@ class Reader:
     ) -> None:
         self.name = type(loader).__name__
         self.once = isinstance(loader, Iterator)
-        self.passes, self.ended = 0, False
         self.structure: Any = None
         self._loader, self._collate, self._ahead, self._saves, self._weigh = loader, collate, ahead, saves, weigh
         self._stateful = _accessors(loader) is not None
         self._batches: Any = None  # of the pass that has begun: generator of (batch, the loader's state after it)
-        self._state: np.ndarray | None = None  # the newest state
-        self._skip = 0  # the batches since that state
-        self._before_pass = False  # whether that state is of the end of the pass before
+        self._place = Place(0)  # before the next batch, with the newest state
         self._pending: np.ndarray | None = None  # an earlier run's state, which the next pass takes on
-        self._begun: Generators | None = None
-        self._took = self._at = 0.0  # the seconds that the newest state took, and the time when it was taken
+        self._took = self._since = 0.0  # the seconds that the newest state took, and the time when it was taken
 
     def read(self, where: str, again: bool) -> Data | None:
         """Return the next batch with rows; None if the pass has ended. where: names the batch, for an error.
@@ -108,7 +104,7 @@ class Reader:
         try:
             data = self._next()
             if data is None and again and not self.once:
-                self.restart(self.passes)
+                self.restart(self._place.number)
                 data = self._next()
         except CheckpointError:
             raise
@@ -124,13 +120,13 @@ class Reader:
         return data
 
     def _next(self) -> Data | None:
-        if self._batches is None and not self.ended:
-            self.restart(self.passes)
-        while not self.ended:
+        if self._batches is None and not self._place.ended:
+            self.restart(self._place.number)
+        while not self._place.ended:
             item = self._item()
             if item is END:
-                self._batches, self.ended = None, True
-                self._state = self._state if self._stateful else None
+                self._batches = None
+                self._place = Place(self._place.number + 1, True, self._place.state if self._stateful else None)
                 break
             data = self._converted(item)
             if row_count(data):
@@ -140,9 +136,11 @@ class Reader:
     def _item(self) -> Any:
         """Return the next item of the pass, or END."""
         item, state = next(self._batches, (END, None))
-        self._skip += 1
-        if state is not None:
-            self._state, self._skip, self._before_pass = state, 0, False
+        here = self._place
+        if state is None:
+            self._place = here._replace(skip=here.skip + 1)
+        else:
+            self._place = here._replace(state=state, skip=0, before_pass=False)
         return item
 
     def _converted(self, item: Any) -> Data:
@@ -160,16 +158,18 @@ class Reader:
     def restart(self, number: int) -> None:
         """Begin pass `number` from the loader's beginning. Raises an exception of any type."""
         self.stop()
-        if number != self.passes:
-            self._state = None
+        before = self._place.state if number == self._place.number else None
         pending, self._pending = self._pending, None
         self._begin_after(number, pending)
+        if pending is None:
+            self._place = self._place._replace(state=before)
 
     def stop(self) -> None:
         """End the pass over the loader, with the thread that reads it. An iterator of the user's stays open."""
-        batches, self._batches, self.ended = self._batches, None, False
+        batches, self._batches = self._batches, None
+        self._place = self._place._replace(ended=False)
         if batches is not None:  # else the next pass begins at the state at the end of this one
-            self._state = None
+            self._place = Place(self._place.number + 1)
             batches.close()
 
     def _set_epoch(self, number: int) -> None:
@@ -187,20 +187,19 @@ class Reader:
             with keeping_generators():
                 iter(self._loader)
                 drawn = generator_states()
-        self._begin(number, state)
-        self._before_pass = True
+        self._begin(number, state, before_pass=True)
         if drawn is not None:
             load_generator_states(drawn)
 
-    def _begin(self, number: int, state: np.ndarray | None) -> None:
+    def _begin(self, number: int, state: np.ndarray | None, before_pass: bool) -> None:
         """Begin pass `number`, at `state` if it is not None."""
-        self._begun = generator_states() if self._saves else None
+        begun = generator_states() if self._saves else None
         if state is not None and self._stateful:
             self._load(self._loader, state)
         items = iter(self._loader)
         if state is not None and not self._stateful:
             self._load(items, state)
-        self.passes, self._skip = number + 1, 0
+        self._place = Place(number, False, state, 0, before_pass, begun)
         batches = self._with_states(items)
         self._batches = prefetch.ahead(batches) if self._ahead else batches
 
@@ -223,7 +222,7 @@ class Reader:
         if not self._saves or accessors is None or (at_end and not self._stateful):  # the next pass has a new iterator
             return None
         begin = time.perf_counter()
-        if begin < self._at + PAUSE * self._took and not at_end:
+        if begin < self._since + PAUSE * self._took and not at_end:
             return None
         try:
             state = values.encode(accessors[0]())
@@ -231,8 +230,8 @@ class Reader:
             raise CheckpointError(
                 f"the state of the {self.name} can't be in a checkpoint: {error}; or train without checkpoint="
             ) from error
-        self._at = time.perf_counter()
-        self._took = self._at - begin
+        self._since = time.perf_counter()
+        self._took = self._since - begin
         return state
 
     def _load(self, source: Any, state: np.ndarray) -> None:
@@ -242,7 +241,6 @@ class Reader:
                 f"the checkpoint has the state of a loader, and a {self.name} takes none: give the loader with which "
                 "the checkpoint was written"
             )
-        self._state = state
         try:
             accessors[1](values.decode(state))
         except Exception as error:
@@ -256,10 +254,7 @@ class Reader:
 
     def tell(self) -> Place:
         """Return the place before the next batch."""
-        before = generator_states() if self.keeps_generators else None
-        if self._batches is None:
-            return Place(self.passes, self.ended, self._state, 0, False, None, before)
-        return Place(self.passes - 1, False, self._state, self._skip, self._before_pass, self._begun, before)
+        return self._place._replace(before=generator_states() if self.keeps_generators else None)
 
     def seek(self, place: Place, begins: bool) -> None:
         """Go to a place, of this run or an earlier one. begins: whether a pass that has not begun there begins. Raises
@@ -281,32 +276,29 @@ class Reader:
         if self.once and place.state is None:
             self._go_on(place)
             return
-        self.ended = False
         self.stop()
         self._pending = None
         if place.ended and not begins:
-            self.ended, self.passes = True, place.number
-            self._state = self._pending = place.state
+            self._place, self._pending = Place(place.number, True, place.state), place.state
         elif place.ended or place.before_pass:
             self._begin_after(place.number, place.state)
             self._pass_over(place.skip)
         else:
             self._set_epoch(place.number)
-            self._begin(place.number, place.state)
-            self._before_pass = False
+            self._begin(place.number, place.state, before_pass=False)
             self._pass_over(place.skip)
 
     def _go_on(self, place: Place) -> None:
         """Read an iterator up to a place."""
         if place.ended:
             self.stop()
-            self.ended = True
+            self._place = self._place._replace(ended=True)
             return
         if self._batches is None:
             self.restart(place.number)
-        if self._state is not None or self._skip > place.skip:
+        if self._place.state is not None or self._place.skip > place.skip:
             raise self.error_of_once()
-        self._pass_over(place.skip - self._skip)
+        self._pass_over(place.skip - self._place.skip)
 
     def _pass_over(self, count: int) -> None:
         for number in range(count):
