@@ -461,7 +461,8 @@ class BatchSource(ABC):
         batch with each step: every rank calls `begin`, then `peek` during each step and `learn` after it.
     coming: the rows of the next batch on this rank, if it streams; else 0.
     planned: the batches in an epoch; None if that is not known.
-    alike: whether the place of any rank is good for all ranks.
+    seen: by its step, the rows and a checksum of each batch of the epoch that this rank has read from a stream; 0 rows
+        after the end. No checksum (0) if each rank has other rows.
     how_resumed: how this rank continues after `seek`, as text; "" if there is nothing to say.
     checked: whether all rows could be checked before the training. ahead: how many batches may be fetched in advance.
     """
@@ -475,6 +476,7 @@ class BatchSource(ABC):
 
     def __init__(self, sizes: Sequence[int], part: int | None, parts: int) -> None:
         self._sizes = sizes  # rows of the epoch's global batches
+        self.seen: dict[int, tuple[int, int]] = {}
         self.set_part(part, parts)
 
     @property
@@ -492,10 +494,6 @@ class BatchSource(ABC):
     @property
     def planned(self) -> int | None:
         return self.steps
-
-    @property
-    def alike(self) -> bool:
-        return False
 
     @property
     @abstractmethod
@@ -563,20 +561,12 @@ class BatchSource(ABC):
     def finish(self, steps: int) -> None:  # noqa: B027
         """Read the rest of an epoch of `steps` batches, if all ranks have the same batches. Local. Raises DataError."""
 
-    @property
-    def own_rows(self) -> list[int]:
-        """The rows of each batch of the epoch that this rank has read from a stream."""
-        return []
-
-    @property
-    def fingerprints(self) -> dict[int, int] | None:
-        """A checksum of each batch of the epoch that this rank has read from a stream, by its step, 0 after the end;
-        None if ranks need not read the same batches, or this rank reads none."""
-        return None
-
     def empty(self, epoch: int) -> DataError:
-        """Return the error if no rank has a batch in an epoch."""
-        return DataError(f"there are no batches in epoch {epoch + 1}")
+        """Return the error if no rank has a batch in an epoch of a stream."""
+        return DataError(
+            f"no rank's loader gives a batch in epoch {epoch + 1}: it has no rows, or is an iterator that has ended. "
+            "Give a loader that can be iterated in every epoch, or an endless one and its steps"
+        )
 
     def tell(self, epoch: int, step: int) -> Cursor:
         """Return the place of batch `step` of `epoch`: of the current one, or of the first one of the next. Local."""

@@ -15,13 +15,13 @@ def test_sums_tell_equal_fingerprints_from_others(ranks: int) -> None:
     """In any order of the sum; ranks that read nothing are left out."""
     random, missed = np.random.default_rng(ranks), 0
     for _ in range(20):
-        own = {3: int(random.integers(1, 1 << 32))}
-        other = {3: int(random.integers(1, 1 << 32))}
+        own = {3: (1, int(random.integers(1, 1 << 32)))}
+        other = {3: (1, int(random.integers(1, 1 << 32)))}
         for different in {0, min(1, ranks - 1), ranks - 1}:
-            sources: list[Any] = [SimpleNamespace(fingerprints=own)] * (ranks - different)
-            sources += [SimpleNamespace(fingerprints=other)] * different
+            sources: list[Any] = [SimpleNamespace(divided=False, seen=own)] * (ranks - different)
+            sources += [SimpleNamespace(divided=False, seen=other)] * different
             rows = [alike.marks(each, range(3, 4), ranks) for each in random.permutation(sources)]
-            rows.append(alike.marks(SimpleNamespace(fingerprints=None), range(3, 4), ranks))  # type: ignore[arg-type]
+            rows.append(alike.marks(SimpleNamespace(divided=True), range(3, 4), ranks))  # type: ignore[arg-type]
             found = alike.differ(np.cumsum(np.array(rows, np.float32), axis=0)[-1].tolist())
             assert different or not found
             missed += bool(different) and not found

@@ -311,13 +311,14 @@ class Saver:
         which its callbacks load their state, and its share of the strategy's own states. A loader's state that is good
         for all ranks comes from any rank that has one."""
         loaders = [{name: local[name] for name in local if name.startswith(LOADER)} for local in saved.local]
-        if self._batches.alike:
+        alike = self._batches.streams and not self._batches.divided
+        if alike:
             loaders = [loader or next(filter(None, loaders), {}) for loader in loaders]
         if same:
             return [model_file.pack(local | loader) for local, loader in zip(saved.local, loaders, strict=True)]
         shares = divide([_with_prefix(local, STRATEGY) for local in saved.local], self._group.size)
         rest = {name: array for name, array in saved.local[0].items() if not name.startswith((STRATEGY, LOADER))}
-        rest |= loaders[0] if self._batches.alike else {}
+        rest |= loaders[0] if alike else {}
         return [
             model_file.pack(rest | {f"{STRATEGY}{name}": array for name, array in share.items()}) for share in shares
         ]

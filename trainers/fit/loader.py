@@ -76,7 +76,6 @@ class LoaderBatches(BatchSource):
         self._read = 0  # the number of the epoch's batches that were read; -1 if `begin` goes to the right batch
         # the last batches by their step, None after the end, each with its place if `saves`
         self._kept: dict[int, tuple[Data | None, Place | None]] = {}
-        self._seen: dict[int, tuple[int, int]] = {}  # by step: rows and checksum of this rank's batch; 0 at the end
         self._told: dict[tuple[int, int], Place] = {}  # the last places that were told, by epoch and step
         self._target: Place | None = None  # the place to which `begin` goes
         self._sizes: list[int]  # as far as the ranks know them
@@ -98,10 +97,6 @@ class LoaderBatches(BatchSource):
     @property
     def divided(self) -> bool:
         return self._divided
-
-    @property
-    def alike(self) -> bool:
-        return not self._divided
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -139,13 +134,6 @@ class LoaderBatches(BatchSource):
             raise ArgumentError(f"fit: the loaders of the ranks give {what}:\n{table(texts)}")
         self._reader.structure = given[0][0]
 
-    def empty(self, epoch: int) -> DataError:
-        """Return the error if no rank has a batch in an epoch."""
-        return DataError(
-            f"no rank's loader gives a batch in epoch {epoch + 1}: it has no rows, or is an iterator that has ended. "
-            "Give a loader that can be iterated in every epoch, or an endless one and its steps"
-        )
-
     # Reading
 
     @property
@@ -159,7 +147,7 @@ class LoaderBatches(BatchSource):
             self._start, self._epoch, self._read = self.total(epoch, 0), epoch, 0
             self._kept.clear()
             self._sizes = []
-            self._seen.clear()
+            self.seen.clear()
             if self.limit is None and not self._reader.once:
                 self._reader.stop()
                 self._taken = 0
@@ -183,14 +171,6 @@ class LoaderBatches(BatchSource):
     def finish(self, steps: int) -> None:
         while not (self._divided or self._idle) and self._read <= steps:
             self._at(self._read)
-
-    @property
-    def own_rows(self) -> list[int]:
-        return [rows for rows, _ in self._seen.values() if rows]
-
-    @property
-    def fingerprints(self) -> dict[int, int] | None:
-        return None if self._divided or self._idle else {step: sum for step, (_, sum) in self._seen.items()}
 
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
         """As BatchSource.share. If the ranks do not know the rows of the global batch, its `rows` and its `share` are
@@ -234,7 +214,7 @@ class LoaderBatches(BatchSource):
             within = self.limit is None or number < self.limit
             data = self._take(f"batch {number + 1} of epoch {self._epoch + 1}") if within else None
             sum = 0 if self._divided or data is None else checksum(data)
-            self._kept[number], self._seen[number] = (data, place), (0 if data is None else row_count(data), sum)
+            self._kept[number], self.seen[number] = (data, place), (0 if data is None else row_count(data), sum)
             self._kept.pop(number - KEPT, None)
             self._read += 1
         return self._kept[step][0]
@@ -291,7 +271,7 @@ class LoaderBatches(BatchSource):
             self._kept.clear()
             self._read = -1
         self._epoch, self._start = epoch, total - step
-        self._seen.clear()
+        self.seen.clear()
         self._sizes = sizes[: step + 1] if step else []  # at an epoch's beginning they are those of the epoch before
 
     def _go_to(self, epoch: int, step: int) -> None:

@@ -19,13 +19,18 @@ MARKS = ("read", "low", "low^2", "high", "high^2")  # names of the numbers of `m
 EXACT_BITS = 24  # integers of so many bits are exact in float32
 
 
+def _fingerprints(batches: BatchSource) -> dict[int, int]:
+    """Return the checksum of each batch that this rank has read, by its step; {} if ranks need not read the same."""
+    return {} if batches.divided else {step: sum for step, (_, sum) in batches.seen.items()}
+
+
 def marks(batches: BatchSource, steps: range, ranks: int) -> tuple[int, ...]:
     """Return the numbers that this rank adds to the sums for `differ`: zeros if it reads no whole batches. Local.
 
     steps: the steps whose batches have this fingerprint. ranks: the number of ranks.
     """
-    fingerprints = batches.fingerprints
-    if fingerprints is None:
+    fingerprints = _fingerprints(batches)
+    if not fingerprints:
         return (0,) * len(MARKS)
     bits = max(1, (EXACT_BITS - (ranks - 1).bit_length()) // 2)
     whole = zlib.crc32(np.array([fingerprints.get(step, 0) for step in steps], np.int64).data)
@@ -42,8 +47,7 @@ def differ(sums: Sequence[float]) -> bool:
 def error(batches: BatchSource, epoch: int, comm: MPI.Intracomm) -> DataError | None:
     """Return the error that names the first batch of the epoch that differs between the ranks that have read it, or
     None if no batch differs. Collective."""
-    fingerprints = batches.fingerprints
-    known = fingerprints or {}
+    known = _fingerprints(batches)
     last = int(combine(comm, np.array([max(known, default=-1)]), "compare batches", MPI.MAX)[0])
     bounds = np.full((2, last + 1), -1, np.int64)
     unknown = -(1 << 32)
@@ -56,7 +60,7 @@ def error(batches: BatchSource, epoch: int, comm: MPI.Intracomm) -> DataError | 
     if not wrong.size:
         return None
     step = int(wrong[0])
-    own = None if fingerprints is None else known.get(step, -1)
+    own = known.get(step, -1) if known else None
     texts = [
         "reads no batches"
         if each is None

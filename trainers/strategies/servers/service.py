@@ -294,11 +294,12 @@ class ServerStrategy(Strategy, Owners):
             None if each rank knows its own.
         """
         batches, comm = run.batches, self.group.comm
-        ends = [len(batches.own_rows if sizes is None else sizes), cut or run.error is not None]
+        own = [rows for rows, _ in batches.seen.values() if rows]
+        ends = [len(own if sizes is None else sizes), cut or run.error is not None]
         length, cut = combine(comm, np.array(ends, np.int64), SIZES, MPI.MAX).tolist()
         if not batches.divided and not cut:
             together(comm, partial(batches.finish, length))
-        own = batches.own_rows[: length + 1]
+        own = [rows for rows, _ in batches.seen.values() if rows][: length + 1]
         rows = np.zeros(length + 1, np.int64)
         rows[: len(own)] = own
         most = combine(comm, rows.copy(), SIZES, MPI.SUM if batches.divided else MPI.MAX)
