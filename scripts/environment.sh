@@ -88,8 +88,8 @@ venv_works() { # venv_works FOLDER PLACE: whether it is complete, and was made f
     "$1/bin/python" -m pip --version >/dev/null 2>&1
 }
 
-install_into() { # install_into FOLDER PIP-ARGUMENTS...
-    (cd "$checkout" && run "$1/bin/python" -m pip --quiet --disable-pip-version-check install "${@:2}" >&2) ||
+install_into() { # install_into FOLDER PIP-ARGUMENTS...: without the warnings of setuptools, which newer pips show
+    (cd "$checkout" && PYTHONWARNINGS=ignore run "$1/bin/python" -m pip --quiet --disable-pip-version-check install "${@:2}" >&2) ||
         fail "the installation into $1 failed; pip says why above. Run this again to continue"
 }
 
