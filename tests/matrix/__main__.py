@@ -12,7 +12,8 @@ import argparse
 import sys
 from collections import Counter
 
-from tests.matrix.case import case_of
+from tests.matrix import refused
+from tests.matrix.case import FIXED, case_of
 from tests.matrix.jobs import outcomes
 
 
@@ -22,7 +23,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="the number of a case")
     parser.add_argument("--verbose", action="store_true", help="print each case")
+    parser.add_argument("--refused", action="store_true", help="write the page of refused combinations")
     given = parser.parse_args()
+    if given.refused:
+        refused.PAGE.write_text(refused.page(outcomes(0, FIXED)))
+        return 0
     numbers = range(given.cases) if given.only is None else [given.only]
     counts: Counter[str] = Counter()
     for done, outcome in enumerate(outcomes(given.seed, numbers), 1):

@@ -233,7 +233,7 @@ def keras_model(case: Case) -> tuple[Any, Any, Any]:
 
     keras.utils.set_random_seed(case.seed)
     layers = keras.layers.Dense(HIDDEN, activation="tanh"), keras.layers.Dense(CLASSES)
-    model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+    model = keras.Sequential([keras.Input((FEATURES,)), *layers], name="net")
     rate = RATES[case.update]
     if case.update == "adam":
         optimizer = keras.optimizers.Adam(rate)

@@ -19,6 +19,16 @@ TRANSFORMS = ("ClipNorm", "Accumulate", "EMA", "SkipNotFinite", "Schedule")
 AVERAGES = ("", "Exact", "LocalSGD")
 MIRRORED = ("replicated", "sharded", "copies")  # owners of a MirroredTrainer
 OPTIMIZER = ("optimizer", "sharded optimizer")  # of a MirroredOptimizer, in a PyTorch loop
+OWNER_NAMES = {
+    "replicated": "",
+    "sharded": 'update="sharded"',
+    "copies": "Sharded(copies=2)",
+    "central": "CentralStorageTrainer",
+    "servers": 'ParameterServerTrainer(updates="sync")',
+    "optimizer": "MirroredOptimizer",
+    "sharded optimizer": 'MirroredOptimizer(update="sharded")',
+}
+LOADER_NAMES = {"arrays": "", "stream": "Loader(steps=)", "shards": "load_shards"}
 Batch = tuple[np.ndarray, np.ndarray]
 
 
@@ -50,14 +60,15 @@ class Case:
     bad: int | None = None
     number: int = -1
 
-    def features(self) -> set[str]:
-        """Return the features of this case by name, as the table of refused combinations has them."""
-        named = {
-            "replica": self.framework, "owner": self.owner, "average": self.average, "loader": self.loader,
-            "backend": self.backend, "compress": self.compress, "nodes": "simulated" if self.nodes else "",
-            "resume": "" if not self.resumed else "same ranks" if self.resumed == self.ranks else "other ranks",
-        }  # fmt: skip
-        return {f"{name} {value}" for name, value in named.items() if value} | {*self.transforms}
+    def features(self) -> list[str]:
+        """Return the features that meet, as a program writes them."""
+        loader = f'Loader(rows="{self.loader}")' if self.loader in ("whole", "divided") else LOADER_NAMES[self.loader]
+        named = [
+            OWNER_NAMES[self.owner], self.average, *self.transforms, loader, f'allreduce="{self.backend}"',
+            f'compress="{self.compress}"' * bool(self.compress), "several nodes" * bool(self.nodes),
+            "resume on other ranks" * (self.resumed not in (0, self.ranks)), f"a {self.dtype} model",
+        ]  # fmt: skip
+        return [name for name in named if name not in ("", "a float32 model")]
 
     def __str__(self) -> str:
         names = [each.name for each in fields(self)]
@@ -205,8 +216,47 @@ FOUND = [  # were wrong once
     # the norms of an epoch before a checkpoint were missing in the history
     Case("numpy", "servers", "", ("ClipNorm",), ranks=3, stop=1, resumed=2, rows=16, batch_size=5),
 ]
+LINEAR = 19  # a seed with which Schedule is linear, and LocalSGD takes two steps
+
+
+def pairs() -> list[Case]:
+    """Return the cases in which one feature, or two, are chosen."""
+    axes: list[list[dict[str, Any]]] = [
+        [{"owner": owner} for owner in OWNERS[1:]],
+        [{"average": average} for average in AVERAGES[1:]],
+        [{"loader": loader} for loader in LOADERS[1:]],
+        [{"backend": backend} for backend in ON_CPU if backend != Case.backend],
+        [{"compress": "bfloat16"}],
+        [{"nodes": 1}],
+        [{"stop": 2, "resumed": 3}],
+        *[[{"transforms": (name,)}] for name in TRANSFORMS],
+    ]
+    found = [chosen for axis in axes for chosen in axis]
+    for one, other in itertools.combinations(axes, 2):
+        found += [
+            a | b | {"transforms": (*a.get("transforms", ()), *b.get("transforms", ()))} for a in one for b in other
+        ]
+    return [case for chosen in found if can_be_written(case := _beginning(chosen))]
+
+
+def _beginning(chosen: dict[str, Any]) -> Case:
+    framework = "torch" if chosen.get("owner") in OPTIMIZER else "numpy"
+    given = {"update": "sgd"} if chosen.get("average") == "LocalSGD" else {}
+    return replace(Case(framework, seed=LINEAR), **(given | chosen))
+
+
+def can_be_written(case: Case) -> bool:
+    """Whether there are arguments for this case: central storage and servers take no average, backend and compression,
+    and the user's loop keeps the moving average and reads the batches."""
+    if case.owner in ("central", "servers"):
+        return not (case.average or case.compress) and case.backend in ("auto", Case.backend)
+    return case.owner not in OPTIMIZER or (case.loader == "arrays" and "EMA" not in case.transforms)
+
+
+PAIRS = pairs()
+FIXED = range(-len(FOUND) - len(PAIRS), 0)  # the numbers of cases that are not drawn
 
 
 def case_of(seed: int, number: int) -> Case:
-    """Return a case by its number; -1, -2, ... are those of FOUND."""
-    return draw_case(seed, number) if number >= 0 else replace(FOUND[-1 - number], number=number)
+    """Return a case by its number; -1, -2, ... are those of FOUND, and then those of PAIRS."""
+    return draw_case(seed, number) if number >= 0 else replace([*FOUND, *PAIRS][-1 - number], number=number)

@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ class Judge:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
+        self.self = allreduce.Topology(MPI.COMM_SELF)
         self.topologies: dict[tuple[int, int], allreduce.Topology | None] = {}
 
     def topology(self, ranks: int, nodes: int) -> allreduce.Topology | None:
@@ -62,6 +64,7 @@ class Judge:
             found = trained.train(case, topology, resumes, folder)
             if self.comm.rank == 0 and (resumes or not case.stop):  # the bits of all ranks are compared
                 self.compare(case, *found)
+                self.compare_bits(case, found[0], folder)
         except NAMED as error:
             return ("refused", f"{type(error).__name__}: {error}"), b""
         except Exception:
@@ -75,6 +78,14 @@ class Judge:
         if worst[0] == "right" and len({each for each in held if each}) > 1:
             return "wrong", "the ranks have different bits"
         return worst
+
+    def compare_bits(self, case: Case, parameters: np.ndarray, folder: str) -> None:
+        """Check that an Exact training has the bits of one rank. Raises AssertionError."""
+        if case.average == "Exact":
+            owner = "optimizer" if case.owner in OPTIMIZER else "replicated"
+            alone_here = replace(case, owner=owner, backend="ring", ranks=1, nodes=0, stop=0, resumed=0)
+            found, *_ = trained.train(alone_here, self.self, False, folder)
+            assert found.tobytes() == parameters.tobytes(), "the bits are not those of one rank"
 
     def compare(self, case: Case, parameters: np.ndarray, average: np.ndarray | None, history: Any) -> None:
         """Compare the end of a training with that of one process. Raises AssertionError."""

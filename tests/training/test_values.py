@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import launch
 from trainers.files import values
 
 VALUES: list[Any] = [
@@ -34,6 +35,13 @@ def test_tensors_come_back() -> None:
             found = values.decode(values.encode({"a": tensor}))["a"]
             assert found.dtype == dtype
             assert torch.equal(found, tensor)
+
+
+def test_a_tensor_comes_back_in_a_program_that_has_not_imported_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    text = values.encode(torch.arange(3)).tobytes()
+    code = f"from trainers.files import values; print(values.decode(list({text!r})).tolist())"
+    assert launch.child(code).stdout == "[0, 1, 2]\n"
 
 
 @pytest.mark.parametrize(

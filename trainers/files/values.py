@@ -4,6 +4,7 @@ A value that JSON has itself is written as it is. Any other value is a list whos
 """
 
 import base64
+import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -128,8 +129,16 @@ def _shape(shape: list[Any]) -> list[int]:
     return shape
 
 
+def _torch() -> Any:
+    """Return PyTorch. The program that wrote a tensor has imported it; this one may not have."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise ValueError(f"a tensor, and PyTorch can't be imported: {error}") from error
+
+
 def _dtype_of_torch(name: str) -> Any:
-    torch = sys.modules["torch"]  # a program that has such a value has imported it
+    torch = _torch()
     dtype = getattr(torch, str(name).removeprefix("torch."))
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"the dtype {name!r}")
@@ -137,7 +146,7 @@ def _dtype_of_torch(name: str) -> Any:
 
 
 def _tensor(name: str, shape: list[Any], text: str) -> Any:
-    torch, dtype, content = sys.modules["torch"], _dtype_of_torch(name), bytearray(_bytes(text))
+    torch, dtype, content = _torch(), _dtype_of_torch(name), bytearray(_bytes(text))
     if not content:
         if 0 not in _shape(shape):
             raise ValueError(f"no content for the shape {shape!r}")
@@ -152,5 +161,5 @@ LEAVES: dict[str, Callable[..., Any]] = {
     TENSOR: _tensor,
     COMPLEX: complex,
     DTYPE: _dtype_of_torch,
-    DEVICE: lambda name: sys.modules["torch"].device(name),
+    DEVICE: lambda name: _torch().device(name),
 }
