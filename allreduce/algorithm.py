@@ -19,6 +19,7 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import zeros
 from allreduce.call.call import Call
 from allreduce.call.executor import Executor
+from allreduce.call.rendezvous import Sum
 from allreduce.errors import OptionError
 from allreduce.memory.allocations import Allocations
 from allreduce.topology import Topology
@@ -35,7 +36,8 @@ class Work(NamedTuple):
     array repeatedly, if there is a faster way than `run`. quiet: `run` causes no floating-point errors of NumPy, which
     could raise on one rank alone. address: returns the address of the array. When `run` begins, the ranks of the node
     know all their addresses (`executor.addresses`). place: returns the place of the array in memory from `allocate`
-    (see Allocations.place), which must be the same on all ranks; they compare it.
+    (see Allocations.place), which must be the same on all ranks; they compare it. total: see PreparedCall; all ranks
+    have the C library.
     """
 
     run: Callable[[Any], object]
@@ -43,6 +45,7 @@ class Work(NamedTuple):
     quiet: bool = False
     address: Callable[[Any], int] | None = None
     place: Callable[[Any], tuple[int, int] | None] | None = None
+    total: Callable[[Any], Sum] | None = None
 
 
 class Context:

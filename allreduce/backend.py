@@ -659,7 +659,7 @@ class AllReduce:
                 notices.once(self.rank, algorithm.copies_unregistered)
         run = work.run if work.quiet else executor.quiet(work.run)
         place = work.place if self.size > 1 else None
-        return work, PreparedCall(call, run, fingerprint(call, tree), tree, place, work.address)
+        return work, PreparedCall(call, run, fingerprint(call, tree), tree, place, work.address, work.total)
 
 
 def _sum_rows(algorithm: Algorithm, indices: np.ndarray, values: np.ndarray, op: Op) -> sparse_rows.Rows:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
+from mpi4py import MPI
 
 from allreduce import kernels, notices
 from allreduce.algorithm import Context, TwoPhase, Work
@@ -19,8 +20,10 @@ from allreduce.arrays.chunks import segments
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU
 from allreduce.arrays.ops import Op
 from allreduce.call.call import Call
+from allreduce.call.rendezvous import Sum
 from allreduce.errors import UnavailableError
 from allreduce.transport import chunked, cost
+from allreduce.transport.control import on_all
 from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.shared_segment import STAGING_BYTES, shared_rows
 
@@ -28,6 +31,9 @@ BLOCK_BYTES = 256 * 1024  # bytes that a rank adds at a time, from each rank
 CMA_BYTES = 1024 * 1024  # bytes of one CMA call: more than BLOCK_BYTES, because a call takes longer
 FETCHED_BYTES = 4 * 1024 * 1024  # bytes that a rank reads by CMA at a time, from all ranks together
 LEAST_STAGING_BYTES = 512 * 1024  # of all ranks; a staging buffer grows from this to STAGING_BYTES
+# Arrays that C sums when the ranks have met: bytes of one that the ranks sum in place, of one from `allocate` that they
+# copy nevertheless, which spares a fence, and of any array, times the ranks, that they copy
+IN_PLACE_BYTES, COPIED_BYTES, STAGED_BYTES = 1024 * 1024, 16 * 1024, 1024 * 1024
 # Arrays tend to begin at the start of a page. Copies between equal offsets in pages are slow on many processors (AMD's
 # Zen 4: twice as slow), so a staging buffer begins in the middle of a page.
 OFFSET, CACHE_LINE = 2048, 64
@@ -51,8 +57,12 @@ class Shared(TwoPhase):
             raise UnavailableError("the ranks have no shared memory in which they can meet; use another backend")
         self._cma = context.cma
         self.copies_unregistered = "" if self._cma.works else STAGES
-        self._meet = context.executor.meet
+        self._meet, self._fence = context.executor.meet, context.executor.fence
         self._may_grow = True
+        by_c = context.executor.orders and kernels.status() == "C"
+        self._by_c = self.size > 1 and on_all(self.comm, by_c, "sum by C")
+        if self._by_c:
+            self._copies = self._make_staging(2 * STAGED_BYTES)
 
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
@@ -73,7 +83,7 @@ class Shared(TwoPhase):
         self.abandon()
 
     def abandon(self) -> None:
-        self._staging = np.empty((self.size, 0), np.uint8)
+        self._staging = self._copies = np.empty((self.size, 0), np.uint8)
 
     # `work` is for a call in which the ranks have just met. An algorithm that contains this one calls `reduce` and the
     # phases, in which the ranks meet first.
@@ -82,6 +92,12 @@ class Shared(TwoPhase):
         if call.memory == GPU:
             return super().work(call, op)
         place = self.context.allocations.place
+        nbytes = call.length * call.dtype.itemsize
+        if self._by_c and call.kind == "all_reduce" and op.adds and call.dtype.name in kernels.SUMMED:
+            if nbytes <= (COPIED_BYTES if call.memory == ALLOCATED else STAGED_BYTES // self.size):
+                return Work(id, quiet=True, place=place, total=partial(self._copied, op=op))
+            if call.memory == ALLOCATED and nbytes <= IN_PLACE_BYTES:
+                return Work(self.context.executor.fence, quiet=True, place=place, total=partial(self._placed, op=op))
         if call.memory == ALLOCATED:
             bind = partial(self._bound, call.kind, op=op)
             return Work(partial(self._in_place, call.kind, op=op), bind, place=place)
@@ -101,10 +117,25 @@ class Shared(TwoPhase):
 
     def _enter(self, kind: str, buffer: np.ndarray, op: Op) -> None:
         if self.context.allocations.memory_of(buffer) == ALLOCATED:
-            self._meet()
+            self._fence()
             self._in_place(kind, buffer, op)
         else:
             self._elsewhere(kind, buffer, op, self._meet(self._address(buffer)))
+
+    # Short arrays, in one call of C. Copies of even calls and of odd calls have two places, so that no fence is needed
+    # after the sum: no rank is more than one call ahead of another. (The idea is that of DeepSpeed's shm.cpp.)
+
+    def _copied(self, buffer: np.ndarray, op: Op) -> Sum:
+        """Return the sum of all ranks' copies that each rank writes to its own array. Local."""
+        rows, half = [MPI.Get_address(row) for row in self._copies], self._copies.shape[1] // 2
+        odd = [row + half for row in rows]
+        return Sum(buffer.dtype, buffer.size, op.scale, [MPI.Get_address(buffer)], (rows, odd), self._copies)
+
+    def _placed(self, buffer: np.ndarray, op: Op) -> Sum:
+        """Return the sum of this rank's chunk, which it writes to all ranks' arrays. Local."""
+        mine, everyone = self.owned(buffer.size), self._everyone(buffer)
+        parts = [MPI.Get_address(array) + mine.start * buffer.itemsize for array in everyone]
+        return Sum(buffer.dtype, mine.stop - mine.start, op.scale, parts, (parts, parts), None)
 
     def _address(self, buffer: np.ndarray) -> int:
         """Return the address of an array for the node's ranks; 0 if they can't reach it by CMA. Local."""
@@ -149,18 +180,18 @@ class Shared(TwoPhase):
         for block in _blocks(self.owned(everyone[0].size), everyone[0].itemsize):
             parts = [array[block] for array in everyone]
             self._combine(parts, parts, op)
-        self._meet()
+        self._fence()
 
     def _reduce_scatter_in_place(self, buffer: np.ndarray, everyone: Sequence[np.ndarray], op: Op) -> None:
         for block in _blocks(self.owned(buffer.size), buffer.itemsize):
             self._combine([array[block] for array in everyone], [buffer[block]], op)
-        self._meet()
+        self._fence()
 
     def _all_gather_in_place(self, buffer: np.ndarray, everyone: Sequence[np.ndarray]) -> None:
         for rank in self._others():
             span = self.owned(buffer.size, rank)
             np.copyto(buffer[span], everyone[rank][span])
-        self._meet()
+        self._fence()
 
     # Other arrays, by CMA
 
@@ -175,7 +206,7 @@ class Shared(TwoPhase):
                 mine = self._combine_by_cma(buffer, block, op, addresses)
                 for rank in self._others() if kind == "all_reduce" else ():
                     self._cma.write(rank, addresses[rank] + block.start * buffer.itemsize, mine)
-        self._meet()
+        self._fence()
 
     def _combine_by_cma(self, buffer: np.ndarray, block: slice, op: Op, addresses: list[int]) -> np.ndarray:
         """Combine all ranks' blocks into this rank's block of `buffer`, and return it."""
@@ -204,7 +235,7 @@ class Shared(TwoPhase):
             part = buffer[piece]
             staged = self._staging[:, : part.nbytes].view(part.dtype)
             np.copyto(staged[self.rank], part)
-            self._meet()
+            self._fence()
             self._reduce_in_place(list(staged), op)
             np.copyto(part, staged[self.rank])
 

@@ -20,6 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import kernels
+from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.arrays.workspace import Workspace
 from allreduce.call.call import AGREEING, MEETING, SEQUENCE_BITS, SEQUENCE_MASK, Call, fingerprint
 from allreduce.call.queue import Future, Queue, Worker, without_frames
@@ -32,6 +33,7 @@ from allreduce.call.rendezvous import (
     Meet,
     Row,
     Slot,
+    Sum,
     Tables,
     place_hash,
 )
@@ -60,7 +62,8 @@ class PreparedCall(NamedTuple):
 
     fingerprint: of the call, and of the tree whose arrays the buffer holds. tree: this tree in words, or "". place:
     returns the place of an array in memory from `allocate`; the ranks compare it. address: returns the address of an
-    array, which the other ranks of the node need; see `Executor.addresses`.
+    array, which the other ranks of the node need; see `Executor.addresses`. total: returns the Sum of an array, which
+    C does when the ranks have met, before `run`; only with a `place`.
     """
 
     call: Call
@@ -69,6 +72,7 @@ class PreparedCall(NamedTuple):
     tree: str = ""
     place: Callable[[Any], Place | None] | None = None
     address: Callable[[Any], int] | None = None
+    total: Callable[[Any], Sum] | None = None
     where: str = ""  # the place, in words
 
     def __str__(self) -> str:
@@ -81,20 +85,6 @@ class PreparedCall(NamedTuple):
             return self._replace(place=None)
         where = f", array {place[0] & 0xFFFFFFFF} at byte {place[1]}"
         return self._replace(fingerprint=self.fingerprint ^ place_hash(place) << SEQUENCE_BITS, place=None, where=where)
-
-
-class Placed(dict[Place | None, tuple[PreparedCall, Meet]]):
-    """A call at each place of memory from `allocate`, and how the ranks meet in it; made when it is first looked up."""
-
-    def __init__(self, prepared: PreparedCall, slot: Slot, spin: float) -> None:
-        self._prepared, self._slot, self._spin = prepared, slot, spin
-
-    def __missing__(self, place: Place | None) -> tuple[PreparedCall, Meet]:
-        if len(self) >= MOST_PLACES:  # a program with ever new slices
-            self.clear()
-        here = self._prepared.at(place)
-        self[place] = found = here, self._slot.meeting(here.fingerprint, self._spin)
-        return found
 
 
 class Executor:
@@ -120,7 +110,7 @@ class Executor:
         self.comm = topology.private(user, self.wait)  # for data
         self._control = topology.private(wait=self.wait)
         self._slot: Slot | None = None
-        self._ordered = False  # True: `Slot.meeting` orders the stores of all ranks of the only node
+        self.orders = False  # whether the meetings of all ranks of the only node order their stores
         self._several = False  # True: the leaders of several nodes compare the calls of their nodes
         self._leaders: MPI.Intracomm | None = None  # their communicator, on leaders
         if topology.size > 1:
@@ -128,6 +118,7 @@ class Executor:
         self._alike = np.zeros(3, np.int64)
         oversubscribed = topology.sharing > topology.cores  # a late rank may need the core that this rank would poll on
         self._spin = 0.0 if oversubscribed else SPIN_SECONDS
+        self._fence = None if self._slot is None else self._slot.meeting(MEETING, self._spin)
         # ids of the thread whose next call need not wait for its turn, and of the one that runs submitted calls
         self._thread = self._worker = 0
         self._queue: Queue | None = None  # of submitted calls, from the first one on
@@ -144,7 +135,7 @@ class Executor:
         if topology.nodes == 1:
             self._slot = slot
             # Python can't order its stores, and a rank that calls C does not wait in the barrier of one that does not
-            self._ordered = ORDERED_STORES or on_all(self._control, kernels.status() == "C", "order stores by C")
+            self.orders = ORDERED_STORES or on_all(self._control, kernels.status() == "C", "order stores by C")
         elif on_all(self._control, not lacks, "share fingerprints"):
             self._slot = slot
             leaders = self.communicator(topology.cross, alone=topology.node_rank > 0)
@@ -185,9 +176,20 @@ class Executor:
         assert self._slot is not None
         return self._slot.rows[self._sequence % PARITIES].addresses.tolist()
 
-    def meet(self, address: int = 0) -> list[int]:
-        """Wait until all ranks of this node are here, and return the addresses that they give. Collective over the
-        node, inside of a call. Afterwards each rank sees the memory that the others have written before."""
+    def fence(self, _: object = None) -> None:
+        """Wait until all ranks of this node are here. Collective over the node, inside of a call. Afterwards each rank
+        sees the memory that the others have written before."""
+        assert self._slot is not None
+        assert self._fence is not None
+        number = self._sequence = self._sequence + 1
+        if not self._fence(number):
+            self._wait_for(self._slot.rows[number % PARITIES], number & SEQUENCE_MASK)
+            self._fence(number)  # reads again, in order
+        if not (ORDERED_STORES or self.orders):
+            self._topology.node.Barrier()
+
+    def meet(self, address: int) -> list[int]:
+        """As `fence`, but return the addresses that the ranks give."""
         row, mine = self._enter(MEETING, address)
         if row.fingerprints.tolist().count(mine) < len(row.fingerprints):
             self._wait_for(row, mine & SEQUENCE_MASK)
@@ -262,8 +264,7 @@ class Executor:
         """
         wait, ident, record = self.wait, get_ident, dump.record
         user, observers, call, work = wait.user, self.observers, prepared.call, prepared.run
-        fixed, placed = self._meeting(prepared)
-        place: Any = prepared.place
+        fixed, find = self._meeting(prepared, bound)[0], self._find(prepared)
         meets = self._topology.size > 1
 
         def run(flat: Any = bound) -> None:
@@ -275,8 +276,8 @@ class Executor:
                 wait.count = count
                 wait.begun = begin
                 wait.call = prepared  # no function call, so no thread switch, between the check above and this line
-                if placed is not None:
-                    here, meet = placed[place(flat)]
+                if find is not None:
+                    here, meet = find(flat)
                 if meet is not None:
                     sequence = self._sequence = self._sequence + 1
                     if not meet(sequence):
@@ -336,14 +337,37 @@ class Executor:
 
     # The rendezvous
 
-    def _meeting(self, prepared: PreparedCall) -> tuple[Meet | None, Placed | None]:
-        """Return how the ranks of one node meet in a call in which they only compare numbers; if they compare places
-        too, how they meet at each place."""
-        if self._slot is None or self._several or prepared.address is not None or not self._ordered:
+    def _meeting(self, prepared: PreparedCall, array: Any) -> tuple[Meet | None, Callable[[Any], None] | None]:
+        """Return how the ranks of the only node meet in a call, if they only compare numbers. If C sums `array` there,
+        also return a function that makes it sum another one."""
+        if self._slot is None or not self.orders or prepared.address is not None:
             return None, None
-        if prepared.place is not None:
-            return None, Placed(prepared, self._slot, self._spin)
-        return self._slot.meeting(prepared.fingerprint, self._spin), None
+        if prepared.total is None or array is None:
+            return self._slot.meeting(prepared.fingerprint, self._spin), None
+        return self._slot.summing(prepared.fingerprint, self._spin, prepared.total(array))
+
+    def _find(self, prepared: PreparedCall) -> Callable[[Any], tuple[PreparedCall, Meet | None]] | None:
+        """Return a function that returns a call at an array's place in memory from `allocate`, and how the ranks meet
+        in it; None if they compare no places."""
+        place, moves = prepared.place, prepared.call.memory != ALLOCATED
+        if place is None or self._meeting(prepared, None)[0] is None:
+            return None
+        known: dict[Place | None, tuple[PreparedCall, Any, Any]] = {}
+
+        def find(array: Any) -> tuple[PreparedCall, Meet | None]:
+            key = place(array)
+            found = known.get(key)
+            if found is None:
+                if len(known) >= MOST_PLACES:  # a program with ever new slices
+                    known.clear()
+                here = prepared.at(key)
+                known[key] = found = here, *self._meeting(here, array)
+            here, meet, aim = found
+            if aim is not None and moves:
+                aim(array)
+            return here, meet
+
+        return find
 
     def _rendezvous(self, prepared: PreparedCall, flat: Any) -> None:
         """Meet in a call for which `prepare` has no Rounds: by place or address, on several nodes, by messages."""
@@ -381,7 +405,7 @@ class Executor:
         # all ranks read the same row, so all of them agree here or none does
         alike = self._wait_for(row, mine & SEQUENCE_MASK).count(mine) == len(row.fingerprints)
         if meet is not None:
-            alike = alike and (ORDERED_STORES or meet(self._sequence))  # which reads again, in order
+            alike = alike and meet(self._sequence)  # which reads again, in order, and may have more to do
         elif not ORDERED_STORES and (alike or self._several):
             self._topology.node.Barrier()
         number = fingerprint >> SEQUENCE_BITS

@@ -12,7 +12,7 @@ the node knows these addresses, and sees the memory that the others have written
 
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,8 +63,7 @@ class Slot(NamedTuple):
         written the same one. It returns False if a rank is late, or in another call. spin: how many seconds it polls.
         """
         rows, rank, size = [row.fingerprints for row in self.rows], self.rank, len(self.rows[0].fingerprints)
-        words = [*map(MPI.Get_address, rows), rank, size, fingerprint, int(spin * 1e9)]
-        by_c: Meet | None = kernels.method("meet", words, rows)
+        by_c: Meet | None = kernels.method("meet", np.array(self._words(fingerprint, spin)), rows)
         if by_c is not None:
             return by_c
         numbered = [(rows[call % PARITIES], fingerprint | call) for call in range(SEQUENCE_MASK + 1)]
@@ -77,6 +76,51 @@ class Slot(NamedTuple):
             return any(row.tobytes() == alike for _ in polls)
 
         return meet
+
+    def summing(self, fingerprint: int, spin: float, total: "Sum") -> tuple[Meet, Callable[[np.ndarray], None]]:
+        """Return a function as `meeting` does, which also does the sum before it returns True; and a function that
+        makes another array the only one of `total.outs`. Local. Only where all ranks have the C library."""
+        words = self._words(fingerprint, spin)
+        scale = int(np.float64(1 if total.scale is None else total.scale).view(np.int64))
+        nbytes = total.length * total.dtype.itemsize
+        words += [
+            kernels.sum_address(total.dtype),
+            scale,
+            total.length,
+            nbytes,
+            total.staged is not None,
+            len(total.outs),
+        ]
+        state = np.array([*words, *total.outs, *total.parts[0], *total.parts[1]], np.int64)
+        changed, place = memoryview(state), len(words)  # type: ignore[arg-type]
+
+        def aim(array: np.ndarray) -> None:
+            changed[place] = MPI.Get_address(array)
+
+        meet = kernels.method("meet_and_sum", state, (self.rows, total.staged))
+        assert meet is not None
+        return meet, aim
+
+    def _words(self, fingerprint: int, spin: float) -> list[int]:
+        """Return the words of C's struct Meeting."""
+        rows = [row.fingerprints for row in self.rows]
+        return [*map(MPI.Get_address, rows), self.rank, len(rows[0]), fingerprint, int(spin * 1e9)]
+
+
+class Sum(NamedTuple):
+    """A sum of all ranks' parts that C does when they have met.
+
+    outs: addresses of the arrays that get it. parts: addresses of all ranks' parts in calls of even numbers, and in
+    calls of odd numbers. staged: the memory of the parts if this rank's part is a copy, made before the ranks meet, of
+    the only array of `outs`.
+    """
+
+    dtype: np.dtype
+    length: int
+    scale: float | None
+    outs: Sequence[int]
+    parts: tuple[Sequence[int], Sequence[int]]
+    staged: np.ndarray | None
 
 
 class FingerprintTable:

@@ -17,8 +17,9 @@ import ml_dtypes
 import numpy as np
 
 SWITCH = "ALLREDUCE_KERNELS"  # 0: use NumPy
-VERSION = 2  # of the library's functions; an older library beside newer code is not used
+VERSION = 3  # of the library's functions; an older library beside newer code is not used
 
+SUMMED = ("float32", "float64", "int32", "int64", "float16", "bfloat16")  # dtypes that meeting.c sums
 FLOAT32, FLOAT16, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
@@ -88,20 +89,24 @@ class _Method(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char_p), ("function", _POINTER), ("flags", ctypes.c_int), ("text", ctypes.c_char_p))
 
 
-def method(name: str, words: Sequence[int], keep: object) -> Callable[..., Any] | None:
+def method(name: str, state: np.ndarray, keep: object) -> Callable[..., Any] | None:
     """Return a function of meeting.c as a builtin function of Python, or None if there is no library.
 
-    words: its state, the 64-bit words of a struct. keep: the memory to which they point. A call takes 20 ns; by ctypes
-    it would take 100.
+    state: the 64-bit words of its struct. keep: the memory to which they point. A call takes 20 ns; by ctypes it would
+    take 100.
     """
     definition = _definition(name)
     if definition is None:
         return None
-    state = np.array(words, np.int64)
     create = ctypes.pythonapi.PyCFunction_NewEx
     create.argtypes, create.restype = (_POINTER, ctypes.py_object, ctypes.py_object), ctypes.py_object
     # its `self` is the address of the state; its module, any object, keeps the memory
     return create(ctypes.addressof(definition), state.ctypes.data, (state, keep))
+
+
+def sum_address(dtype: np.dtype) -> int:
+    """Return the address of the function that sums arrays of one of the dtypes SUMMED. Only with the library."""
+    return ctypes.cast(getattr(_library(), f"sum_{dtype}"), _POINTER).value or 0
 
 
 @functools.cache

@@ -159,6 +159,35 @@ void sum_float16(const uint16_t *const *parts, size_t count, uint16_t *const *ou
     portable_sum_float16(left, count, written, copies, size - done, factor);
 }
 
+/* Sums of other numbers, with the same arguments. Integers wrap around, and have no scale. */
+
+#define PLAIN_SUM(name, type, scaled)                                                                      \
+    INLINE void name##_lanes(const type *const *parts, size_t count, type *const *outs, size_t copies,     \
+                             size_t start, size_t length, double factor)                                   \
+    {                                                                                                      \
+        type total[LANES]; /* the same vectors and remainder on all ranks, wherever their arrays begin */  \
+        type scale = (type)factor;                                                                         \
+        for (size_t i = 0; i < length; i++)                                                                \
+            total[i] = parts[0][start + i] + parts[1][start + i];                                          \
+        for (size_t part = 2; part < count; part++)                                                        \
+            for (size_t i = 0; i < length; i++)                                                            \
+                total[i] = total[i] + parts[part][start + i];                                              \
+        for (size_t i = 0; scaled && i < length; i++)                                                      \
+            total[i] = total[i] * scale;                                                                   \
+        for (size_t copy = 0; copy < copies; copy++)                                                       \
+            memcpy(outs[copy] + start, total, length * sizeof *total);                                     \
+    }                                                                                                      \
+    KERNEL void name(const type *const *parts, size_t count, type *const *outs, size_t copies, size_t size, \
+                     double factor)                                                                        \
+    {                                                                                                      \
+        for (size_t start = 0; start < size; start += LANES)                                               \
+            name##_lanes(parts, count, outs, copies, start, size - start < LANES ? size - start : LANES, factor); \
+    }
+PLAIN_SUM(sum_float32, float, 1)
+PLAIN_SUM(sum_float64, double, 1)
+PLAIN_SUM(sum_int32, uint32_t, 0)
+PLAIN_SUM(sum_int64, uint64_t, 0)
+
 /* Codes of 8 bits: a float32 scale for each block, as allreduce/arrays/quantize.py describes. */
 
 /* Write the largest magnitude of each block, as an integer: there NaN is the largest. */
@@ -224,4 +253,4 @@ KERNEL void add_int8(const int8_t *codes, size_t size, size_t block, const float
     }
 }
 
-int version(void) { return 2; } /* of these functions and their arguments: see __init__.py */
+int version(void) { return 3; } /* of these functions and their arguments: see __init__.py */

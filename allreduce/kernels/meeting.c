@@ -1,19 +1,25 @@
-/* The rendezvous of a node's ranks in shared memory: allreduce/call/rendezvous.py describes it, and has the same in Python.
+/* The rendezvous of a node's ranks in shared memory: allreduce/call/rendezvous.py describes it, and has the same in
+ * Python. A short sum (allreduce/algorithms/shared.py) is done with it.
  *
  * Python calls these functions as builtin functions, which takes a fifth of the time of a call by ctypes. The few names
- * of Python's stable ABI that they need are declared here, so no header of Python is needed. They hold the GIL, and
- * return within some microseconds; Python waits for a rank that is later.
+ * of Python's stable ABI that they need are declared here, so no header of Python is needed. They return
+ * within some microseconds, because Python waits for a rank that is later, and hold the GIL, but for longer sums.
  */
+#include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #include <time.h>
 
 typedef struct _object PyObject;
 extern PyObject *PyBool_FromLong(long value);
 extern long long PyLong_AsLongLong(PyObject *number);
 extern void *PyLong_AsVoidPtr(PyObject *number);
+extern void *PyEval_SaveThread(void);
+extern void PyEval_RestoreThread(void *thread);
 
 #define SEQUENCE_MASK 3 /* of a fingerprint's bits for the number of the rendezvous: see allreduce/call/call.py */
 #define POLLS 64 /* between two looks at the clock */
+#define LONG_BYTES 65536 /* of a sum that releases the GIL */
 
 typedef struct {
     int64_t *rows[2]; /* all ranks' fingerprints in calls of even and of odd numbers */
@@ -59,4 +65,40 @@ static int enter(const Meeting *meeting, int64_t sequence)
 PyObject *meet(PyObject *meeting, PyObject *number)
 {
     return PyBool_FromLong(enter(PyLong_AsVoidPtr(meeting), PyLong_AsLongLong(number)));
+}
+
+typedef struct {
+    Meeting meeting;
+    void (*sum)(const void *const *parts, size_t count, void *const *outs, size_t copies, size_t size, double scale);
+    double scale;
+    int64_t length, nbytes;
+    int64_t staged; /* whether this rank's part is a copy of its array, the only one of `outs` */
+    int64_t copies; /* the number of `outs` */
+    void *addresses[]; /* `outs`, then all ranks' parts in calls of even numbers, then in those of odd numbers */
+} Sum;
+
+static int enter_and_sum(const Sum *sum, int64_t sequence)
+{
+    int64_t size = sum->meeting.size;
+    void *const *outs = sum->addresses, *const *parts = outs + sum->copies + size * (sequence & 1);
+    if (sum->staged)
+        memcpy(parts[sum->meeting.rank], outs[0], sum->nbytes);
+    if (!enter(&sum->meeting, sequence))
+        return 0;
+    sum->sum((const void *const *)parts, size, outs, sum->copies, sum->length, sum->scale);
+    return 1;
+}
+
+/* As `meet`; if all ranks are there, write the sum of their parts to `outs`. A rank that was told False calls it again
+ * when all are there. call: the address of a Sum. */
+PyObject *meet_and_sum(PyObject *call, PyObject *number)
+{
+    const Sum *sum = PyLong_AsVoidPtr(call);
+    int64_t sequence = PyLong_AsLongLong(number), done;
+    if (sum->nbytes <= LONG_BYTES)
+        return PyBool_FromLong(enter_and_sum(sum, sequence));
+    void *thread = PyEval_SaveThread();
+    done = enter_and_sum(sum, sequence);
+    PyEval_RestoreThread(thread);
+    return PyBool_FromLong(done);
 }

@@ -87,8 +87,8 @@ class Central(TwoPhase):
 
     def _add_chunk(self, everyone: Sequence[np.ndarray], leader: int, op: Op) -> None:
         """Sum this rank's chunk of the node's arrays into the leader's array, in blocks that fit the cache."""
-        root, meet = everyone[leader], self.context.executor.meet
-        meet()
+        root, fence = everyone[leader], self.context.executor.fence
+        fence()
         for block in segments(chunk(root.size, len(everyone), self._inside.rank), BLOCK_BYTES // root.itemsize):
             total = self.workspace.array("total", block.stop - block.start, root.dtype)
             op.combine(everyone[0][block], everyone[1][block], out=total)
@@ -96,4 +96,4 @@ class Central(TwoPhase):
                 op.combine(total, array[block], out=total)
             op.finish(total)
             root[block] = total
-        meet()
+        fence()

@@ -131,7 +131,7 @@ class LowRank(Compressed):
         if found is None or found[0].ranks < 2:
             return NodeArrays([buffer], 0, None)
         arrays = found[0].views(found[1], buffer)
-        return NodeArrays(arrays, self.context.topology.node_rank, self.context.executor.meet)
+        return NodeArrays(arrays, self.context.topology.node_rank, self.context.executor.fence)
 
     def _reduce_uncompressed(self, buffer: np.ndarray, op: Op, loaded: Slice | None) -> None:
         """Reduce `buffer` by `inner`, with the errors that were loaded for it."""

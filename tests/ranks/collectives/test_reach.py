@@ -3,10 +3,12 @@
 import mmap
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -162,15 +164,15 @@ def test_memory_that_nobody_reaches(
     with allreduce.create("shared", flat) as reduce:
         staging = reduce._algorithm._staging  # type: ignore[attr-defined]
         array = values(np.dtype("float32"), 1000, world.rank, 0).copy()
-        reduce(array, "sum")
+        reduce(array, "max")
         assert not staging.any()
         with monkeypatch.context() as patch:
             if world.rank == SIZE - 1:
                 patch.setattr(flat.cma, "address", lambda _: 0)
             again = values(np.dtype("float32"), 1000, world.rank, 0).copy()
-            reduce(again, "sum")
+            reduce(again, "max")
         assert staging.any()
-        assert expected(np.dtype("float32"), 1000, "sum", SIZE, 0).hold(again)
+        assert expected(np.dtype("float32"), 1000, "max", SIZE, 0).hold(again)
         assert np.array_equal(array, again)
     said = [record.message for record in caplog.records if "two more copies" in record.message]
     assert said == [f"allreduce: {shared.STAGES}"] * (world.rank == 0)
@@ -198,7 +200,7 @@ def test_foreign_memory(
 
 @several
 def test_float16_at_any_address(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fast code for float16 is used at whatever address a rank's chunk begins."""
+    """The fast code for float16 is used at whatever address a rank's chunk begins, in long arrays."""
     real, fast = kernels.sum_arrays, []
 
     def sum_arrays(*args: Any) -> bool:
@@ -207,7 +209,7 @@ def test_float16_at_any_address(flat: allreduce.Topology, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(kernels, "sum_arrays", sum_arrays)
     with allreduce.create("shared", flat) as reduce:
-        for length in range(1000, 1000 + 2 * SIZE):
+        for length in range(600_000, 600_000 + 2 * SIZE):
             reduce(np.ones(length, np.float16), "sum")
     assert fast == [kernels.status() == "C"] * 2 * SIZE
 
@@ -225,3 +227,45 @@ def test_same_bits_as_allocated(op: str, topology_of: Callable[..., allreduce.To
             reduce(given, op)
             reduce(foreign, op)
             assert given.tobytes() == foreign.tobytes()
+
+
+@several
+@pytest.mark.parametrize("dtype", kernels.SUMMED)
+def test_short_sums(dtype: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """Arrays that are copied, summed in place, and too long for one call of C; one rank after the other is late."""
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    with allreduce.create("shared", flat) as reduce:
+        limits = shared.COPIED_BYTES, shared.STAGED_BYTES // SIZE, shared.IN_PLACE_BYTES
+        for length in (1, SIZE + 1, 1025, *(limit // kind.itemsize + more for limit in limits for more in (0, 1))):
+            for array in (reduce.allocate(length + 3, kind)[3:], np.empty(length, kind)):
+                other, bound = np.empty_like(array), reduce.bind(array, "sum")
+                for turn in range(4):
+                    if turn == world.rank:
+                        time.sleep(2e-3)
+                    for each in (array, other, array):
+                        each[:] = values(kind, length, world.rank, turn)
+                        bound() if turn % 2 and each is array else reduce(each, "sum")
+                        assert expected(kind, length, "sum", SIZE, turn).hold(each)
+
+
+@several
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_short_sums_have_the_bits_of_long_ones(dtype: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """Also on all ranks, whose arrays begin at other addresses; of two NaNs that are added, either may remain."""
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    bits = np.random.default_rng(world.rank).integers(0, 256, (999, kind.itemsize), np.uint8)
+    source = np.frombuffer(bits.tobytes(), kind)
+    with allreduce.create("shared", flat) as reduce:
+        for op in ("sum", "mean"):
+            room = np.empty(999 + SIZE, kind)
+            short = room[world.rank : world.rank + 999]
+            long = np.zeros(max(shared.STAGED_BYTES, 999), kind)
+            short[:] = long[:999] = source
+            reduce(short, op)
+            reduce(long, op)
+            found, wanted = (each.view(f"u{kind.itemsize}") for each in (short, long[:999]))
+            number = ~np.isnan(short)
+            assert (number == ~np.isnan(long[:999])).all()
+            assert number.sum() > 900
+            assert (found[number] == wanted[number]).all()
+            assert (reduce.stack(found) == found).all()

@@ -226,7 +226,7 @@ def test_the_next_user_of_a_refused_ones_slot_goes_on_counting(flat: allreduce.T
         def __init__(self, context: allreduce.Context) -> None:
             super().__init__(context)
             for _ in range(3):
-                context.executor.meet()
+                context.executor.fence()
             raise on_all_ranks(OptionError("refused after all"), context.topology.world)
 
     slot = flat.service(Tables).take()
