@@ -425,13 +425,8 @@ def test_a_second_one_is_seen(does: Any, text: str) -> None:
 
 
 def test_each_promise_names_its_tests() -> None:
-    promises = [
-        line for line in (launch.ROOT / "docs/start/promises.md").read_text().splitlines() if line.startswith("| ")
-    ]
-    rows = [line for line in promises if "| tests |" not in line]
-    missing = []
-    for row in rows:
-        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
-        assert tests, row
-        missing += [name for path, name in tests if f"def {name}(" not in (launch.ROOT / path).read_text()]
+    promises = re.split(r"^(?:- |#)", (launch.ROOT / "docs/start/promises.md").read_text(), flags=re.MULTILINE)
+    named = [re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", promise) for promise in promises]
+    assert sum(map(bool, named)) >= 20
+    missing = [name for path, name in sum(named, []) if f"def {name}(" not in (launch.ROOT / path).read_text()]
     assert missing == []
