@@ -52,7 +52,6 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
         max_staleness: int | None = None,
         warm_up: int = 0,
         learning_rate: str = "keep",
-        fetch_ahead: bool = True,
         ranks_per_worker: int = 1,
         allreduce: str = "auto",
         on_failure: str | None = None,
@@ -70,8 +69,6 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
             worker computes at a time.
         learning_rate: "keep", or "divide": every update uses the learning rate divided by the number of workers, so
             that the updates by the parts of a batch together are about as large as one update by the batch's mean.
-        fetch_ahead: whether a worker gets parameters for its next part while it computes. False: it gets them only
-            after its last gradients are applied, so it waits longer, and its gradients are less stale.
         ranks_per_worker: the number of ranks of a worker. They are on one node if they fit. If the number of ranks
             can't be divided by it, one worker is smaller.
         allreduce: the name of the backend that sums the gradients of a worker's ranks.
@@ -81,17 +78,8 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
 
         Raises ArgumentError or DisagreementError on all ranks, and frees what it created.
         """
-        options = Options(
-            servers,
-            updates,
-            stale,
-            max_staleness,
-            warm_up,
-            learning_rate,
-            bool(fetch_ahead),
-            ranks_per_worker,
-            allreduce,
-        )
+        asynchronous = stale, max_staleness, warm_up, learning_rate
+        options = Options(servers, updates, *asynchronous, ranks_per_worker, allreduce)
         kind = SynchronousServers if updates == "sync" else AsynchronousServers
         super().__init__(kind(replica, type(self).__name__, options), topology, on_failure)
 

@@ -221,7 +221,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
                 validate = partial(self._evaluate, validation, average)
             skips = SkipNotFinite in options and isinstance(callbacks, Iterable)
             watches = [*callbacks, CheckGradients("skip")] if skips else callbacks
-            strategy.end_round()
+            strategy.owners.end_round()
             strategy.rule.use(StepOptions.of(options))
             strategy.rule.keep_average(trains=epochs > 0)
             mirror(strategy)
@@ -284,7 +284,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             return self._predict_into(x, out, ema)
         self._check_open()
         rows, group = source.to_read(self.strategy, "predict", Given(x, source.NO_TARGETS)), self.group
-        self.strategy.end_round()
+        self.strategy.owners.end_round()
         with self._weights(ema):
             outputs = together(group.comm, lambda: predict_chunk(self.replica, rows, group.size, group.rank))
         for output in leaves(outputs):
@@ -306,7 +306,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             group.enter(f"predict: {given}, out={out}")
         else:
             (x,) = source.to_read(self.strategy, "predict", Given(given, source.NO_TARGETS), {"out": out}).data
-        self.strategy.end_round()
+        self.strategy.owners.end_round()
         with self._weights(ema):
             path: str = _app("tables.predicting").predict_into(group, replica, rows, out)
         return path
@@ -319,7 +319,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         The file (.npz, no pickle) does not depend on the number of ranks; NumpyNetwork.load reads it without MPI.
         """
         self.group.enter("save")
-        self.strategy.end_round()
+        self.strategy.owners.end_round()
         complete(self.strategy)
         self.group.on_one(lambda: self.replica.save(path))
 
@@ -357,7 +357,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             self.group.enter(source.described("export", type(self.replica).__name__, settings))
         else:
             (rows,) = source.to_read(self.strategy, "export", Given(x, source.NO_TARGETS), settings).data
-        self.strategy.end_round()
+        self.strategy.owners.end_round()
         with self._weights(ema):
             self._check_equal("export")
             average = self.replica.averages and ema is not False
@@ -394,7 +394,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         """The SHA-256 of every rank's parameters, by rank, the same on all ranks; mirrored replicas have equal ones."""
         comm = self.group.comm
         self.group.enter("parameters_sha256")
-        self.strategy.end_round()
+        self.strategy.owners.end_round()
         parameters = np.ascontiguousarray(together(comm, self.replica.state)["parameters"])
         mine = np.frombuffer(hashlib.sha256(parameters.view(np.uint8).data).digest(), np.uint8)
         everyone = np.empty((comm.size, mine.size), np.uint8)
@@ -476,7 +476,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
     def _evaluate(self, evaluation: Evaluation, ema: bool | None) -> dict[str, float]:
         strategy: Any = self.strategy
         replica, exact = self.replica, strategy.micro_batch is not None
-        self.strategy.end_round()
+        self.strategy.owners.end_round()
         with self._weights(ema), np.errstate(all="ignore"):  # the loss shows it if the model has diverged
             terms, count, rows = evaluation.evaluate(replica, self.group, exact)
         sums = strategy.add_up(terms, count) if exact else combine(self.group.comm, terms.sum(axis=0), "sum metrics")

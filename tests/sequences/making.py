@@ -141,7 +141,7 @@ class Making(Calls):
     def _async(self) -> tuple[str, Make]:
         options: list[dict[str, Any]] = [
             {},
-            {"stale": "scale", "learning_rate": "divide", "fetch_ahead": False},
+            {"stale": "scale", "learning_rate": "divide"},
             {"stale": "drop", "max_staleness": 1},
             {"max_staleness": 0},
             {"warm_up": 1},

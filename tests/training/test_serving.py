@@ -56,7 +56,7 @@ from trainers.strategies.spare_replicas import First, SpareReplicas
 from trainers.watching.meter import Tally
 
 
-def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int], list[int]]:
+def play(dealer: Dealer, workers: int, seed: int) -> tuple[list[int], list[int]]:
     """Simulate an epoch with a random order of events; return the staleness of each update, and its worker."""
     chance = random.Random(seed)
     speed = [chance.choice([1, 1, 5, 40]) for _ in range(workers)]
@@ -68,7 +68,7 @@ def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int
     while len(ended) < workers or any(reads):
         moved = False
         for worker in sorted(range(workers), key=lambda each: chance.random() * speed[each]):
-            if worker not in ended and len(reads[worker]) < (2 if ahead else 1):
+            if worker not in ended and len(reads[worker]) < 2:
                 part = dealer.deal(worker, version)
                 if part is not None:
                     moved = True
@@ -93,14 +93,11 @@ def play(dealer: Dealer, workers: int, seed: int, ahead: bool) -> tuple[list[int
     return staleness, who
 
 
-@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("bound", [None, 0, 1, 2, 5])
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_every_part_is_dealt_once_and_no_gradient_is_beyond_the_bound(
-    workers: int, bound: int | None, ahead: bool
-) -> None:
+def test_every_part_is_dealt_once_and_no_gradient_is_beyond_the_bound(workers: int, bound: int | None) -> None:
     for seed in range(20):
-        staleness, _ = play(Dealer(range(60), range(workers), bound, ahead), workers, seed, ahead)
+        staleness, _ = play(Dealer(range(60), range(workers), bound), workers, seed)
         assert len(staleness) == 60
         assert bound is None or max(staleness) <= bound
         assert workers > 1 or not any(staleness)  # the only worker has always seen its own updates
@@ -108,11 +105,11 @@ def test_every_part_is_dealt_once_and_no_gradient_is_beyond_the_bound(
 
 def test_a_bound_is_used_as_far_as_it_goes() -> None:
     """A bound could also be kept by letting no two workers compute at once."""
-    assert max(max(play(Dealer(range(60), range(4), 3), 4, seed, True)[0]) for seed in range(5)) == 3
+    assert max(max(play(Dealer(range(60), range(4), 3), 4, seed)[0]) for seed in range(5)) == 3
 
 
 def test_a_warm_up_is_one_workers() -> None:
-    staleness, who = play(Dealer(range(30), range(1)), 3, 1, True)
+    staleness, who = play(Dealer(range(30), range(1)), 3, 1)
     assert set(who) == {0}
     assert not any(staleness)
 

@@ -133,7 +133,7 @@ class Fit:
             self._begin()
         while self.progress.epoch < self._epochs:
             self._epoch(self.progress.epoch)
-        self.strategy.end_round()
+        self.strategy.owners.end_round()
         self.keep_error(lambda: self.callbacks.train_end(self.progress.logs))
         if self.saver is not None:
             self.keep_error(self.saver.finish)
@@ -257,7 +257,7 @@ class Fit:
             at.stage = EVENTS
         if at.stage == EVENTS:
             if self.looks:
-                self.strategy.end_round()
+                self.strategy.owners.end_round()
             with self.strategy.clock.span("epoch"):
                 log.info("epoch %d of %d: %s", number + 1, self._epochs, _in_words(at.logs))
                 self.keep_error(lambda: self.callbacks.epoch_end(number, at.logs))

@@ -233,7 +233,7 @@ class Recovery:
                 call.save_before_stop()
 
         def end() -> None:
-            strategy.commit()
+            strategy.saved, strategy.carried = None, {}
             self._record_failure(before, during, time.monotonic() - begin)
 
         try:
@@ -280,9 +280,11 @@ class Recovery:
         """Load the newest state, and bring all ranks to the call's position. Collective."""
         strategy, group = self._strategy, self._strategy.group
         group.replace(topology)
-        strategy.rebuild()
-        group.close_owner_first()
-        if not strategy.restore(call.go_back):
+        try:
+            whole = strategy.rebuild(call.go_back)
+        finally:
+            group.close_owner_first()
+        if not whole:
             raise self._incomplete(call)
         call.rejoin()
 

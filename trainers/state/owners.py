@@ -98,6 +98,10 @@ class Owners:
     def check_edits(self) -> None:
         """Raise ArgumentError, on this rank only, if parameters that ranks share were edited in place. Local."""
 
+    def end_round(self) -> None:
+        """Make the parameters of all ranks equal, if ranks have taken steps on their own since they were. Called before
+        anything looks at the model. Collective."""
+
     def begin_change(self) -> None:
         """Call before another state is loaded; `synchronize_state` ends the change. Local.
 

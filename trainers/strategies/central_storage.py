@@ -5,6 +5,7 @@ the parameters are in shared memory, so nothing is sent. A replica whose paramet
 memory receives a copy of the whole state instead.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,14 +68,14 @@ class CentralStorage(Mirrored):
     def renumber(self, previous: tuple[int, ...]) -> None:
         self.storage = previous.index(self.storage) if self.storage in previous else 0
 
-    def rebuild(self) -> None:
+    def rebuild(self, go_back: Callable[[], bool]) -> bool:
         """Keep the storage rank if it remains; otherwise rank 0 becomes the storage rank."""
         previous = self.group.previous
         self.renumber(previous)
         if JOINED in previous:
             old = next(rank for rank, before in enumerate(previous) if before != JOINED)
             self.storage = root_value(self.group.comm, self.storage, "learn the storage rank", old)
-        super().rebuild()
+        return super().rebuild(go_back)
 
     def _make_backend(self) -> AllReduce:
         return create(Central, self.group.topology, root=self.storage)

@@ -1,8 +1,10 @@
 """The `Strategy` interface, and `EpochRun`, the part of a fit that a strategy uses."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+import numpy as np
 
 from allreduce import notices
 from allreduce.backend import AllReduce
@@ -62,19 +64,6 @@ class EpochRun(Protocol):
     def discard_if_unusable(self, gradients: Any, replica: Replica) -> bool: ...
 
 
-class StepRun(Protocol):
-    """A step of all ranks; trainers.strategies.step.Step documents the members."""
-
-    buffer: Any
-
-    @property
-    def local_gradients(self) -> Any: ...
-
-    def compute(self, batch: Batch | None) -> None: ...
-
-    def __call__(self, flags: tuple[float, ...]) -> None: ...
-
-
 class Strategy:
     """Computes and applies training steps on the ranks of a group, and knows which rank holds which part of the state.
 
@@ -102,8 +91,10 @@ class Strategy:
     mirrors = "step"
     divides_state = True
     rebuildable = True
+    core: Any = None  # the Step (strategies.step) of a strategy whose ranks take every step together, while connected
     # this rank's pieces of the state during a recovery (the list may be empty); None otherwise
     saved: list[Piece] | None = None
+    carried: Mapping[str, np.ndarray] = {}  # during a recovery: the backend's state on the old ranks
     micro_batch: int | None = None  # rows of the parts of a batch whose gradients are summed exactly, if they are
     allreduce: AllReduce | None = None  # the backend that sums the gradients of all ranks, if one does
     group: RankGroup
@@ -168,11 +159,6 @@ class Strategy:
 
     # A step
 
-    @property
-    def core(self) -> StepRun:
-        """The step of a strategy whose ranks take every step together; between `connect` and `close`."""
-        raise NotImplementedError(f"the steps of a {self.name} are run by run_epoch")
-
     def count_step(self) -> None:
         """Count one step that all ranks have taken or left out. Local."""
         self.steps += 1
@@ -198,10 +184,6 @@ class Strategy:
         beginning of a fit. Local."""
         return Meter(self.replica.metrics, batches.sizes, self.measured.dtype, self.replica.device)
 
-    def end_round(self) -> None:
-        """Make the parameters of all ranks equal, if ranks have taken steps on their own since they were. Called before
-        anything looks at the model. Collective."""
-
     # State distributed over the ranks
 
     def load_state(self, step: int, state: Arrays) -> None:
@@ -218,21 +200,15 @@ class Strategy:
     def rescue(self) -> None:
         """Keep this rank's pieces of the state, and drop everything made on the old ranks. Local.
 
-        Called again when another rank fails before `commit`.
+        Called again when another rank fails during the recovery, after which `saved` and `carried` are dropped.
         """
         raise NotImplementedError
 
-    def rebuild(self) -> None:
-        """Create again, on the group's new ranks, everything that depends on the ranks. Collective."""
+    def rebuild(self, go_back: Callable[[], bool]) -> bool:
+        """Create again, on the group's new ranks, everything that depends on the ranks; load the newest state that they
+        hold completely, and set `steps`. If there is none, call `go_back`, which loads an earlier one; returns False if
+        it can't. Collective."""
         raise NotImplementedError
-
-    def restore(self, go_back: Callable[[], bool]) -> bool:
-        """Load the newest state that the ranks hold completely, and set `steps`. If there is none, call `go_back`,
-        which loads an earlier one; returns False if it can't. Collective."""
-        raise NotImplementedError
-
-    def commit(self) -> None:
-        """Drop the pieces that `rescue` kept: the recovery is over. Local."""
 
 
 def outlives_ranks(strategy: Strategy) -> bool:

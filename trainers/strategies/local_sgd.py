@@ -91,6 +91,17 @@ class LocalOwners(StepOwners):
     def reset(self) -> None:
         self._rounds.load(None, self._rounds.done)
 
+    def run_round(self, end: Callable[[], object]) -> None:
+        """Take an outer step by `end`, and bring the replica up to date. Collective."""
+        self._step.clock.start()
+        end()
+        self._step.clock.stop()
+        self._replica.refresh()
+
+    def end_round(self) -> None:
+        if self._rounds.begun:
+            self.run_round(self._rounds.end)
+
     def begin_change(self) -> None:
         self._rounds.restart()
 
@@ -287,7 +298,7 @@ class LocalMirrored(Mirrored):
             met = met[: len(met) - (len(shares) - steps) * (len(self.replica.metrics) + 1)]
         run.read_flags(steps)
         if self.rounds.due:
-            self._run_round(self.rounds.finish)
+            self.core.owners.run_round(self.rounds.finish)
         # From here on nothing communicates: after a failure a rank has done all of the above, or counts none of it.
         self._count(met)
         assert self._meter is not None
@@ -309,17 +320,6 @@ class LocalMirrored(Mirrored):
         self.steps += len(rows)
         assert self._meter is not None
         self._meter.add(rows)
-
-    def _run_round(self, end: Callable[[], object]) -> None:
-        """Take an outer step by `end`, and bring the replica up to date. Collective."""
-        self.clock.start()
-        end()
-        self.clock.stop()
-        self.replica.refresh()
-
-    def end_round(self) -> None:
-        if self._rounds is not None and self._rounds.begun:
-            self._run_round(self._rounds.end)
 
     # Recovery after failures: all ranks go back to the parameters after the last outer step, at the last meeting
 

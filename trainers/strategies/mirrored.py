@@ -54,8 +54,6 @@ class Mirrored(Strategy):
         self._owns_backend = not isinstance(given, AllReduce)
         self.divides_state = sharded is not None
         self.allreduce: AllReduce | None = None
-        self._core: ReducedStep | None = None
-        self._carried: dict[str, np.ndarray] = {}  # during a recovery: the backend's state on the old ranks
 
     # Construction
 
@@ -110,9 +108,9 @@ class Mirrored(Strategy):
     def _make_buffer(self) -> None:
         """Allocate the gradient buffer with the backend, and bind the replica to it. Collective."""
         # set before `bind`, which may raise on one rank: `close` then unbinds every rank
-        self._core = self._make_step()
-        self.measured = self._core.measured
-        together(self.group.comm, self._core.bind)
+        self.core = self._make_step()
+        self.measured = self.core.measured
+        together(self.group.comm, self.core.bind)
 
     def _make_step(self) -> ReducedStep:
         return ReducedStep(self, self._backend)
@@ -123,18 +121,13 @@ class Mirrored(Strategy):
         return self.allreduce
 
     @property
-    def core(self) -> ReducedStep:
-        """The step, with the gradients and the owners of the parameters."""
-        assert self._core is not None
-        return self._core
-
-    @property
     def buffer(self) -> Any:
-        return None if self._core is None else self._core.buffer
+        return None if self.core is None else self.core.buffer
 
     @property
     def owners(self) -> StepOwners:
-        return self.core.owners
+        owners: StepOwners = self.core.owners
+        return owners
 
     def _divide(self) -> None:
         """Divide the state among the ranks, which all have the same one, if it is to be divided. Collective."""
@@ -155,14 +148,14 @@ class Mirrored(Strategy):
         return self._copies
 
     def close(self) -> None:
-        if self._core is not None:
+        if self.core is not None:
             self.owners.close()
         self._drop_buffer()
         if self._owns_backend and self.allreduce is not None:
             self.allreduce.close()
 
     def abandon(self) -> None:
-        if self._core is not None:
+        if self.core is not None:
             self.owners.abandon()
         self._drop_buffer()
         if self._owns_backend and self.allreduce is not None:
@@ -170,11 +163,11 @@ class Mirrored(Strategy):
 
     def _drop_buffer(self) -> None:
         """Drop the buffer, and bind the replica to memory of its own. Local."""
-        if self._core is not None:
+        if self.core is not None:
             if self.replica.hold.holder is self:
                 bind_own(self.replica)
-            self._core.drop()
-        self._core = self.measured = None
+            self.core.drop()
+        self.core = self.measured = None
 
     # A step
 
@@ -192,7 +185,7 @@ class Mirrored(Strategy):
 
         before: a list; this rank's pieces of the state before the change are appended to it.
         """
-        self.end_round()
+        self.owners.end_round()
         group, owners, once = self.group, self.owners, self.owners.shares_parameters
         group.enter("edit")
         if before is not None:
@@ -217,22 +210,20 @@ class Mirrored(Strategy):
         # already set if another rank fails during the recovery: the replica may no longer hold the state
         if self.saved is None:
             self.saved = self.pieces()
-            self._carried = self._backend.state()
+            self.carried = self._backend.state()
         if self.clock.trace is not None:
             self.group.topology.unregister(self.clock.trace)  # the trace continues on the new ranks
         self.abandon()
         self._owns_backend = True  # `rebuild` creates a backend that belongs to this strategy
         self._given = self._config
 
-    def rebuild(self) -> None:
+    def rebuild(self, go_back: Callable[[], bool]) -> bool:
         self.part, self.parts = self.group.rank, self.group.size
         self.allreduce = self._make_backend()
         self._make_buffer()
-        if self._carried:
-            self._backend.load_state(self._carried)
+        if self.carried:
+            self._backend.load_state(self.carried)
             notices.once(self.group.rank, LOST_RESIDUALS)
-
-    def restore(self, go_back: Callable[[], bool]) -> bool:
         done = self._adopt_newest() or go_back()
         if done:
             self._divide()
@@ -273,6 +264,3 @@ class Mirrored(Strategy):
         ended = [last for steps, last, *_ in self._ended if steps == step]
         unfinished = [measured for *_, measured, updated in self._ended if updated] or [self._ended[0][2]]
         return np.array((ended or unfinished)[0], self.core.measured.dtype)
-
-    def commit(self) -> None:
-        self.saved, self._carried = None, {}

@@ -197,20 +197,14 @@ class Dealer:
 
     parts: the parts, or their numbers, in the order of dealing. workers: the workers that get parts; others wait until
         all are dealt (warm-up).
-    bound: the largest staleness, or None for any. ahead: whether a worker may have its next part while it computes.
+    bound: the largest staleness, or None for any.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[int] | ListedParts,
-        workers: Collection[int],
-        bound: int | None = None,
-        ahead: bool = True,
-    ) -> None:
+    def __init__(self, parts: Sequence[int] | ListedParts, workers: Collection[int], bound: int | None = None) -> None:
         self._left = parts if isinstance(parts, ListedParts) else ListedParts(parts)
         self.cut_short = False  # whether it was stopped before everything was dealt
         self._workers, self._bound = workers, bound
-        self._ahead = ahead and len(workers) > 1  # a single worker would get parameters that lack its own gradients
+        self._ahead = len(workers) > 1  # a single worker would get parameters that lack its own gradients
         self._outstanding: list[OutstandingPart] = []  # the oldest first
 
     def deal(self, worker: int, version: int) -> int | None:

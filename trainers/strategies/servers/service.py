@@ -224,28 +224,24 @@ class ServerStrategy(Strategy, Owners):
         self._worker.abandon()
         self._worker = WorkerRanks(self.clock)
 
-    @property
     def _why_it_ends(self) -> str:
         """Why the remaining ranks can't continue, as text; "" if they can. Local, the same on all ranks."""
         if len(self.servers) < len(self._slices):
             return "a server has failed, and its slice of the parameters and of the optimizer's state is lost"
         return "" if self.workers else "all workers have failed, and servers do not compute"
 
-    def rebuild(self) -> None:
+    def rebuild(self, go_back: Callable[[], bool]) -> bool:
+        """Load the servers' parameters on all ranks. Raises RankLostError on all ranks if a server, or every worker,
+        has failed. Collective."""
         now = {old: rank for rank, old in enumerate(self.group.previous)}
         self.servers = tuple(now[rank] for rank in self.servers if rank in now)
         self.workers = remaining(self.workers, now)
-        if not self._why_it_ends:
-            self._join_worker()
-            together(self.group.comm, self._bind)
-            self._make_endpoints()
-
-    def restore(self, go_back: Callable[[], bool]) -> bool:
-        """Load the servers' parameters on all ranks. Raises RankLostError on all ranks if a server, or every worker,
-        has failed. Collective."""
-        if self._why_it_ends:
-            text = f"{self._why_it_ends}; resume from the last checkpoint (resume=True, --resume)"
+        if why := self._why_it_ends():
+            text = f"{why}; resume from the last checkpoint (resume=True, --resume)"
             raise on_all_ranks(RankLostError(text), self.group.comm)
+        self._join_worker()
+        together(self.group.comm, self._bind)
+        self._make_endpoints()
         self._agree_on_progress()
         self._broadcast_parameters()
         return True

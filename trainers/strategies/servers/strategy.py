@@ -165,7 +165,6 @@ class Options(NamedTuple):
     max_staleness: int | None
     warm_up: int
     learning_rate: str
-    fetch_ahead: bool
     ranks_per_worker: int = 1
     allreduce: str = "auto"
 
@@ -275,10 +274,6 @@ class SynchronousServers(ParameterServers):
         self._squares: float | None = None  # of all gradients of this step, added up, if they are clipped
         self._collected: list[np.ndarray] = []  # `_summands` between the exchange and the end of a step, else []
 
-    @property
-    def core(self) -> ServerStep:
-        return self._step
-
     def make_meter(self, batches: BatchSource) -> Any:
         self._meter = Strategy.make_meter(self, batches)
         return self._meter
@@ -288,13 +283,13 @@ class SynchronousServers(ParameterServers):
 
     def _make_endpoints(self) -> None:
         super()._make_endpoints()
-        self._step = ServerStep(self, self._gradients, self.measured, ahead=True)
-        self._step.owners, self._step.computes = self, self.part is not None
+        self.core = ServerStep(self, self._gradients, self.measured, ahead=True)
+        self.core.owners, self.core.computes = self, self.part is not None
 
     def _unbind_replica(self, state: dict[str, np.ndarray] | None) -> None:
         super()._unbind_replica(state)
-        self._step.drop()
-        del self._step
+        self.core.drop()
+        self.core = None
 
     # The servers as owners, in the order of a step
 
@@ -431,12 +426,12 @@ class AsynchronousServers(ParameterServers):
     def _dealer(self, batches: BatchSource, number: int, everyone: range) -> Dealer:
         """Return the dealer of epoch `number`. In the warm-up one worker computes at a time: the first worker alone, or
         all in turn, because each worker reads a stream of its own."""
-        warms_up, ahead, bound = number < self._options.warm_up, self._options.fetch_ahead, self._rule.bound
+        warms_up, bound = number < self._options.warm_up, self._rule.bound
         if batches.streams:
             parts = StreamParts(self._own_numbers, self.parts, batches.divided, self._ledger.dealt)
-            return Dealer(parts, everyone, 0 if warms_up else bound, ahead)
+            return Dealer(parts, everyone, 0 if warms_up else bound)
         left = np.flatnonzero(~self._ledger.dealt).tolist()
-        return Dealer(left, everyone[:1] if warms_up else everyone, bound, ahead)
+        return Dealer(left, everyone[:1] if warms_up else everyone, bound)
 
     def _apply(self, run: EpochRun, message: Message, factor: float) -> None:
         """Update this server's slice by the gradients in `message`, and call the callbacks. `run` keeps errors."""
