@@ -40,11 +40,12 @@ from trainers.fit.source import BATCH_SIZE, Given
 from trainers.fit.weights import ClassWeights
 from trainers.group import GroupOwner, RankGroup, gather_rows
 from trainers.options.transforms import EMA, Accumulate, SkipNotFinite, Transform, chosen
-from trainers.recovery.recovery import Call, EditCall, Failure, FitCall, Recovery
+from trainers.recovery.recovery import Call, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
 from trainers.replica import Hold
 from trainers.state.adopt import complete, mirror
 from trainers.strategies.interface import Strategy
+from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.rule import StepOptions
 from trainers.watching.check_gradients import CheckGradients
 from trainers.watching.history import History
@@ -380,6 +381,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         if self.strategy.allreduce is not None:
             self.strategy.allreduce.load_state({})
 
+    @recoverable
     def edit(self, change: Callable[[], object]) -> None:
         """Change the model's parameters in place by `change()`, the same on all ranks. Collective.
 
@@ -387,7 +389,11 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         each node, while the others wait. An error in it is raised on all ranks. If a rank fails meanwhile, the
         remaining ranks call it again, on the parameters as they were. Trainers with servers have no edit.
         """
-        self._call(EditCall(self.strategy, change))
+        strategy: Any = self.strategy
+        if not isinstance(strategy, Mirrored):
+            text = "has no edit(); change the model before you make the trainer, or use load()"
+            raise ArgumentError(f"a {type(self).__name__} {text}")
+        strategy.edit(change)
 
     @recoverable
     def parameters_sha256(self) -> list[str]:
@@ -479,7 +485,9 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         self.strategy.owners.end_round()
         with self._weights(ema), np.errstate(all="ignore"):  # the loss shows it if the model has diverged
             terms, count, rows = evaluation.evaluate(replica, self.group, exact)
-        sums = strategy.add_up(terms, count) if exact else combine(self.group.comm, terms.sum(axis=0), "sum metrics")
+        sums = (
+            strategy.core.add_up(terms, count) if exact else combine(self.group.comm, terms.sum(axis=0), "sum metrics")
+        )
         return means_of(replica.metrics, replica.counts, sums, rows)
 
     def _weights(self, ema: bool | None) -> AbstractContextManager[None]:

@@ -24,9 +24,7 @@ from trainers.errors import ArgumentError
 from trainers.files.checkpoint import BEGIN
 from trainers.fit.loop import POSITION, Fit
 from trainers.group import Owner, RankGroup
-from trainers.state.adopt import Piece
 from trainers.strategies.interface import Strategy, outlives_ranks
-from trainers.strategies.mirrored import Mirrored
 from trainers.transforms import average
 from trainers.watching.history import History
 
@@ -385,32 +383,3 @@ class FitCall(Call[History]):
     def save_before_stop(self) -> None:
         if self._fit is not None:
             self._fit.save_now()
-
-
-class EditCall(Call[None]):
-    """An `edit` of the parameters, made on all remaining ranks or on none. change: the user's function."""
-
-    def __init__(self, strategy: Strategy, change: Callable[[], object]) -> None:
-        super().__init__("edit", self._run)
-        self._strategy, self._change = strategy, change
-
-    def _run(self) -> None:
-        strategy, topology = self._strategy, self._strategy.group.topology
-        if not strategy.recoverable:
-            self._edit(None)
-            return
-        before: list[Piece] = []
-        outcome = attempt(topology, lambda: self._edit(before))
-        if topology.finished(outcome.failure is None):
-            outcome.result()
-            return
-        if before:
-            strategy.saved = before
-        raise outcome.failure or RankLostError("a rank failed before all ranks had made the change")
-
-    def _edit(self, before: list[Piece] | None) -> None:
-        strategy = self._strategy
-        if not isinstance(strategy, Mirrored):
-            text = "has no edit(); change the model before you make the trainer, or use load()"
-            raise ArgumentError(f"a {strategy.name} {text}")
-        strategy.edit(self._change, before)

@@ -168,8 +168,3 @@ class ExactMirrored(Mirrored):
 
     def _make_step(self) -> ReducedStep:
         return ExactStep(self, self._backend, lambda: (self._batches.batch_size, self.micro_batch))
-
-    def add_up(self, terms: np.ndarray, count: int) -> np.ndarray:
-        """As ExactStep.add_up."""
-        sums: np.ndarray = self.core.add_up(terms, count)
-        return sums

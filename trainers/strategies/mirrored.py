@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ from mpi4py import MPI
 from allreduce import notices
 from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce, Config
+from allreduce.elastic.retry import attempt
 from allreduce.elastic.standby import JOINED
+from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, together
 from trainers.backends import LOST_RESIDUALS, backend_for, bind_own, compress_error
@@ -179,17 +182,25 @@ class Mirrored(Strategy):
 
     # The state
 
-    def edit(self, change: Callable[[], object], before: list[Piece] | None = None) -> None:
+    def edit(self, change: Callable[[], object]) -> None:
         """Call `change()`, which edits the parameters in place, on every rank, or on one rank per node if its ranks
-        share them. Collective.
+        share them. Collective. After a failure either all remaining ranks have made the change, or none."""
+        if not self.recoverable:
+            self._edit(change)
+            return
+        topology = self.group.topology
+        outcome = attempt(topology, partial(self._edit, change))
+        if not topology.finished(outcome.failure is None):
+            raise outcome.failure or RankLostError("a rank failed before all ranks had made the change")
+        self.saved = None
+        outcome.result()
 
-        before: a list; this rank's pieces of the state before the change are appended to it.
-        """
+    def _edit(self, change: Callable[[], object]) -> None:
         self.owners.end_round()
         group, owners, once = self.group, self.owners, self.owners.shares_parameters
         group.enter("edit")
-        if before is not None:
-            before += copy.deepcopy(self.pieces())  # the backups of the changed state overwrite them
+        if self.recoverable:
+            self.saved = copy.deepcopy(self.pieces())  # the backups of the changed state overwrite them
         owners.synchronize_state()
         edits = not once or group.topology.node_rank == 0
         together(group.comm, lambda: self.replica.edit(change) if edits else None)
