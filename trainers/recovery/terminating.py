@@ -27,9 +27,9 @@ CODE = 128 + signal.SIGTERM
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
-_here: list[bool] = []  # for each open block whether SIGTERM has come; our handler is installed while there is a block
+_open: list["Terminating"] = []  # the blocks in which SIGTERM is caught: our handler is installed while there is one
+_came: list[int] = []  # signals that have come in open blocks, or in a block that an error has ended, and nobody heeded
 _quiet: list[bool] = []  # the open blocks that are quiet
-_missed: list[bool] = []  # SIGTERM came in a block that an error has ended, and the program may have caught the error
 
 
 class Terminated(SystemExit):
@@ -71,17 +71,16 @@ class Terminating(Callback):
     def __init__(self, comm: MPI.Intracomm | None = None, quiet: bool = False) -> None:
         self._comm, self._quiet = comm, quiet
         self.agreed = False  # all ranks know that a rank has received the signal
-        self._entered = False
 
     @property
     def active(self) -> bool:
         """Whether SIGTERM is caught now: in the block, unless the program has a handler of its own. Local."""
-        return self._entered
+        return self in _open
 
     @property
     def here(self) -> bool:
         """Whether this rank has received the signal in this block. Local."""
-        return self._entered and any(_here)
+        return self.active and bool(_came)
 
     def asked(self) -> bool:
         """Whether any rank has received the signal. Collective: an all-reduce of one number."""
@@ -90,11 +89,9 @@ class Terminating(Callback):
         return self.agreed
 
     def __enter__(self) -> "Terminating":
-        free = bool(_here) or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        free = bool(_open) or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if free and threading.current_thread() is threading.main_thread():
-            self._entered = True
-            _here.append(bool(_missed))
-            _missed.clear()
+            _open.append(self)
             signal.signal(signal.SIGTERM, _note)
         _quiet.extend([True] * self._quiet)
         return self
@@ -102,20 +99,17 @@ class Terminating(Callback):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._quiet:
             _quiet.pop()
-        if not self._entered:
+        if not self.active:
             return
-        came = self.here
-        self._entered = False
-        _here.pop()
-        if _here:
-            _here[-1] |= came and not self.agreed
+        _open.remove(self)
+        if _open:
             return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came and not self.agreed:  # the program has not called `asked` since
-            if kind is None:
-                os.kill(os.getpid(), signal.SIGTERM)
-            else:  # the error comes first; if the program catches it, the next block reports the signal
-                _missed.append(True)
+        if _came and not self.agreed:  # the program has not called `asked` since
+            if kind is not None:
+                return  # the error comes first; if the program catches it, the next block reports the signal
+            os.kill(os.getpid(), signal.SIGTERM)
+        _came.clear()
 
     def _end_fit(self, *_: Any, **__: Any) -> None:
         if self.here:
@@ -128,7 +122,7 @@ class Terminating(Callback):
 
 
 def _note(number: int, frame: object) -> None:
-    _here[:] = [True] * len(_here)
+    _came.append(number)
 
 
 # A forked child is not a rank. A closing Pool sends it SIGTERM and waits for its end, so the child must not have our
@@ -136,17 +130,17 @@ def _note(number: int, frame: object) -> None:
 
 
 def _block_signal() -> None:
-    if _here:
+    if _open:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def _unblock_signal() -> None:
-    if _here:
+    if _open:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _remove_handler() -> None:
-    if _here:
+    if _open:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _unblock_signal()
 

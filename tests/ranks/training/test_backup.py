@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from allreduce.errors import RankLostError
 from trainers import MirroredTrainer, NumpyNetwork, Sharded
 from trainers.group import broadcast_arrays
 from trainers.recovery import recovery
@@ -132,12 +133,14 @@ def test_the_state_from_before_an_edit_outlives_its_backups(
     for module in (mirrored, recovery):  # as under ULFM, without which there are no backups
         monkeypatch.setattr(module, "outlives_ranks", lambda strategy: True)
     with MirroredTrainer(NumpyNetwork([4, 3]), topology=flat, update=Sharded(copies=2)) as trainer:
-        strategy, before = trainer.strategy, list[Piece]()
+        strategy = trainer.strategy
         parameters = trainer.replica.state()["parameters"].copy()
-        strategy.edit(lambda: trainer.replica.parameters.fill(9.0), before)
-        found = newest(
-            several, before if several.rank else [], len(strategy.buffer)
-        )  # without rank 0, which has failed
+        with monkeypatch.context() as patch, pytest.raises(RankLostError, match="before all ranks had made the change"):
+            patch.setattr(trainer.topology, "finished", lambda ok: False)
+            strategy.edit(lambda: trainer.replica.parameters.fill(9.0))
+        assert strategy.saved is not None
+        own = strategy.saved if several.rank else []  # without rank 0, which has failed
+        found = newest(several, own, len(strategy.buffer))
         assert found is not None
         np.testing.assert_array_equal(found.state["parameters"][: parameters.size], parameters)
 
