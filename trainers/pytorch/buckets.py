@@ -26,7 +26,7 @@ from allreduce.errors import AllReduceError, OptionError
 from trainers import checks
 from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.replicas.pytorch.devices import Host
-from trainers.replicas.pytorch.tensors import TORCH, as_tensor, shaped
+from trainers.replicas.pytorch.tensors import TORCH, as_array, as_tensor, shaped
 from trainers.state.dealing import Share
 
 ALIGN_BYTES = 64  # every gradient begins at a cache line
@@ -394,9 +394,6 @@ class DenseBucket:
         return checks.overflowed(comm, joined, element)
 
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
-
-
 class Marks:
     """Detects edits of scattered gradients that PyTorch's version counter misses (`p.grad.data`, `p.grad.numpy()`).
 
@@ -411,7 +408,7 @@ class Marks:
     def __init__(
         self, flats: Mapping[str, Tensor], plan: Sequence[Bucket], owned: Sequence[Sequence[slice]], device: Host
     ) -> None:
-        self._marked: list[tuple[np.ndarray, np.ndarray, int]] = []  # memory as integers, indices, value
+        self._marked: list[tuple[np.ndarray, np.ndarray, Any]] = []  # memory, indices, value
         if device.kind != "cpu":
             return
         found: dict[str, list[int]] = {dtype: [] for dtype in flats}
@@ -424,9 +421,9 @@ class Marks:
                 if at < slot.stop:
                     found[bucket.dtype].append(at)
         for dtype, flat in flats.items():
-            integers = BITS[flat.element_size()]
-            mark = torch.tensor(torch.finfo(flat.dtype).max / 3, dtype=flat.dtype).view(integers).item()
-            self._marked.append((flat.view(integers).numpy(), np.array(found[dtype], np.intp), int(mark)))
+            memory = as_array(flat)
+            mark = memory.dtype.type(torch.finfo(flat.dtype).max / 3)
+            self._marked.append((memory, np.array(found[dtype], np.intp), mark))
 
     def put(self) -> None:
         """Write the marks: gradients are scattered now. Local."""

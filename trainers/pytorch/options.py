@@ -27,7 +27,7 @@ from trainers.options.average import REPLICATED, SHARDED, Average, Exact, LocalS
 from trainers.options.transforms import SkipNotFinite
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
-from trainers.replicas.pytorch.division import division_of
+from trainers.replicas.pytorch.division import division_of, foreign_error
 from trainers.replicas.pytorch.replica import NO_MOMENTUM, batch_norms
 from trainers.replicas.pytorch.tensors import DTYPES, is_dense
 from trainers.state import backup
@@ -256,17 +256,9 @@ def _argument_errors(optimizer: Optimizer, model: Module, options: Options, rank
 
 
 def _model_errors(optimizer: Optimizer, model: Module) -> Iterator[OptionError]:
-    own = {id(each) for each in model.parameters()}
-    in_groups = [each for group in optimizer.param_groups for each in group["params"]]
-    foreign = [each for each in in_groups if id(each) not in own]
-    trained = [each for each in in_groups if each.requires_grad]
-    if foreign:
-        yield OptionError(
-            f"the optimizer is of another model: {len(foreign)} of its {len(in_groups)} parameters (the first of "
-            f"shape {tuple(foreign[0].shape)}) are not in this {type(model).__name__}; make it from "
-            "model.parameters() of the same model, after everything that replaces parameters"
-        )
-    if not trained:
+    if wrong := foreign_error(model, optimizer):
+        yield OptionError(wrong)
+    if not any(each.requires_grad for group in optimizer.param_groups for each in group["params"]):
         yield OptionError("there is nothing to train: every parameter of the optimizer has requires_grad=False")
 
 

@@ -69,6 +69,20 @@ REMEDY = (
 )
 
 
+def foreign_error(module: nn.Module, optimizer: Optimizer) -> str:
+    """Return why an optimizer is not of this module, as text; "" if it is."""
+    inside = {id(each) for each in module.parameters()}
+    chosen = [each for group in optimizer.param_groups for each in group["params"]]
+    foreign = [each for each in chosen if id(each) not in inside]
+    if not foreign:
+        return ""
+    return (
+        f"the optimizer is of another model: {len(foreign)} of its {len(chosen)} parameters (the first of shape "
+        f"{tuple(foreign[0].shape)}) are not in this {type(module).__name__}; make it from parameters() of the same "
+        "model, after everything that replaces parameters"
+    )
+
+
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a parameter group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

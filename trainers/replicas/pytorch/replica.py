@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from trainers.arguments import require
 from trainers.data import Data, Tree, as_arrays, leaves, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.replica import ALL, Slices, slices_of, unfit_error
@@ -25,6 +26,7 @@ from trainers.replicas import precision as precisions
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.mean_of_rows import check_mean_of_rows
 from trainers.replicas.pytorch import devices, graphs, row_losses
+from trainers.replicas.pytorch.division import foreign_error
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
 from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, from_array, host_view, views
 
@@ -470,13 +472,8 @@ def _trained_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.
     if not isinstance(module, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         given = " and ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in (module, optimizer))
         raise ArgumentError(f"a torch.nn.Module and a torch.optim.Optimizer are needed, not {given}")
+    require(foreign_error(module, optimizer))
     chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    inside = {id(each) for each in module.parameters()}
-    if not chosen <= inside:
-        raise ArgumentError(
-            f"the optimizer is of another model: {len(chosen - inside)} of its {len(chosen)} parameters are not in "
-            f"this {type(module).__name__}; make it from module.parameters()"
-        )
     trained = [each for each in module.parameters() if id(each) in chosen and each.requires_grad]
     kinds = {(each.dtype, each.device) for each in trained}
     if len(kinds) != 1 or (kind := next(iter(kinds)))[1].type not in ("cpu", "cuda") or kind[0] not in DTYPES:
