@@ -22,6 +22,7 @@ from allreduce.transport.control import everywhere, raise_together, root_value
 from benchmarks.lib import outputs, sizes
 from benchmarks.lib.outputs import Screen
 from benchmarks.lib.results import FileError
+from trainers import arguments
 from trainers.datasets.parser import Parser
 
 Action = Callable[[Topology, argparse.Namespace, Screen], int]
@@ -158,20 +159,10 @@ def nodes(text: str) -> int | list[int]:
 
 def at_least(least: float, kind: Callable[[str], Any] = int, most: float = math.inf) -> Callable[[str], Any]:
     """A number of at least `least` and at most `most`, for argparse."""
+    if kind is int:
+        return arguments.integer(int(least), most).convert
     bounds = f">= {least}" if most == math.inf else f"from {least:g} to {most:g}"
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most or value == math.inf:
-            raise argparse.ArgumentTypeError(
-                f"must be {'an integer' if kind is int else 'a number'} {bounds}, got {text!r}"
-            )
-        return value
-
-    return parse
+    return arguments.number(f"a number {bounds}", lambda value: least <= value <= most).convert
 
 
 def several(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:

@@ -18,7 +18,7 @@ data = datasets.load("digits")
 network = NumpyNetwork([data.features, 64, 32, len(data.classes)], seed=0, lr=0.001)
 network.scale_input(data.shift, data.scale)
 callbacks = [  # the same on every rank
-    LearningRateSchedule(scale=4, warmup_epochs=2),  # for a batch 4 times as large
+    LearningRateSchedule(lambda epoch, rate: 0.9 * rate),  # of each epoch
     EarlyStopping("val_loss", patience=3, restore_best_weights=True),
     ModelCheckpoint("best.npz", save_best_only=True),  # rank 0 writes the files
     CSVLogger("log.csv"),

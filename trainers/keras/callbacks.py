@@ -11,7 +11,8 @@ from trainers.arguments import POSITIVE
 from trainers.errors import ArgumentError
 from trainers.keras.averaging import mirror_variables, wait_for_compiled
 from trainers.keras.optimizer import mirrored
-from trainers.watching.learning_rate import WARM_UP, warm_up_fraction
+
+WARM_UP = 5  # epochs
 
 CHANGE_TRAINING = (
     keras.callbacks.BackupAndRestore,
@@ -149,7 +150,7 @@ class WarmUp(keras.callbacks.Callback):
 
     def _part(self, batch: int) -> float:
         done = self._epoch + (batch + 1) / (self.params.get("steps") or 1)
-        return 1 + (self._scale - 1) * warm_up_fraction(done, self.epochs)
+        return 1 + (self._scale - 1) * (min(done / self.epochs, 1.0) if self.epochs else 1.0)
 
     def _set(self, factor: float) -> None:
         mirrored(self.model).learning_rate = self._rate * factor

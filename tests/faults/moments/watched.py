@@ -60,11 +60,11 @@ class Story(Callback):
         self.rates[self.epoch] = self.trainer.replica.learning_rates[0]
 
 
-def fitted(topology: Topology, folder: Path, story: Story, scale: Any, **options: Any) -> dict[str, Any]:
+def fitted(topology: Topology, folder: Path, story: Story, **options: Any) -> dict[str, Any]:
     x, y = data()
     early = EarlyStopping("loss", mode="max", patience=3, start_from_epoch=4, restore_best_weights=True)
     callbacks = [
-        LearningRateSchedule(lambda epoch, rate: 0.95 * rate, scale=scale),
+        LearningRateSchedule(lambda epoch, rate: 0.95 * rate),
         early,
         ModelCheckpoint(folder / "best.npz", "loss", save_best_only=True),
         ModelCheckpoint(folder / "{epoch}.npz"),
@@ -95,10 +95,10 @@ def main(way: str, dies: str, folder: str, *injected: str) -> None:
     if ranks is None:
         return
     late = isinstance(ranks, standby.JoiningRank)
-    came = fitted(ranks, Path(folder), Story(int(dies), bool(injected)), "ranks", on_failure="continue")
+    came = fitted(ranks, Path(folder), Story(int(dies), bool(injected)), on_failure="continue")
     alone = Path(folder) / f"alone {processes.here()[0]}"
     alone.mkdir()
-    came["alone"] = fitted(Topology(MPI.COMM_SELF), alone, Story(-1, False), 3)
+    came["alone"] = fitted(Topology(MPI.COMM_SELF), alone, Story(-1, False))
     print(json.dumps(came | {"late": late, "number": processes.here()[0]}), flush=True)
 
 

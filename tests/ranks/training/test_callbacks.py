@@ -146,7 +146,7 @@ def test_models_are_saved(update: str, flat: allreduce.Topology, folder: Path) -
 def test_a_schedule_trains_as_one_rank_does(flat: allreduce.Topology) -> None:
     def trained(topology: allreduce.Topology) -> np.ndarray:
         with trainer_of(topology) as trainer:
-            fit(trainer, LearningRateSchedule(lambda epoch, rate: 0.9 * rate, scale=4, warmup_epochs=2))
+            fit(trainer, LearningRateSchedule(lambda epoch, rate: 0.9 * rate))
             return trainer.replica.state()["parameters"].copy()
 
     alone = allreduce.Topology(MPI.COMM_SELF)
@@ -159,7 +159,7 @@ def test_a_schedule_trains_as_one_rank_does(flat: allreduce.Topology) -> None:
 def test_what_all_ranks_must_have(kind: str, flat: allreduce.Topology, folder: Path) -> None:
     made = {
         "ModelCheckpoint": lambda: ModelCheckpoint(folder / "m.npz"),
-        "LearningRateSchedule": LearningRateSchedule,
+        "LearningRateSchedule": lambda: LearningRateSchedule(lambda epoch, rate: rate),
         "EarlyStopping": lambda: EarlyStopping(restore_best_weights=True),
     }
     with trainer_of(flat) as trainer:

@@ -412,7 +412,7 @@ def test_a_learning_rate_that_a_callback_has_changed_goes_on(flat: allreduce.Top
 
 
 WATCHERS = {
-    "schedule": lambda folder: [LearningRateSchedule(lambda epoch, rate: 0.7 * rate, scale=3.0, warmup_epochs=2)],
+    "schedule": lambda folder: [LearningRateSchedule(lambda epoch, rate: 0.7 * rate)],
     "restoring": lambda folder: [EarlyStopping("loss", mode="max", patience=3, restore_best_weights=True)],
     "models": lambda folder: [
         ModelCheckpoint(f"{folder.parent}/{{epoch}}.npz", "loss", save_best_only=True, mode="max"),
@@ -449,7 +449,7 @@ def every_callback(folder: Path) -> list[Callback]:
         CheckDivergence(every=2, on_divergence="copy", source=SIZE - 1),
         CheckGradients("skip"),
         EarlyStopping("loss", patience=3, restore_best_weights=True),
-        LearningRateSchedule(lambda epoch, rate: 0.9 * rate, scale="ranks", warmup_epochs=2),
+        LearningRateSchedule(lambda epoch, rate: 0.9 * rate),
         ModelCheckpoint(folder / "{epoch}.npz", "loss", save_best_only=True),
         Prometheus(port=0),
         TensorBoard(folder / "logs", update_freq=2),

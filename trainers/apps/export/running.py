@@ -69,12 +69,6 @@ class Session:
             raise ExportError(f"onnxruntime can't run the exported model: {_first_line(error)}") from error
         return {name: np.concatenate(each) for name, each in zip(self._names, zip(*parts, strict=True), strict=True)}
 
-    def class_numbers(self, x: Tree) -> np.ndarray:
-        """Return the classes that a classifier answers, by number, (rows,)."""
-        labels = self.run(x)[LABEL]
-        places = {name: number for number, name in enumerate(self._about.classes)}
-        return np.array([places[name] for name in labels.tolist()], np.int64) if places else labels
-
 
 def batches_of(x: Tree) -> Iterator[Tree]:
     """Yield the rows of x in batches."""
