@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from trainers.recovery.terminating import Terminated, Terminating
     from trainers.replica import Replica
     from trainers.replicas.numpy.categories import CategoryNetwork, load_network, network_of
-    from trainers.replicas.numpy.embedding import EmbeddingNetwork
     from trainers.replicas.numpy.network import NumpyNetwork
     from trainers.spare_replicas import SpareReplicasTrainer
     from trainers.watching.history import Epoch, History
@@ -40,7 +39,6 @@ __all__ = [
     "CentralStorageTrainer",
     "Checkpoint",
     "ClipNorm",
-    "EmbeddingNetwork",
     "EnsembleModel",
     "EnsembleTrainer",
     "Epoch",
@@ -75,7 +73,6 @@ _MODULES = {
     "CentralStorageTrainer": "trainers.central_storage",
     "Checkpoint": "trainers.fit.checkpointing",
     "ClipNorm": "trainers.options.transforms",
-    "EmbeddingNetwork": "trainers.replicas.numpy.embedding",
     "EnsembleModel": "trainers.apps.ensemble.model",
     "EnsembleTrainer": "trainers.apps.ensemble.ensemble",
     "Epoch": "trainers.watching.history",

@@ -6,7 +6,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,19 +20,6 @@ Slices = slice | tuple[slice, ...]
 """A part of the parameters: a slice; or several slices in order, of a replica with `whole_tensors`."""
 
 ALL = slice(None)  # all parameters
-
-Rows = tuple[Any, Any]
-"""A sparse gradient: (indices, 1-D integers; values, one row for each index)."""
-
-
-class Table(NamedTuple):
-    """A table of parameters (an embedding) of which a batch uses a few rows. rows: how many it has. shape, dtype: of
-    one row of its gradients."""
-
-    name: str
-    rows: int
-    shape: tuple[int, ...]
-    dtype: str = "float32"
 
 
 class Hold:
@@ -60,9 +47,6 @@ class Replica(ABC):
     updated: names in `others` of the entries that an update changes: the elementwise arrays, and step counts.
     allocates: whether a step allocates and frees memory; the trainer then tells malloc to keep freed memory.
     essentials: names in `config` whose values a saved model must share to be restored here.
-    tables: the tables that are trained by sparse gradients; the parameters do not contain them.
-    sparse_gradients: of each table, from the last `gradients`, times `share`; indices may be unsorted and repeated.
-    sparse_sums: their sums over all ranks, set by the trainer before `update`; each index occurs once.
     notices: texts that the trainer logs once, on rank 0, when it is made: what is slow here, for example.
     counts: whether the loss may ignore rows, or weigh them by their targets; see `counted`.
     optional: the number of parameters, if a batch may leave some of them without a gradient; else 0.
@@ -100,9 +84,6 @@ class Replica(ABC):
     updated: tuple[str, ...] = ()
     allocates: bool = True
     essentials: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
-    sparse_gradients: Sequence[Rows] = ()
-    sparse_sums: Sequence[Rows] = ()
     notices: tuple[str, ...] = ()
     counts: bool = False
     optional: int = 0

@@ -12,7 +12,6 @@ from trainers.apps.serving.models import load_model, load_whole
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.errors import ArgumentError, DataError, ModelFileError
 from trainers.replicas.numpy.categories import CategoryNetwork
-from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.transforms import average
 
@@ -66,16 +65,11 @@ def test_a_table(tmp_path: Path) -> None:
         model.rows_of([["1", "Rom"], ["old", "Rom"]])
 
 
-def test_categories_and_words(tmp_path: Path) -> None:
+def test_categories(tmp_path: Path) -> None:
     model = load_model(saved(CategoryNetwork([5, 2], embedded=[(40, 3)]), tmp_path / "c.npz"))
     assert (model.kind, model.shape) == ("CategoryNetwork", (3,))
-    words = EmbeddingNetwork([3, 2], words=9)
-    model = load_model(saved(words, tmp_path / "w.npz"))
-    assert (model.kind, model.shape, model.dtype) == ("EmbeddingNetwork", (None,), np.int64)
-    x = np.array([[0, 8], [3, 3]])
-    assert np.array_equal(model.predict(x), words.predict(x))
-    with pytest.raises(ArgumentError, match="0 to 8"):
-        model.check(x + 1)
+    with pytest.raises(ArgumentError, match="0 to 39"):
+        model.check(np.array([[1, 2, 40]], np.float32))
 
 
 def write_onnx(path: Path, metadata: dict[str, str], size: int = 4) -> np.ndarray:

@@ -22,7 +22,6 @@ from trainers.datasets.columns import Category, Columns, Number
 from trainers.errors import ArgumentError, ExportError, ModelFileError
 from trainers.files import model_file
 from trainers.replicas.numpy.categories import CategoryNetwork, network_of
-from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
 
 COLUMNS = Columns([Number("age", 40.0, 0.1, True), Category("job", ("cook", "smith"))], "label", ["no", "yes"])
@@ -75,7 +74,6 @@ NETWORKS: dict[str, Callable[[], tuple[NumpyNetwork, np.ndarray]]] = {
         np.stack([[0.5, -1, number % 5, number % 2] for number in range(9)]),
     ),
     "only categories": lambda: (CategoryNetwork([3, 3], embedded=[(5, 3)]), np.arange(5)[:, None]),
-    "words": lambda: (EmbeddingNetwork([6, 3], words=11), np.arange(44).reshape(4, 11) % 11),
 }
 
 
@@ -91,7 +89,7 @@ def test_the_file_answers_as_the_network_does(name: str, tmp_path: Path) -> None
             assert about.rows == (32 if rows is None else len(rows))
             assert about.kind == type(network).__name__
         expected = trainer.predict(x)
-    feed = x.reshape(len(x), -1).astype(np.int64 if name == "words" else np.float32)
+    feed = x.reshape(len(x), -1).astype(np.float32)
     for rows in (len(x), 1, 0):
         found = answers(path, {"x": feed[:rows]})
         scores = found["output" if name == "regression" else "probabilities"]

@@ -17,7 +17,6 @@ from tests.frameworks.replica_checks import check_slices
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files.model_file import replacing
 from trainers.replicas.numpy import optimizers as numpy_optimizers
-from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
 
 RANDOM = np.random.default_rng(5)
@@ -370,67 +369,6 @@ def test_links_are_followed_and_pipes_are_written_to(tmp_path: Path) -> None:
     os.close(reader)
     assert pipe.is_fifo()
     assert {each.name for each in tmp_path.iterdir()} == {"model.npz", "link", "pipe"}
-
-
-WORDS = RANDOM.integers(0, 6, (9, 5))
-
-
-def test_gradients_of_a_table_are_finite_differences() -> None:
-    network = EmbeddingNetwork([4, 5, 3], words=7, activation="tanh", seed=1)
-    network.scale_input(0.5, 2.0)
-    network.bind(None, np.zeros(network.gradient_length, np.float32))
-    network.gradients(WORDS, CLASSES, 0.5)
-    ((indices, values),) = network.sparse_gradients
-    found = np.zeros_like(network.table)
-    np.add.at(found, indices, values)
-    assert not found[6].any()  # a word that does not occur
-    for place in ((0, 0), (3, 2), (5, 3)):
-        losses = []
-        for step in (0.01, -0.02):
-            network.table[place] += step
-            losses.append(network.gradients(WORDS, CLASSES, 1.0)[0])
-        network.table[place] += 0.01
-        assert found[place] == pytest.approx(0.5 * (losses[0] - losses[1]) / 0.02, rel=0.02, abs=1e-4)
-    network.gradients(WORDS[:0], CLASSES[:0], 0.0)
-    assert network.sparse_gradients[0][1].shape == (0, 4)
-
-
-def test_a_network_with_a_table_is_saved_and_loaded(tmp_path: Path) -> None:
-    network = EmbeddingNetwork([4, 3], words=7, seed=1)
-    before = network.table.copy()
-    network.gradients(WORDS, CLASSES, 1.0)
-    network.sparse_sums = [(np.array([2]), np.ones((1, 4), np.float32))]
-    network.update()
-    np.testing.assert_allclose(network.table[2], before[2] - 0.1)
-    network.learning_rates = [0.25, 0.75]
-    path = str(tmp_path / "model.npz")
-    network.save(path)
-    loaded = EmbeddingNetwork.load(path)
-    assert (loaded.table == network.table).all()
-    assert loaded.table_lr == 0.75
-    assert (loaded.predict(WORDS) == network.predict(WORDS)).all()
-    other = EmbeddingNetwork([4, 3], words=8)
-    with pytest.raises(ModelFileError, match="words=7"):
-        other.restore(path)
-    with pytest.raises(ModelFileError, match="the saved model is another one: table"):
-        other.load_state(network.state())
-    with pytest.raises(ModelFileError, match="another kind"):
-        NumpyNetwork.load(path)
-
-
-def test_what_a_network_with_a_table_refuses() -> None:
-    network = EmbeddingNetwork([4, 3], words=6)
-    for x, why in (
-        (X, "must be words"),
-        (WORDS[0], "must be words"),
-        (WORDS + 3, "has 0 to 5"),
-        (WORDS - 1, "from -1"),
-    ):
-        with pytest.raises(ArgumentError, match=why):
-            network.check(x, None)
-    for words in (0, 2.0, True):
-        with pytest.raises(ArgumentError, match="words, the number of the table's rows, must be an integer >= 1, got"):
-            EmbeddingNetwork([4, 3], words=words)
 
 
 @pytest.mark.parametrize("foreign", [object(), NumpyNetwork, numpy_optimizers.Adam])

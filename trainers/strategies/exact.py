@@ -141,8 +141,6 @@ class ExactMirrored(Mirrored):
         if wrong := exact_error(self._given, self._compress):
             return ArgumentError(wrong)
         kind = type(replica).__name__
-        if replica.tables:
-            return ArgumentError(f"Exact: the tables of this {kind} have sparse gradients, which are not exact")
         if replica.device != "cpu":
             return ArgumentError(f"Exact trains on the CPU, and this {kind} is on {replica.device!r}")
         return None

@@ -140,12 +140,6 @@ class LocalMirrored(Mirrored):
         replica, local = self.replica, self.local
         if wrong := local.length_error(replica.gradient_length):
             return ArgumentError(wrong)
-        if replica.tables:
-            return ArgumentError(
-                f"LocalSGD: this {type(replica).__name__} has sparse gradients (of its "
-                f"{replica.tables[0].name}), which are averaged in every step; leave out LocalSGD, or use a dense "
-                "embedding"
-            )
         return None
 
     def fit_error(self, options: StepOptions | None, rows: str | None) -> str:

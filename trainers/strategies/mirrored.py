@@ -206,8 +206,6 @@ class Mirrored(Strategy):
         together(group.comm, lambda: self.replica.edit(change) if edits else None)
         owners.synchronize_state()
         together(group.comm, self.replica.refresh)
-        if once and self.replica.tables:  # tables are not shared: only one rank of each node has changed its own
-            mirror(self)
 
     # Recovery after failures
 

@@ -16,9 +16,8 @@ from allreduce.arrays.chunks import chunk
 from allreduce.transport.control import all_values, combine
 from trainers.data import Batch, Data, row_count, sliced
 from trainers.options.transforms import EMA, Accumulate, ClipNorm, Schedule
-from trainers.replica import ALL, Replica, Rows, Slices, gradients_of
+from trainers.replica import ALL, Replica, Slices, gradients_of
 from trainers.strategies.alike import MARKS
-from trainers.strategies.sparse import SparseGradients
 from trainers.transforms import average, clip
 from trainers.transforms.clip import scale, sum_of_squares
 from trainers.watching.learning_rate import StepSchedule
@@ -55,8 +54,6 @@ class StepOptions(NamedTuple):
 
     def error(self, replica: Replica) -> str:
         """Return why this replica can't be trained with these options, as text; "" if it can. Local."""
-        if text := average.error(replica, self.ema):
-            return text
         rates = replica.learning_rates
         if self.schedule is None or any(rate > 0 for rate in rates):
             return ""
@@ -67,7 +64,7 @@ class UpdateRule:
     """Computes the gradients of a batch, and updates a replica by averaged gradients. Local, but for `hold_unused`.
 
     options: of the fit. norms: the norms of the gradients of an epoch. schedule: sets the learning rates of a step, if
-    there is one. tables: the sparse gradients, whose sums every rank has.
+    there is one.
     weight: the mean weight that the loss has counted in the rows of the last batch, times this rank's share of it.
     unused: the parameters for which the last batch gave no gradient; see Replica.unused.
     """
@@ -77,7 +74,6 @@ class UpdateRule:
         self.options = StepOptions()
         self.norms = NormMeter()
         self.schedule: StepSchedule | None = None
-        self.tables = SparseGradients(replica)
         self._sum: Any = None  # of the gradients of the micro-batches so far
         self._asks: bool | None = None  # whether ranks ask each other in each step, see `hold_unused`; None: not known
         self.take_none()
@@ -115,11 +111,9 @@ class UpdateRule:
         if count < 2:
             values = gradients_of(replica, batch.data, share)
             self.unused = replica.unused
-            self.tables.take(replica.sparse_gradients)
             return values
         self.unused = np.ones(replica.optional, bool)
         means: Any = 0.0
-        sparse: list[list[Rows]] = []
         for number in range(count):
             span = chunk(rows, count, number)
             part = (span.stop - span.start) / rows
@@ -132,14 +126,11 @@ class UpdateRule:
                 memory += self._sum
             self.unused = self.unused & replica.unused
             means = means + part * (values if gpu.is_gpu_array(values) else np.asarray(values, np.float64))
-            sparse.append([(_copy(rows), _copy(values)) for rows, values in replica.sparse_gradients])
-        self.tables.take([_joined(of_table) for of_table in zip(*sparse, strict=True)])
         return means
 
     def take_none(self) -> None:
         """Take note that this rank has no batch in this step. Local."""
         self.weight, self.unused = 0.0, np.ones(getattr(self._replica, "optional", 0), bool)
-        self.tables.take_none()
 
     def weigh(self, measured: Any, gradients: Sequence[Any]) -> None:
         """Divide gradients and the loss by the mean weight of the rows, if the loss counts weights. Local.
@@ -205,37 +196,18 @@ class UpdateRule:
             self._replica.average.move(self._replica.spans_in(part))
 
     def clip(self, gradients: Sequence[Any], squares: Any = None) -> None:
-        """Scale gradients, sparse ones too, so that their norm is at most `clip_norm`. See `apply`."""
+        """Scale gradients so that their norm is at most `clip_norm`. See `apply`."""
         if self.options.clip_norm is None:
             return
-        norm, factor = clip.clip(
-            gradients, self.options.clip_norm, self.squares(gradients) if squares is None else squares
-        )
+        squares = sum(map(sum_of_squares, gradients)) if squares is None else squares
+        norm, _ = clip.clip(gradients, self.options.clip_norm, squares)
         self.norms.set(norm)
-        if factor is not None:
-            self.tables.scale(factor)
-
-    def squares(self, gradients: Sequence[Any]) -> Any:
-        """Return the sum of the squares of gradients and of the sparse gradients, which every rank has."""
-        return sum(map(sum_of_squares, gradients)) + self.squares_of_tables()
-
-    def squares_of_tables(self) -> Any:
-        return sum(sum_of_squares(values.reshape(-1)) for _, values in self.tables.sums)
 
 
 def mean_weight(replica: Replica, data: Data) -> float:
     """Return the mean weight that the replica's loss counts in these rows; 0 if there are none. Local."""
     rows = row_count(data[0])
     return replica.counted(data[1]) / rows if replica.counts and rows else float(rows > 0)
-
-
-def _copy(array: Any) -> Any:
-    return array.copy() if gpu.is_gpu_array(array) else np.array(array)
-
-
-def _joined(parts: Sequence[Rows]) -> Rows:
-    indices, values = zip(*parts, strict=True)
-    return np.concatenate(indices), np.concatenate(values)
 
 
 def sum_over_ranks(comm: MPI.Intracomm, own: Any) -> float:

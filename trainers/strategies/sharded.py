@@ -117,7 +117,7 @@ class SliceOwners(StepOwners):
             return super().squares()
         own = sum(map(sum_of_squares, step.trained(self._part))) if self._node.tells else 0.0
         self._clock.start()
-        squares = sum_over_ranks(self._comm, own) + step.rule.squares_of_tables()
+        squares = sum_over_ranks(self._comm, own)
         self._clock.stop()
         return squares
 

@@ -22,6 +22,7 @@ from trainers.state.adopt import Piece
 from trainers.state.owners import Owners
 from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import FLAGS
+from trainers.transforms.clip import sum_of_squares
 
 
 class Step:
@@ -98,7 +99,6 @@ class Step:
         self.owners.reduce()
         if not self._ahead and not self._begin_update(self.trained(self.owners.own_part)):
             return
-        self._reduce_tables()
         squares = self.owners.squares() if self.rule.clips else None
         with self.span("update"):
             self.owners.update(squares)
@@ -121,9 +121,6 @@ class Step:
     def _add_up_measured(self) -> None:
         """Sum `measured` over the ranks. Collective."""
         raise NotImplementedError
-
-    def _reduce_tables(self) -> None:
-        """Sum the sparse gradients over the ranks, if there are any. Collective."""
 
 
 class ReducedStep(Step):
@@ -163,9 +160,6 @@ class ReducedStep(Step):
 
     def _add_up_measured(self) -> None:
         self.run("all_reduce", self.measured, lossless=True)
-
-    def _reduce_tables(self) -> None:
-        self.rule.tables.reduce(self.backend)
 
     @property
     def scatters(self) -> bool:
@@ -218,7 +212,7 @@ class StepOwners(Owners):
         self._step.reduce("all_reduce")
 
     def squares(self) -> Any:
-        return self._step.rule.squares(self._step.trained())
+        return sum(map(sum_of_squares, self._step.trained()))
 
     def update(self, squares: Any) -> None:
         """As Owners.update, and count the step. Local."""

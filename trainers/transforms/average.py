@@ -17,7 +17,6 @@ class Parameters(Protocol):
 
     average: "Average | None"
     gradient_dtype: str
-    tables: Any
 
     @property
     def parameter_count(self) -> int: ...
@@ -96,18 +95,6 @@ class Average:
         """Return the average of these slices on the host, one slice after the other; perhaps a view."""
         whole = on_host(self.array) if spans == self.spans else self.whole()
         return whole if spans == self.spans else np.concatenate([whole[each] for each in spans])
-
-
-def error(replica: Parameters, decay: Any) -> str:
-    """Return why a fit of this replica can't keep an average with this decay, as text; "" if it can. Local."""
-    if decay is None:
-        return ""
-    if replica.tables:
-        return (
-            f"EMA({decay}): the {replica.tables[0].name} of this {type(replica).__name__} has sparse gradients, and an "
-            "average of the other parameters would not fit it: leave out EMA, or use a dense embedding"
-        )
-    return ""
 
 
 def keep(replica: Parameters, decay: float | None) -> None:

@@ -4,10 +4,8 @@ import math
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from allreduce import notices
-from allreduce.arrays import dtypes, gpu
+from allreduce.arrays import dtypes
 from trainers import checks
 from trainers.arguments import name_error
 from trainers.checks import GradientArray, GradientCheck, Span
@@ -16,7 +14,7 @@ from trainers.watching.callback import Callback, Logs
 
 
 class CheckGradients(Callback):
-    """Checks every rank's own gradients in every step, sparse ones of `tables` too. Give it to all ranks or to none.
+    """Checks every rank's own gradients in every step. Give it to all ranks or to none.
 
     on_bad: "raise": all ranks raise the same NotFiniteError, which names the ranks and parameters whose gradients are
         NaN or infinite. "skip": log a warning, and leave out the step on all ranks: nothing is updated, the step does
@@ -39,8 +37,7 @@ class CheckGradients(Callback):
     def __init__(self, on_bad: str = "raise") -> None:
         self.on_bad = on_bad
         self.skipped = 0  # steps that were left out
-        # the check of the dense gradients and of each table; made in the first step
-        self._made: GradientCheck | None = None
+        self._made: GradientCheck | None = None  # made in the first step
 
     def __repr__(self) -> str:
         return f"CheckGradients(on_bad={self.on_bad!r})"
@@ -63,33 +60,23 @@ class CheckGradients(Callback):
             replica, backend = self.trainer.replica, self.trainer.strategy.allreduce
             own = dtypes.parse(replica.gradient_dtype)
             dense = GradientArray(_spans(replica), own, own if backend is None else backend.compression.sent(own))
-            sizes = [each.rows * math.prod(each.shape) for each in replica.tables]
-            tables = [
-                checks.table(each.name, size, dtypes.parse(each.dtype))
-                for each, size in zip(replica.tables, sizes, strict=True)
-            ]
-            self._made = GradientCheck(self.on_bad, [dense, *tables])
+            self._made = GradientCheck(self.on_bad, [dense])
         return self._made
 
     def before_update(self, epoch: int, batch: int) -> bool:
         check, strategy = self._check, self.trainer.strategy
         check.begin()
-        gradients, rows = strategy.core.local_gradients, strategy.rule.tables.local_rows
+        gradients = strategy.core.local_gradients
         if gradients is not None:
             check.check_array(0, gradients)
-        for number, brought in enumerate(rows, 1):
-            check.check_rows(number, *brought)
-        overflow = partial(self._overflow, gradients, rows)
+        overflow = partial(self._overflow, gradients)
         self.skipped += check.finish(self.trainer.group.comm, overflow, f"in epoch {epoch + 1}, step {batch + 1}, ")
         return check.left_out
 
-    def _overflow(self, gradients: Any, rows: Any, number: int) -> int:
-        """Return the first element of array `number` whose sum may overflow, or -1. Collective."""
+    def _overflow(self, gradients: Any, number: int) -> int:
+        """Return the first element of the gradients whose sum may overflow, or -1. Collective."""
         _, _, sent = self._check.arrays[number]
         length = self.trainer.replica.gradient_length
-        if number > 0:
-            length = self._check.arrays[number].spans[0].size
-            gradients = _whole(length, *rows[number - 1])
         return checks.overflow(self.trainer.group.comm, gradients, length, sent)
 
     def unusable(self, gradients: Any) -> bool:
@@ -117,12 +104,3 @@ def _spans(replica: Any) -> list[Span]:
     if start < replica.gradient_length:
         spans.append(Span("statistics" if spans else "parameters", start, replica.gradient_length - start))
     return spans
-
-
-def _whole(size: int, indices: Any, values: Any) -> np.ndarray:
-    """Return the absolute values of a sparse gradient, dense, 1-D, in float64. A row may occur several times."""
-    if gpu.is_gpu_array(values):
-        indices, values = indices.get(), values.get()
-    whole = np.zeros((size // max(1, math.prod(values.shape[1:])), *values.shape[1:]))
-    np.add.at(whole, indices, np.abs(values.astype(np.float64)))
-    return whole.reshape(-1)

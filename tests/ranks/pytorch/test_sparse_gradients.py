@@ -1,9 +1,8 @@
-"""Embeddings with sparse gradients train as on one rank: MirroredOptimizer, trainers, all_reduce and DDP."""
+"""Embeddings with sparse gradients train as on one rank: MirroredOptimizer, all_reduce and DDP."""
 
 from collections.abc import Callable, Generator
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
@@ -20,11 +19,9 @@ from allreduce.errors import OptionError  # noqa: E402
 from allreduce.torch_backend import Options  # noqa: E402
 from trainers import (  # noqa: E402
     CentralStorageTrainer,
-    EmbeddingNetwork,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
-    Sharded,
     SpareReplicasTrainer,
 )
 from trainers.callbacks import CheckDivergence, CheckGradients  # noqa: E402
@@ -277,51 +274,14 @@ def test_under_ddp() -> None:
     same(trained[1], trained[2])
 
 
-def test_numpy_network(flat: Topology) -> None:
-    """Any number of ranks trains the table as one rank does; a last batch of 4 rows leaves some ranks without rows."""
-    x = np.random.default_rng(0).integers(0, ROWS, size=(29, 6))
-
-    class Bare(EmbeddingNetwork):
-        """A replica whose parameters can't be in shared memory."""
-
-        def slice_error(self) -> str:
-            return "it has no slices"
-
-    strategies: list[Callable[[EmbeddingNetwork], Any]] = [
-        lambda given: MirroredTrainer(given, "ring", flat.split(RANK)),
-        lambda given: MirroredTrainer(given, "ring", flat),
-        lambda given: MirroredTrainer(given, "ring", flat, update="sharded"),
-        lambda given: MirroredTrainer(given, "auto", flat, update=Sharded(copies=2)),
-        lambda given: CentralStorageTrainer(given, flat, storage=1),
-        lambda given: CentralStorageTrainer(given, flat),
-    ]
-    trained = []
-    for make in strategies:
-        kind = Bare if make is strategies[-1] else EmbeddingNetwork
-        network = kind([4, 8, 2], words=ROWS, table_lr=2.0, optimizer="sgd", seed=1)
-        untouched = network.table[ROWS - 1].copy()
-
-        def edit(network: EmbeddingNetwork = network) -> None:
-            network.table[0] += 1
-
-        with make(network) as trainer:
-            trainer.fit(np.minimum(x, ROWS - 2), x[:, 0] % 2, epochs=2, batch_size=7, progress=False)
-            trainer.edit(edit)
-            trainer.fit(np.minimum(x, ROWS - 2), x[:, 0] % 2, epochs=1, batch_size=7, progress=False)
-        assert (network.table[ROWS - 1] == untouched).all()
-        assert len(set(flat.world.allgather(network.table.tobytes()))) == 1
-        trained.append(network)
-        np.testing.assert_allclose(network.table, trained[0].table, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(network.parameters, trained[0].parameters, rtol=1e-4, atol=1e-5)
-    assert np.abs(trained[0].table[1:] - EmbeddingNetwork([4, 8, 2], words=ROWS, seed=1).table[1:]).max() > 0.1
+def test_a_module_is_no_replica(flat: Topology) -> None:
     other: Any = nn.Linear(2, 2) if RANK == 1 else NumpyNetwork([4, 2])
-    refused: list[Callable[[Any], Any]] = [
+    trainers: list[Callable[[Any], Any]] = [
+        lambda given: MirroredTrainer(given, "ring", flat, update="sharded"),
+        lambda given: CentralStorageTrainer(given, flat, storage=1),
         lambda given: SpareReplicasTrainer(given, flat, spare=0),
         lambda given: ParameterServerTrainer(given, flat),
     ]
-    for make in refused:
-        with pytest.raises(ArgumentError, match=r"has sparse gradients \(of its table\), .* use MirroredTrainer"):
-            make(trained[0])
-    for make in (*strategies[2:5], *refused):
+    for make in trainers:
         with pytest.raises(ArgumentError, match="rank 1: a trainer takes a replica"):
             make(other)

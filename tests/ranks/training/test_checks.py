@@ -182,45 +182,6 @@ def test_sums_that_overflow(update: str, flat: allreduce.Topology, world: MPI.In
         assert np.isfinite(fit(trainer, CheckGradients()).column("loss")).all()
 
 
-@pytest.mark.parametrize("large", [False, True], ids=["nan", "large"])
-@pytest.mark.parametrize("kind", ["replicated", "sharded", "central"])
-def test_sparse_gradients_are_looked_at(kind: str, large: bool, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """Of an embedding table: NaN on one rank, and sums over all ranks that are infinite."""
-    words = np.random.default_rng(0).integers(0, 9, (24, 2))
-    for on_bad in ("raise", "skip"):
-        replica = trainers.EmbeddingNetwork([4, 8, 3], words=9, seed=1)
-        plain, calls = replica.gradients, []
-
-        def bad(*batch: Any, plain: Any = plain, calls: list[None] = calls, replica: Any = replica) -> Any:
-            values = plain(*batch)
-            calls.append(None)
-            if len(calls) == 2 and large:
-                replica.sparse_gradients[0][1][:] = 2e38
-            elif len(calls) == 2 and world.rank == 1:
-                replica.sparse_gradients[0][1][2, 1] = np.nan  # of the third word of this rank's rows
-            return values
-
-        replica.gradients = bad  # type: ignore[method-assign]
-        with KINDS[kind](replica, flat) as trainer:
-            check = CheckGradients(on_bad)
-
-            def run(trainer: Trainer = trainer, check: Callback = check) -> Any:
-                return trainer.fit(words, Y[:24], 2, 12, shuffle=False, callbacks=[check], progress=False)
-
-            if on_bad == "raise":
-                text = raised(world, NotFiniteError, run)
-                element = 4 * words[12:][4 + 1, 0] + 1
-                assert (
-                    "the sum of gradients overflows in table (element " in text
-                    if large
-                    else f"rank 1 has 1 NaN gradient, the first in table (element {element})" in text
-                )
-            else:
-                assert np.isfinite(run().column("loss")).all()
-                assert check.skipped == 1
-                assert np.isfinite(replica.table).all()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_that_was_left_out_has_no_loss(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     """The logs of batches have a NaN loss if no step was taken before."""

@@ -17,7 +17,6 @@ from tests.ranks.training.test_tables import rows_of
 from tests.training.test_tables import people, write
 from trainers import (
     EMA,
-    EmbeddingNetwork,
     LocalSGD,
     MirroredTrainer,
     NumpyNetwork,
@@ -107,14 +106,6 @@ def test_errors_are_raised_on_all_ranks(flat: allreduce.Topology, folder: Path) 
             network.parameters[0] -= last
         trainer.fit(X, Y, epochs=1, batch_size=20, progress=False)
     assert path.read_bytes() == before
-
-
-def test_a_table_of_words_is_exported(flat: allreduce.Topology, folder: Path) -> None:
-    words = np.random.default_rng(0).integers(0, 11, (20, 4))
-    with MirroredTrainer(EmbeddingNetwork([5, 3], words=11), topology=flat) as trainer:
-        trainer.fit(words, words[:, 0] % 3, epochs=1, batch_size=10, progress=False)
-        assert trainer.export(str(folder / "a.onnx")).rows == len(words)  # those of the fit
-        np.testing.assert_allclose(answers(folder / "a.onnx", words), trainer.predict(words), atol=1e-5)
 
 
 def test_the_command_predicts_by_an_exported_file(flat: allreduce.Topology, folder: Path) -> None:

@@ -17,7 +17,7 @@ from allreduce.call.call import Call
 from allreduce.errors import DisagreementError
 from allreduce.health.dump import Entry
 from tests.ranks.together import raised_everywhere
-from trainers import Checkpoint, EmbeddingNetwork, LocalSGD, MirroredTrainer, NumpyNetwork, OuterSGD, data, datasets
+from trainers import Checkpoint, LocalSGD, MirroredTrainer, NumpyNetwork, OuterSGD, data, datasets
 from trainers.callbacks import Callback, CheckDivergence, CheckGradients, EarlyStopping
 from trainers.errors import ArgumentError, DivergedError, ModelFileError, NotFiniteError
 from trainers.files import checkpoint as files
@@ -454,15 +454,6 @@ def test_ranks_with_different_options(world: MPI.Intracomm, flat: allreduce.Topo
             world, DisagreementError, lambda given=average: MirroredTrainer(network(), "ring", flat, average=given)
         )
         assert repr(other) in text
-
-
-def test_a_replica_with_tables_is_refused(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    text = raised_everywhere(
-        world,
-        ArgumentError,
-        partial(MirroredTrainer, EmbeddingNetwork([4, 3], words=9), topology=flat, average=LocalSGD(4)),
-    )
-    assert "sparse gradients" in text
 
 
 def test_an_outer_momentum_of_another_model(flat: allreduce.Topology) -> None:

@@ -21,7 +21,6 @@ from trainers import (
     CentralStorageTrainer,
     Checkpoint,
     ClipNorm,
-    EmbeddingNetwork,
     Exact,
     Loader,
     LocalSGD,
@@ -210,30 +209,6 @@ def test_a_step_that_is_left_out_leaves_no_trace(flat: allreduce.Topology) -> No
         assert all(math.isfinite(epoch.metrics["grad_norm"]) for epoch in history)
         assert np.isfinite(trainer.replica.state()["ema"]).all()
         assert len(set(trainer.parameters_sha256())) == 1
-
-
-@few
-def test_sparse_gradients_are_clipped(flat: allreduce.Topology) -> None:
-    """The table's rows count in the norm, and are scaled with the rest."""
-    words = np.random.default_rng(0).integers(0, 30, (40, 5))
-    labels = (words[:, 0] % 3).astype(np.int64)
-    found = []
-    with allreduce.Topology(MPI.COMM_SELF) as single:
-        for topology, make, count in (
-            (single, MirroredTrainer, 1),
-            (flat, MirroredTrainer, 3),
-            (flat, functools.partial(MirroredTrainer, update="sharded"), 3),
-            (flat, CentralStorageTrainer, 1),
-        ):
-            replica = EmbeddingNetwork([4, 3], words=30, optimizer="sgd", seed=1)
-            with make(replica, topology=topology) as trainer:
-                history = trainer.fit(
-                    words, labels, 2, 16, transforms=[Accumulate(count), ClipNorm(0.1)], progress=False
-                )
-                assert history[0].metrics["grad_norm"] > 0.1
-                found.append([history.column("grad_norm"), *replica.table.reshape(-1), *replica.state()["parameters"]])
-    for each in found[1:]:
-        np.testing.assert_allclose(np.hstack(each), np.hstack(found[0]), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
@@ -454,11 +429,6 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
             )
             assert type(made["average"]).__name__ in text
             assert type(transform).__name__ in text
-    with MirroredTrainer(EmbeddingNetwork([4, 3], words=9), "ring", flat) as trainer:
-        fit = functools.partial(
-            trainer.fit, np.ones((6, 2), int), np.ones(6, int), progress=False, transforms=[EMA(DECAY)]
-        )
-        assert "sparse gradients" in raised_everywhere(flat.world, ArgumentError, fit)
 
 
 def test_sums_of_squares() -> None:

@@ -13,13 +13,10 @@ from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.replica import Replica
 from trainers.replicas.numpy.categories import CategoryNetwork
-from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
 
 KIND = "Ensemble"  # of its files
-NETWORKS: dict[str, type[NumpyNetwork]] = {
-    each.__name__: each for each in (NumpyNetwork, CategoryNetwork, EmbeddingNetwork)
-}
+NETWORKS: dict[str, type[NumpyNetwork]] = {each.__name__: each for each in (NumpyNetwork, CategoryNetwork)}
 ROWS = 1024  # that a member predicts at a time
 
 Arrays = dict[str, np.ndarray]

@@ -14,10 +14,9 @@ from trainers.errors import ArgumentError
 from trainers.files import checkpoint, model_file
 from trainers.mirrored import MirroredTrainer
 from trainers.replicas.numpy.categories import CategoryNetwork, load_network
-from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
 
-NETWORKS = tuple(each.__name__ for each in (NumpyNetwork, CategoryNetwork, EmbeddingNetwork))
+NETWORKS = tuple(each.__name__ for each in (NumpyNetwork, CategoryNetwork))
 
 ABOUT = """Write a saved model as an ONNX file (.onnx), which runs without this package, by onnxruntime or in a browser.
 
@@ -88,7 +87,6 @@ def _prepared(options: argparse.Namespace) -> tuple[NumpyNetwork, Dataset | None
             f"{path} holds: {kind}. The command exports {', '.join(NETWORKS)}; other models export themselves, "
             "by trainer.export(path), and of an ensemble each member does"
         )
-    embeds = kind == EmbeddingNetwork.__name__
-    network = EmbeddingNetwork.load(path) if embeds else load_network(path)
+    network = load_network(path)
     data = None if options.data is None else datasets.load(options.data, columns=network.columns)
     return network, data

@@ -16,7 +16,6 @@ from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ModelFileError, TrainerError
 from trainers.files import model_file
 from trainers.replicas.numpy.categories import load_network
-from trainers.replicas.numpy.embedding import EmbeddingNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
 
 ENDINGS = (".npz", ".onnx")
@@ -78,15 +77,13 @@ class Model(ABC):
 
 
 class NetworkModel(Model):
-    """A NumpyNetwork, CategoryNetwork or EmbeddingNetwork. With a moving average of the parameters it predicts by
-    that."""
+    """A NumpyNetwork or CategoryNetwork. With a moving average of the parameters it predicts by that."""
 
     def __init__(self, network: NumpyNetwork) -> None:
         self._network = network
         self.kind = type(network).__name__
-        words = isinstance(network, EmbeddingNetwork)
-        self.shape = (None,) if words else (int(getattr(network, "features", None) or network.sizes[0]),)
-        self.dtype, self.outputs = np.dtype(np.int64 if words else np.float32), network.sizes[-1]
+        self.shape = (int(network.features or network.sizes[0]),)
+        self.dtype, self.outputs = np.dtype(np.float32), network.sizes[-1]
         self.columns = network.columns
         self.classes = () if network.columns is None else network.columns.classes
         self.probabilities = network.probabilities
@@ -175,7 +172,7 @@ def load_model(path: str) -> Model:
     if kind in OTHERS:
         module: Any = importlib.import_module(OTHERS[kind])
         return module.load_model(path)
-    return NetworkModel(EmbeddingNetwork.load(path) if kind == EmbeddingNetwork.__name__ else load_network(path))
+    return NetworkModel(load_network(path))
 
 
 def load_whole(path: str) -> Model:

@@ -22,8 +22,8 @@ class CategoryNetwork(NumpyNetwork):
         categories' values, from 0. The vectors take their places, so sizes[0] is the length of all of them together
         plus the number of the other columns.
 
-    The vectors are parameters as all others: every trainer trains them, with their gradients sent whole. For tables of
-    millions of rows see EmbeddingNetwork. Value 0 begins as a vector of zeros. Raises ArgumentError.
+    The vectors are parameters as all others: every trainer trains them, with their gradients sent whole. Value 0 begins
+    as a vector of zeros. Raises ArgumentError.
     """
 
     essentials = (*NumpyNetwork.essentials, "embedded")

@@ -253,10 +253,8 @@ class NumpyNetwork(FlatReplica):
                 last = graph.add(ACTIVATIONS[self._names["activation"]].operator, last)
         if self.probabilities:
             last = graph.add("Softmax", last, axis=1)
-        return graph.model([self._onnx_input(graph)], [graph.value(last, FLOAT, [FREE, self.sizes[-1]])])
-
-    def _onnx_input(self, graph: Graph) -> Any:
-        return graph.value(INPUT, FLOAT, [FREE, self.features])
+        given = graph.value(INPUT, FLOAT, [FREE, self.features])
+        return graph.model([given], [graph.value(last, FLOAT, [FREE, self.sizes[-1]])])
 
     def _graph_of_input(self, graph: Graph, given: str) -> str:
         """Add `_input` to a graph. given, returned: names of values."""

@@ -76,9 +76,6 @@ class ServerStrategy(Strategy, Owners):
             return error
         if replica.device != "cpu":
             return ArgumentError(f"{self.describe()} works on the CPU, and this replica is on {replica.device}")
-        if replica.tables:
-            what = f"this {type(replica).__name__} has sparse gradients (of its {replica.tables[0].name})"
-            return ArgumentError(f"{what}, which servers do not support; use MirroredTrainer or CentralStorageTrainer")
         return None
 
     def _own_argument_error(self, ranks: Topology) -> Exception | None:
