@@ -14,7 +14,7 @@ from trainers.errors import TrainerError
 from trainers.replicas.numpy.network import NumpyNetwork
 
 MODEL = NetworkModel(NumpyNetwork([4, 3]))
-WORDS = NetworkModel(NumpyNetwork([3, 2]))
+WORDS = NetworkModel(NumpyNetwork([2, 3]))
 WORDS.shape, WORDS.dtype = (None,), np.dtype(np.int64)  # as an ONNX file of words has them
 ROW = [1, 2.5, -3, 0]
 
