@@ -71,11 +71,10 @@ class MirroredTrainer(Trainer[Mirrored]):
         ArgumentError, as do `compress`, sparse `tables` and GPUs.
 
         With LocalSGD a round ends early, so that all ranks have the averaged parameters, before an evaluation,
-        `predict`, `save`, a checkpoint, the end of a fit, and the epoch events of callbacks with `reads_model`. Ranks
-        learn of an error, and of `stop_training`, at the end of a round; callbacks get a batch's metrics of this rank's
-        own rows. A resumed training has the bits of one with the same checkpoints. After a failure the remaining ranks
-        go back to the last average: at most one round is lost. Needs update="replicated", and a replica that updates
-        slices, without `tables`.
+        `predict`, `save`, the end of a fit, and the epoch events of callbacks with `reads_model`, but not before a
+        checkpoint. Ranks learn of an error, and of `stop_training`, at the end of a round; callbacks get a batch's
+        metrics of this rank's own rows. After a failure the remaining ranks go back to the last average: at most one
+        round is lost. Needs update="replicated", and a replica that updates slices, without `tables`.
 
         Raises, on all ranks, ArgumentError, DisagreementError (models that differ), UnknownBackendError,
         UnavailableError or OptionError, and frees what it created.
