@@ -48,30 +48,22 @@ def test_passing(inner: Inner) -> None:
 
 @pytest.mark.parametrize(("mpi", "rank"), [("openmpi", 0), ("mpich", 1)])
 def test_failing_on_one_rank(inner: Inner, rank: int) -> None:
-    """It fails on both ranks, with the traceback of the failing one, and the next tests run."""
-    body = f"def test_one():\n    assert comm.rank != {rank}, 'only here'\ndef test_two(): comm.Barrier()\n"
+    """It fails on both ranks, with the traceback of the failing one, and the next tests run. So do a set-up that fails
+    on one rank, and a test that one rank skips."""
+    body = (
+        f"def test_one():\n    assert comm.rank != {rank}, 'only here'\n"
+        f"@pytest.fixture\ndef broken():\n    assert comm.rank == {rank}\n"
+        "def test_two(broken): comm.Barrier()\n"
+        "def test_three():\n    if comm.rank: pytest.skip('not me')\n"
+        "def test_four(): comm.Barrier()\n"
+    )
     code, text, reports = inner(body)
     assert code != 0
-    assert "1 failed, 1 passed" in text
+    assert "2 failed, 1 passed, 1 error" in text
     assert f"rank {rank}: " in text
     assert "AssertionError: only here" in text
-    assert [report["ran"] for report in reports] == [2, 2]
-
-
-def test_failing_set_up_on_one_rank(inner: Inner) -> None:
-    body = (
-        "@pytest.fixture\ndef broken():\n    assert comm.rank == 0\n"
-        "def test_one(broken): comm.Barrier()\ndef test_two(): comm.Barrier()\n"
-    )
-    code, text, _ = inner(body)
-    assert code != 0
-    assert "1 passed, 1 error" in text
-
-
-def test_skipping_on_one_rank_is_a_failure(inner: Inner) -> None:
-    code, text, _ = inner("def test_one():\n    if comm.rank: pytest.skip('not me')\n")
-    assert code != 0
     assert "outcome on the ranks: passed, skipped" in text
+    assert [report["ran"] for report in reports] == [3, 3]
 
 
 @BOTH
