@@ -264,8 +264,8 @@ SCENARIOS = {
     "disagreement": Plan(16, 3, program="disagreement", backend="ring", faults=(Fault("differ", 1, "op", 20),)),
     "term": Plan(5, 2, goes_on=False, checkpoint=7, faults=(Fault("term", 1, turn=20),)),
 }
-# Exceptions and SIGTERM have tests of their own, test_abort.py and test_terminating.py; so have losses in calls and in a
-# sharded training, test_losses.py and test_lost_ranks.py.
+# Exceptions and SIGTERM have tests of their own, test_abort.py and test_terminating.py; so have losses in calls and in
+# a sharded training, test_losses.py and test_lost_ranks.py.
 SHORT = (
     "stop", "exit", "truncate", "shm", "losses in a training", "an alarm while a rank waits", "a wrong summand",
     "disagreement",
