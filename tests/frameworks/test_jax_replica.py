@@ -266,6 +266,10 @@ def test_data_that_does_not_fit() -> None:
     no_mean = JaxReplica(apply, optax.softmax_cross_entropy_with_integer_labels, params(), optax.adam(0.1))
     with pytest.raises(ArgumentError, match="scalar"):
         no_mean.check(X, Y)
+    summed = JaxReplica(apply, lambda output, y: loss(output, y) * len(y), params(), optax.adam(0.1))
+    summed.check(X, Y)
+    with pytest.raises(ArgumentError, match="is no mean over the rows"):
+        summed.check(X, Y, np.ones(len(X)))
     for what in (np.zeros(3, "float32"), np.zeros(ours.gradient_length)):
         with pytest.raises(ArgumentError, match="buffer must be 1-D, float32, of 36 elements"):
             ours.bind(None, what)

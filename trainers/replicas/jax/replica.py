@@ -28,7 +28,6 @@ from trainers.replicas.jax.optimizer import Optimizer
 from trainers.replicas.mean_of_rows import check_mean_of_rows
 
 Function = Callable[[Any, Any], Any]
-CHECKED, CLOSE = 8, 1e-2  # rows whose losses are compared with the mean loss, and the largest relative difference
 
 
 class JaxReplica(FlatReplica):
@@ -179,10 +178,8 @@ class JaxReplica(FlatReplica):
             else:
                 own = self._wide(None if weights is None else weights[:1])
                 jax.eval_shape(self._gradients, *model, *self._inputs(*sliced((x, y), slice(1))), own, 1.0)
-                if self.divided and weights is None:
+                if self.divided or weights is not None:
                     self._check_parts(x, y)
-                if weights is not None:
-                    self._check_mean(*self._inputs(*sliced((x, y), slice(CHECKED))))
         except ArgumentError:
             raise
         except Exception as error:  # whatever the user's functions raise
@@ -202,17 +199,6 @@ class JaxReplica(FlatReplica):
         name = getattr(self._loss, "__name__", type(self._loss).__name__)
         rough = bool(self._low) or self.gradient_dtype not in ("float32", "float64")
         check_mean_of_rows(name, x, y, loss, rough)
-
-    def _check_mean(self, x: Any, y: Any) -> None:
-        """Raise ArgumentError unless the loss of these rows is the mean of the losses of each."""
-        output = self._outputs(*self._model(), x)
-        rows = self._row_losses(output, y)
-        mean, found = float(self._loss(output, y)), float(rows.mean())
-        if abs(mean - found) > CLOSE * max(abs(mean), float(abs(rows).mean())):
-            raise ArgumentError(
-                "sample_weight and class_weight need a loss that is the mean over the rows: the loss of the first rows "
-                f"is {mean:.6g}, and the mean over single rows is {found:.6g}"
-            )
 
     # Inside
 
