@@ -29,8 +29,8 @@ class Alone(ABC):
     """A model and its optimizer in this process. parameters: flat, at the beginning."""
 
     @abstractmethod
-    def gradients(self, x: np.ndarray, y: np.ndarray) -> tuple[float, Arrays]:
-        """Return the loss and the gradients."""
+    def gradients(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, Arrays]:
+        """Return the loss, the sum of the weighted rows divided by their number, and the gradients."""
 
     @abstractmethod
     def update(self, gradients: Arrays, fraction: float) -> None:
@@ -64,16 +64,16 @@ class NumpyAlone(Alone):
         self.arrays: Arrays = [np.zeros(shape, np.float32) for shape in shapes]
         self.first, self.second = ([np.zeros(each.shape) for each in self.arrays] for _ in range(2))
 
-    def gradients(self, x: np.ndarray, y: np.ndarray) -> tuple[float, Arrays]:
-        weights, bias, last, last_bias = self.arrays
-        hidden = np.tanh(x @ weights + bias)
+    def gradients(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, Arrays]:
+        first, bias, last, last_bias = self.arrays
+        hidden = np.tanh(x @ first + bias)
         scores = hidden @ last + last_bias
         scores = scores - scores.max(1, keepdims=True)
         odds = np.exp(scores)
         odds /= odds.sum(1, keepdims=True)
-        loss = -np.log(odds[np.arange(len(y)), y]).mean()
+        loss = -(weights * np.log(odds[np.arange(len(y)), y])).mean()
         odds[np.arange(len(y)), y] -= 1
-        odds /= len(y)
+        odds *= weights[:, None] / len(y)
         inner = (odds @ last.T) * (1 - hidden**2)
         return float(loss), [x.T @ inner, inner.sum(0), hidden.T @ odds, odds.sum(0)]
 
@@ -108,10 +108,11 @@ class TorchAlone(Alone):
         self.torch = torch
         self.module, self.optimizer = torch_model(case)
 
-    def gradients(self, x: np.ndarray, y: np.ndarray) -> tuple[float, Arrays]:
+    def gradients(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, Arrays]:
         self.optimizer.zero_grad()
         output = self.module(self.torch.from_numpy(x))
-        loss = self.torch.nn.functional.cross_entropy(output, self.torch.from_numpy(y))
+        rows = self.torch.nn.functional.cross_entropy(output, self.torch.from_numpy(y), reduction="none")
+        loss = (rows * self.torch.from_numpy(weights.astype(x.dtype))).mean()
         loss.backward()
         return loss.item(), [each.grad.numpy().copy() for each in self.module.parameters()]
 
@@ -156,10 +157,10 @@ class JaxAlone(Alone):
         self.params, apply, loss, self.optimizer = jax_model(case)
         self.state, self.rate = self.optimizer.init(self.params), RATES[case.update]
         self.tree = jax.tree
-        self.measure = jax.jit(jax.value_and_grad(lambda params, x, y: loss(apply(params, x), y)))
+        self.measure = jax.jit(jax.value_and_grad(lambda params, x, y, w: loss(apply(params, x), y, w)))
 
-    def gradients(self, x: np.ndarray, y: np.ndarray) -> tuple[float, Arrays]:
-        loss, gradients = self.measure(self.params, x, y)
+    def gradients(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, Arrays]:
+        loss, gradients = self.measure(self.params, x, y, weights.astype(x.dtype))
         return float(loss), [np.array(each) for each in self.tree.leaves(gradients)]
 
     def update(self, gradients: Arrays, fraction: float) -> None:
@@ -192,8 +193,8 @@ def jax_model(case: Case) -> tuple[Any, Any, Any, Any]:
     more = {"momentum": 0.9} if case.update == "momentum" else {}
     optimizer = optax.inject_hyperparams(kind)(learning_rate=RATES[case.update], **more)
 
-    def loss(output: Any, y: Any) -> Any:
-        return optax.softmax_cross_entropy_with_integer_labels(output, y).mean()
+    def loss(output: Any, y: Any, weights: Any = 1.0) -> Any:
+        return (weights * optax.softmax_cross_entropy_with_integer_labels(output, y)).mean()
 
     return params, lambda params, x: jnp.tanh(x @ params["a"] + params["b"]) @ params["c"], loss, optimizer
 
@@ -205,9 +206,9 @@ class KerasAlone(Alone):
         self.model, self.loss, self.optimizer = keras_model(case)
         self.rate = RATES[case.update]
 
-    def gradients(self, x: np.ndarray, y: np.ndarray) -> tuple[float, Arrays]:
+    def gradients(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, Arrays]:
         self.model.zero_grad()
-        loss = self.loss(y, self.model(x, training=True))
+        loss = self.loss(y, self.model(x, training=True), sample_weight=weights)
         loss.backward()
         return loss.item(), [each.value.grad.numpy().copy() for each in self.model.trainable_variables]
 
@@ -262,18 +263,18 @@ def train(case: Case, start: np.ndarray) -> Result:
     losses, norms, total, taken = [], [], 0, np.zeros(len(models))
     for batches in case.batches():
         measured, lengths = [], []
-        for x, y in batches:
+        for x, y, weights in batches:
             if len(models) != case.workers(total):
                 models, taken = beginners(case, models[0].flat(), case.workers(total)), np.zeros(case.workers(total))
             step = []
             for number, model in enumerate(models):
-                own = slice(len(x) * number // len(models), len(x) * (number + 1) // len(models))
+                own = case.share(len(x), len(models), number)
                 rows = len(x[own])
                 if not rows and case.owner in OPTIMIZER:  # the user's loop steps without rows, and momentum goes on
                     model.update([np.zeros_like(each) for each in model.parameters()], case.fraction(total))
                 if not rows:
                     continue
-                loss, gradients = model.gradients(x[own], y[own])
+                loss, gradients = model.gradients(x[own], y[own], weights[own])
                 norm, gradients = clipped(gradients, most)
                 if not np.isfinite(norm):  # SkipNotFinite
                     continue

@@ -29,14 +29,15 @@ OWNER_NAMES = {
     "sharded optimizer": 'MirroredOptimizer(update="sharded")',
 }
 LOADER_NAMES = {"arrays": "", "stream": "Loader(steps=)", "shards": "load_shards"}
-Batch = tuple[np.ndarray, np.ndarray]
+Batch = tuple[np.ndarray, np.ndarray, np.ndarray]  # x, y, weights
 
 
 @dataclass(frozen=True)
 class Case:
     """One fit. ranks: those that train. resumed: the ranks that train on after a stop in step `stop`; 0 for no stop.
     killed: the rank that dies in step `stop`; -1 for none. nodes: simulated ranks per node; 0 for the real node.
-    bad: the row whose features are not finite, with SkipNotFinite."""
+    bad: the row whose features are not finite, with SkipNotFinite. weighs: whether rows have weights. uneven: whether
+    the ranks' parts of divided rows have any lengths, 0 too."""
 
     framework: str = "numpy"
     owner: str = "replicated"
@@ -58,6 +59,8 @@ class Case:
     shuffle: bool = True
     seed: int = 0
     bad: int | None = None
+    weighs: bool = False
+    uneven: bool = False
     number: int = -1
 
     def features(self) -> list[str]:
@@ -67,6 +70,7 @@ class Case:
             OWNER_NAMES[self.owner], self.average, *self.transforms, loader, f'allreduce="{self.backend}"',
             f'compress="{self.compress}"' * bool(self.compress), "several nodes" * bool(self.nodes),
             "resume on other ranks" * (self.resumed not in (0, self.ranks)), f"a {self.dtype} model",
+            "sample_weight" * self.weighs,
         ]  # fmt: skip
         return [name for name in named if name not in ("", "a float32 model")]
 
@@ -78,13 +82,27 @@ class Case:
     # The rows
 
     @cached_property
-    def data(self) -> Batch:
+    def data(self) -> tuple[np.ndarray, np.ndarray]:
         numbers = np.random.default_rng(self.seed)
         x = numbers.normal(size=(self.rows, FEATURES)).astype(self.dtype)
         y = np.abs(x[:, :CLASSES]).argmax(1).astype(np.int64)
         if self.bad is not None:
             x[self.bad] = np.nan
         return x, y
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """The weights of the rows: multiples of 1/4, some 0."""
+        drawn = np.random.default_rng(self.seed).integers(0, 8, self.rows) / 4
+        return drawn if self.weighs else np.ones(self.rows)
+
+    def share(self, rows: int, parts: int, part: int) -> slice:
+        """Return the part of a batch's rows that one of `parts` ranks has."""
+        if not (self.uneven and self.loader == "divided"):
+            return slice(rows * part // parts, rows * (part + 1) // parts)
+        cuts = np.sort(np.random.default_rng([self.seed, parts]).integers(0, rows + 1, parts - 1))
+        ends = [0, *cuts.tolist(), rows]
+        return slice(ends[part], ends[part + 1])
 
     def files(self) -> list[slice]:
         """Return the rows of each shard."""
@@ -115,10 +133,9 @@ class Case:
         """Return the global batches of each epoch."""
         x, y = self.data
         orders = [self.order(epoch) for epoch in range(self.epochs)]
-        size = self.batch_size
-        return [
-            [(x[rows[at : at + size]], y[rows[at : at + size]]) for at in range(0, self.rows, size)] for rows in orders
-        ]
+        size, weights = self.batch_size, self.weights
+        parts = [[rows[at : at + size] for at in range(0, self.rows, size)] for rows in orders]
+        return [[(x[rows], y[rows], weights[rows]) for rows in epoch] for epoch in parts]
 
     # Local SGD: ranks train alone between meetings
 
@@ -200,6 +217,9 @@ def draw_case(seed: int, number: int) -> Case:
         ranks, draw.choice([0, 0, 0, 1, 2]), rows=rows, batch_size=batch_size, epochs=draw.choice([1, 2, 3]),
         shuffle=draw.random() < 0.8, seed=draw.randrange(1000), number=number,
     )  # fmt: skip
+    case = replace(case, weighs=draw.random() < 0.2, uneven=draw.random() < 0.5)
+    if case.owner in OPTIMIZER or case.loader == "shards":
+        case = replace(case, weighs=False)
     if "SkipNotFinite" in chosen and case.loader != "shards" and draw.random() < 0.7:
         case = replace(case, bad=draw.randrange(rows))
     if stops and (last := case.epochs * case.steps) > 1:
@@ -229,6 +249,7 @@ def pairs() -> list[Case]:
         [{"compress": "bfloat16"}],
         [{"nodes": 1}],
         [{"stop": 2, "resumed": 3}],
+        [{"weighs": True}],
         *[[{"transforms": (name,)}] for name in TRANSFORMS],
     ]
     found = [chosen for axis in axes for chosen in axis]
@@ -250,7 +271,9 @@ def can_be_written(case: Case) -> bool:
     and the user's loop keeps the moving average and reads the batches."""
     if case.owner in ("central", "servers"):
         return not (case.average or case.compress) and case.backend in ("auto", Case.backend)
-    return case.owner not in OPTIMIZER or (case.loader == "arrays" and "EMA" not in case.transforms)
+    if case.loader == "shards" and case.weighs:
+        return False
+    return case.owner not in OPTIMIZER or (case.loader == "arrays" and "EMA" not in case.transforms and not case.weighs)
 
 
 PAIRS = pairs()

@@ -28,7 +28,7 @@ def train(case: Case, ranks: allreduce.Topology, resumes: bool, path: str) -> np
     rate = plain.param_groups[0]["lr"]
     if resumes:
         optimizer.load_state_dict(saved["optimizer"])
-    batches = [batch for epoch in case.batches() for batch in epoch]
+    batches = [(x, y) for epoch in case.batches() for x, y, _ in epoch]
     last = case.stop if case.stop and not resumes else len(batches)
     for number in range(first, last):
         optimizer.param_groups[0]["lr"] = rate * case.fraction(number)

@@ -47,9 +47,13 @@ class Judge:
         outcome: tuple[str, str] = ("right", "")
         for ranks, resumes in ((case.ranks, False), (case.resumed, True))[: 1 + bool(case.stop)]:
             topology = self.topology(ranks, case.nodes)
-            outcome = self.agreed(*self.part(case, topology, resumes, folder))
+            outcome = self.agreed(*(found := self.part(case, topology, resumes, folder)))
+            bits = found[1]
             if outcome[0] != "right":
                 break
+        if outcome[0] == "right" and case.stop and case.resumed == case.ranks and case.average != "LocalSGD":
+            whole = self.part(replace(case, stop=0, resumed=0), topology, False, folder)
+            outcome = self.agreed(*whole, bits)
         if self.comm.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         if outcome[0] == "wrong":
@@ -71,8 +75,13 @@ class Judge:
             return ("wrong", traceback.format_exc()), b""
         return ("right", ""), found[0].tobytes()
 
-    def agreed(self, outcome: tuple[str, str], bits: bytes) -> tuple[str, str]:
-        """Return the worst outcome of the ranks, or that they have different bits. Collective."""
+    def agreed(self, outcome: tuple[str, str], bits: bytes, before: bytes | None = None) -> tuple[str, str]:
+        """Return the worst outcome of the ranks, or that they have different bits. Collective.
+
+        before: the bits of the same training with a stop.
+        """
+        if outcome[0] == "right" and before is not None and before != bits:
+            outcome = "wrong", "a stop and a resume on as many ranks have given other bits"
         outcomes, held = zip(*self.comm.allgather((outcome, bits)), strict=True)
         worst: tuple[str, str] = max(outcomes, key=lambda each: ("right", "refused", "wrong").index(each[0]))
         if worst[0] == "right" and len({each for each in held if each}) > 1:

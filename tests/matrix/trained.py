@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 import allreduce
-from allreduce.arrays.chunks import chunk
 from tests.matrix import alone
 from tests.matrix.alone import HIDDEN, RATES
-from tests.matrix.case import CLASSES, FEATURES, MIRRORED, OPTIMIZER, Batch, Case
+from tests.matrix.case import CLASSES, FEATURES, MIRRORED, OPTIMIZER, Case
 from trainers import (
     EMA,
     Accumulate,
@@ -112,18 +111,19 @@ def trainer_of(case: Case, topology: allreduce.Topology) -> Any:
 
 
 class Stream:
-    """A loader without a length: a part of the rows of each batch."""
+    """A loader without a length: a part of the rows of each batch; all of them if it is the only part."""
 
-    def __init__(self, batches: list[list[Batch]], part: int, parts: int) -> None:
-        self._epochs, self._part, self._parts, self._epoch = batches, part, parts, 0
+    def __init__(self, case: Case, part: int = 0, parts: int = 1) -> None:
+        self._case, self._part, self._parts, self._epoch = case, part, parts, 0
+        self._epochs = case.batches()
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
-    def __iter__(self) -> Iterator[Batch]:
-        for x, y in self._epochs[self._epoch]:
-            own = chunk(len(x), self._parts, self._part)
-            yield x[own], y[own]
+    def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:
+        for x, y, weights in self._epochs[self._epoch]:
+            own = self._case.share(len(x), self._parts, self._part) if self._parts > 1 else slice(None)
+            yield (x[own], y[own], *[weights[own]] * self._case.weighs)
 
 
 class Batches(Stream):
@@ -136,7 +136,8 @@ class Batches(Stream):
 def source_of(case: Case, trainer: Any, topology: allreduce.Topology, folder: str) -> tuple[tuple[Any, ...], dict]:
     """Return the data of a fit and its options. Collective."""
     if case.loader == "arrays":
-        return case.data, {"batch_size": case.batch_size, "shuffle": case.shuffle, "seed": case.seed}
+        weights = {"sample_weight": case.weights} if case.weighs else {}
+        return case.data, {"batch_size": case.batch_size, "shuffle": case.shuffle, "seed": case.seed} | weights
     if case.loader == "shards":
         if topology.rank == 0:
             write_shards(case, folder)
@@ -147,10 +148,10 @@ def source_of(case: Case, trainer: Any, topology: allreduce.Topology, folder: st
     if case.loader == "divided" and part is None:
         return (Loader(None, "divided"),), {}
     if case.loader == "divided":
-        return (Loader(Batches(case.batches(), part, parts), "divided"),), {}
+        return (Loader(Batches(case, part, parts), "divided"),), {}
     if case.loader == "whole":
-        return (Loader(Batches(case.batches(), 0, 1), "whole"),), {}
-    return (Loader(Stream(case.batches(), 0, 1), "whole", case.steps),), {}
+        return (Loader(Batches(case), "whole"),), {}
+    return (Loader(Stream(case), "whole", case.steps),), {}
 
 
 def write_shards(case: Case, folder: str) -> None:
