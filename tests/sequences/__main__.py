@@ -2,8 +2,8 @@
 
     mpirun -n 3 python -m tests.sequences [WHAT] [--seed 1] [--sequences 100] [--calls 14] [--seconds 600] [--verbose]
 
-WHAT: trainers; loaders: fits with loaders; files: fits on shards and tables; loops: of PyTorch, with MirroredOptimizer
-and DDP; backends; composition: of the features of backends; found: defects found so far, and trainers.
+WHAT: trainers; loops: of PyTorch, with MirroredOptimizer and DDP; backends; composition: of the features of backends;
+found: defects found so far, and trainers.
 
 All ranks draw the same calls from the seed. A sequence creates trainers of all kinds on a few replicas, one after the
 other and side by side, and calls them: fits of all sizes that finish, are stopped, or raise an error on one rank or on
@@ -27,17 +27,11 @@ from typing import Any
 
 from mpi4py import MPI
 
-from allreduce.topology import Topology
 from tests.sequences.backends import Backends
 from tests.sequences.calls import FailureError
-from tests.sequences.cases import Cases
 from tests.sequences.composition import Composition
-from tests.sequences.files import FILES
 from tests.sequences.found import run_found
-from tests.sequences.loaders import LOADERS
 from tests.sequences.sequence import Sequence
-
-FITS = {fits.name: fits for fits in (LOADERS, FILES)}
 
 
 def has_torch() -> bool:
@@ -53,7 +47,7 @@ def options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "what", choices=["trainers", *FITS, "loops", "backends", "composition", "found"], nargs="?", default="trainers"
+        "what", choices=["trainers", "loops", "backends", "composition", "found"], nargs="?", default="trainers"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the first sequence; the next ones count on")
     parser.add_argument("--sequences", type=int, default=100)
@@ -71,8 +65,6 @@ def run(comm: MPI.Intracomm, seed: int, given: argparse.Namespace, torch: bool) 
     sequence: Any = None
     if given.what == "trainers":
         sequence = Sequence(comm, seed, folder, given.verbose, torch, tuple(given.without))
-    elif given.what in FITS:
-        sequence = Cases(FITS[given.what], Topology(comm), seed, given.verbose)
     elif given.what == "backends":
         sequence = Backends(comm, seed, folder, given.verbose)
     elif given.what == "composition":
