@@ -57,6 +57,8 @@ def install() -> None:
         return
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)  # again: it must run before the functions of modules imported since, which wait for ranks
+    if ulfm.in_force():
+        _wait_at_end()
     if sys.excepthook in _installed:
         return
     previous, previous_thread = sys.excepthook, threading.excepthook
@@ -249,6 +251,22 @@ def _agree_on_end(code: int) -> int:
         return 0
 
 
+@functools.cache
+def _wait_at_end() -> int:
+    """Make this rank wait for the end of the others before MPI_Finalize, also if the program calls it. Local, once.
+
+    Returns the key of an attribute of MPI.COMM_SELF. The rank waits when it is deleted, at the latest by MPI_Finalize.
+    """
+
+    def wait(*_: object) -> None:
+        if code := _agree_on_end(0):
+            _exit(code)
+
+    key = MPI.Comm.Create_keyval(delete_fn=wait)
+    MPI.COMM_SELF.Set_attr(key, True)
+    return key
+
+
 def _at_exit() -> None:
     """At exit: end the job if an exception has bypassed our hook; else tell the others that this program has ended."""
     if MPI.Is_finalized() or children.forked():
@@ -259,5 +277,5 @@ def _at_exit() -> None:
         end_job(f"{type(died).__name__}: {died}\n", exit_code_of(died))
     for call in _leaving:
         call("it has ended its program" if died is None else f"{type(died).__name__}: {died}")
-    if code := _agree_on_end(0):
-        _exit(code)
+    if ulfm.in_force():
+        MPI.COMM_SELF.Delete_attr(_wait_at_end())

@@ -201,6 +201,23 @@ def test_ranks_that_have_left_end_when_another_ends_the_job(mpirun: JobRunner, o
     assert "has left: it has ended its program" in job.stderr
 
 
+FINALIZES = """
+import numpy as np
+from mpi4py import MPI
+import allreduce
+with allreduce.create("ring") as reduce:
+    reduce(np.ones(10))
+if MPI.COMM_WORLD.rank == 0:
+    MPI.Finalize()
+print("ends", flush=True)
+"""
+
+
+def test_a_rank_that_calls_finalize_itself_waits_for_the_others_as_they_do(mpirun: JobRunner) -> None:
+    job = mpirun(3, ["-c", FINALIZES], ulfm=True, timeout=60)
+    assert (job.returncode, job.stdout.count("ends")) == (0, 3), job.stderr
+
+
 def test_who_has_left_after_an_agreement_is_not_missed_in_it() -> None:
     """The message that the rank has left may arrive before the answer."""
     with Topology(MPI.COMM_SELF) as topology:
