@@ -57,8 +57,7 @@ def install() -> None:
         return
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)  # again: it must run before the functions of modules imported since, which wait for ranks
-    if ulfm.in_force():
-        _wait_at_end()
+    _wait_at_end()
     if sys.excepthook in _installed:
         return
     previous, previous_thread = sys.excepthook, threading.excepthook
@@ -252,11 +251,14 @@ def _agree_on_end(code: int) -> int:
 
 
 @functools.cache
-def _wait_at_end() -> int:
-    """Make this rank wait for the end of the others before MPI_Finalize, also if the program calls it. Local, once.
+def _wait_at_end() -> int | None:
+    """Under ULFM, make this rank wait for the end of the others before MPI_Finalize, which the program may call. Local,
+    once.
 
     Returns the key of an attribute of MPI.COMM_SELF. The rank waits when it is deleted, at the latest by MPI_Finalize.
     """
+    if not ulfm.in_force():
+        return None
 
     def wait(*_: object) -> None:
         if code := _agree_on_end(0):
@@ -277,5 +279,5 @@ def _at_exit() -> None:
         end_job(f"{type(died).__name__}: {died}\n", exit_code_of(died))
     for call in _leaving:
         call("it has ended its program" if died is None else f"{type(died).__name__}: {died}")
-    if ulfm.in_force():
-        MPI.COMM_SELF.Delete_attr(_wait_at_end())
+    if (key := _wait_at_end()) is not None:
+        MPI.COMM_SELF.Delete_attr(key)
