@@ -95,7 +95,8 @@ class Shared(TwoPhase):
         nbytes = call.length * call.dtype.itemsize
         if self._by_c and call.kind == "all_reduce" and op.adds and call.dtype.name in kernels.SUMMED:
             if nbytes <= (COPIED_BYTES if call.memory == ALLOCATED else STAGED_BYTES // self.size):
-                return Work(id, quiet=True, place=place, total=partial(self._copied, op=op))
+                compared = place if call.memory == ALLOCATED else None
+                return Work(id, quiet=True, place=compared, total=partial(self._copied, call, op))
             if call.memory == ALLOCATED and nbytes <= IN_PLACE_BYTES:
                 return Work(self.context.executor.fence, quiet=True, place=place, total=partial(self._placed, op=op))
         if call.memory == ALLOCATED:
@@ -125,11 +126,11 @@ class Shared(TwoPhase):
     # Short arrays, in one call of C. Copies of even calls and of odd calls have two places, so that no fence is needed
     # after the sum: no rank is more than one call ahead of another. (The idea is that of DeepSpeed's shm.cpp.)
 
-    def _copied(self, buffer: np.ndarray, op: Op) -> Sum:
-        """Return the sum of all ranks' copies that each rank writes to its own array. Local."""
+    def _copied(self, call: Call, op: Op, buffer: np.ndarray | None) -> Sum:
+        """Return the sum of all ranks' copies that each rank writes to its own array, which may follow. Local."""
         rows, half = [MPI.Get_address(row) for row in self._copies], self._copies.shape[1] // 2
-        odd = [row + half for row in rows]
-        return Sum(buffer.dtype, buffer.size, op.scale, [MPI.Get_address(buffer)], (rows, odd), self._copies)
+        outs, odd = [0 if buffer is None else MPI.Get_address(buffer)], [row + half for row in rows]
+        return Sum(call.dtype, call.length, op.scale, outs, (rows, odd), self._copies)
 
     def _placed(self, buffer: np.ndarray, op: Op) -> Sum:
         """Return the sum of this rank's chunk, which it writes to all ranks' arrays. Local."""

@@ -20,7 +20,6 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import kernels
-from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.arrays.workspace import Workspace
 from allreduce.call.call import AGREEING, MEETING, SEQUENCE_BITS, SEQUENCE_MASK, Call, fingerprint
 from allreduce.call.queue import Future, Queue, Worker, without_frames
@@ -63,7 +62,7 @@ class PreparedCall(NamedTuple):
     fingerprint: of the call, and of the tree whose arrays the buffer holds. tree: this tree in words, or "". place:
     returns the place of an array in memory from `allocate`; the ranks compare it. address: returns the address of an
     array, which the other ranks of the node need; see `Executor.addresses`. total: returns the Sum of an array, which
-    C does when the ranks have met, before `run`; only with a `place`.
+    C does when the ranks have met, before `run`. Without a `place` the array may be None: each call names its own.
     """
 
     call: Call
@@ -264,7 +263,8 @@ class Executor:
         """
         wait, ident, record = self.wait, get_ident, dump.record
         user, observers, call, work = wait.user, self.observers, prepared.call, prepared.run
-        fixed, find = self._meeting(prepared, bound)[0], self._find(prepared)
+        fixed, aim = self._meeting(prepared, bound)
+        find, aim = self._find(prepared), aim if bound is None else None
         meets = self._topology.size > 1
 
         def run(flat: Any = bound) -> None:
@@ -278,6 +278,8 @@ class Executor:
                 wait.call = prepared  # no function call, so no thread switch, between the check above and this line
                 if find is not None:
                     here, meet = find(flat)
+                if aim is not None:
+                    aim(flat)
                 if meet is not None:
                     sequence = self._sequence = self._sequence + 1
                     if not meet(sequence):
@@ -293,9 +295,8 @@ class Executor:
                 wait.call = None
                 event = (user, count, call, begin, end)
                 record(event)
-                if observers:
-                    for observe in observers:
-                        observe(event)
+                for observe in observers:
+                    observe(event)
 
         return run
 
@@ -342,17 +343,17 @@ class Executor:
         also return a function that makes it sum another one."""
         if self._slot is None or not self.orders or prepared.address is not None:
             return None, None
-        if prepared.total is None or array is None:
+        if prepared.total is None or (array is None and prepared.place is not None):
             return self._slot.meeting(prepared.fingerprint, self._spin), None
         return self._slot.summing(prepared.fingerprint, self._spin, prepared.total(array))
 
     def _find(self, prepared: PreparedCall) -> Callable[[Any], tuple[PreparedCall, Meet | None]] | None:
         """Return a function that returns a call at an array's place in memory from `allocate`, and how the ranks meet
         in it; None if they compare no places."""
-        place, moves = prepared.place, prepared.call.memory != ALLOCATED
+        place = prepared.place
         if place is None or self._meeting(prepared, None)[0] is None:
             return None
-        known: dict[Place | None, tuple[PreparedCall, Any, Any]] = {}
+        known: dict[Place | None, tuple[PreparedCall, Any]] = {}
 
         def find(array: Any) -> tuple[PreparedCall, Meet | None]:
             key = place(array)
@@ -361,16 +362,13 @@ class Executor:
                 if len(known) >= MOST_PLACES:  # a program with ever new slices
                     known.clear()
                 here = prepared.at(key)
-                known[key] = found = here, *self._meeting(here, array)
-            here, meet, aim = found
-            if aim is not None and moves:
-                aim(array)
-            return here, meet
+                known[key] = found = here, self._meeting(here, array)[0]
+            return found
 
         return find
 
     def _rendezvous(self, prepared: PreparedCall, flat: Any) -> None:
-        """Meet in a call for which `prepare` has no Rounds: by place or address, on several nodes, by messages."""
+        """Meet in a call for which `prepare` has no faster way: by place or address, on several nodes, by messages."""
         if prepared.place is not None:
             prepared = prepared.at(prepared.place(flat))
         address = 0 if prepared.address is None else prepared.address(flat)
