@@ -157,9 +157,10 @@ class Case:
         """Return whether the workers take the mean of their parameters after so many steps."""
         if self.average != "LocalSGD":
             return False
-        begun = self.stopped if self.stop and steps > self.stopped else 0
-        due = (steps - begun) % self.numbers["every"] == 0
-        return due or steps in (self.epochs * self.steps, self.stopped if self.stop else 0)
+        goes_on = self.resumed == self.ranks and self.owner not in OPTIMIZER  # with the round, after the stop
+        stopped = self.stopped if self.stop and not goes_on else 0
+        due = (steps - (stopped if steps > stopped else 0)) % self.numbers["every"] == 0
+        return due or steps in (self.epochs * self.steps, stopped)
 
     # The numbers of the transforms
 

@@ -182,8 +182,7 @@ def train(case: Case, ranks: allreduce.Topology, resumes: bool, folder: str) -> 
     stops = [StopAt(case.stop)] if case.stop and not resumes and ranks.rank == case.seed % ranks.size else []
     kept = None
     if case.stop:
-        every = "9999 steps" if case.average == "LocalSGD" else "1 step"  # which would end each round
-        kept = Checkpoint(os.path.join(folder, "run"), every, same_data=False)
+        kept = Checkpoint(os.path.join(folder, "run"), "1 step", same_data=False)
     with trainer_of(case, ranks) as trainer:
         data, options = source_of(case, trainer, ranks, folder)
         history = trainer.fit(
