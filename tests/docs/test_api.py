@@ -268,8 +268,15 @@ def test_programs_are_found() -> None:
     assert sum(len(re.findall(r"^```python\n", text, re.MULTILINE)) for text in texts) == fences
 
 
+def marked(job: list[Program]) -> Any:
+    """Mark the programs of the frameworks whose import takes longest."""
+    expensive = job[0].framework in ("jax", "keras")
+    name = f"{job[0].name}+{len(job) - 1}"
+    return pytest.param(job, marks=pytest.mark.expensive if expensive else (), id=name)
+
+
 @pytest.mark.jobs
-@pytest.mark.parametrize("job", jobs(), ids=lambda job: f"{job[0].name}+{len(job) - 1}")
+@pytest.mark.parametrize("job", [marked(job) for job in jobs()])
 def test_programs(mpirun: JobRunner, tmp_path: Path, job: list[Program]) -> None:
     first = job[0]
     if not importable(first.framework):
