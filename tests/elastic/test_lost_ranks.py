@@ -114,6 +114,7 @@ def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRu
             np.testing.assert_allclose([e[metric] for e in came[name]["history"]], [e[metric] for e in alone], **exact)
     assert {sum(epoch["staleness"]) for epoch in came["async"]["history"]} == {5 * 3}  # each part counts once
     assert "a server has failed" in came["no server"]["error"]
+    assert job.stderr.count(" continue") == 4, job.stderr  # a training without its server does not
 
 
 def test_servers_and_spare_replicas_with_loaders_go_on_without_a_worker(mpirun: JobRunner) -> None:

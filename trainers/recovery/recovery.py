@@ -230,18 +230,18 @@ class Recovery:
             if not self._continues:
                 call.save_before_stop()
 
-        def end() -> None:
+        def end(continues: bool) -> None:
             strategy.saved, strategy.carried = None, {}
-            self._record_failure(before, during, time.monotonic() - begin)
+            self._record_failure(before, during, time.monotonic() - begin, continues)
 
         try:
             topology = recover(topology, repair, partial(self._advance, admit))
         except Exception as error:
             # all ranks have this error: the recovery worked, the call did not
             if everywhere(error, strategy.group.topology.world):
-                end()
+                end(False)
             raise
-        end()
+        end(self._continues)
         if not self._continues:
             why = self.failures[-1] if self.failures else f"not all ranks completed {during}, but none has failed"
             raise on_all_ranks(RankLostError(f'{why}; the job stops (on_failure="stop")'), topology.world)
@@ -296,7 +296,7 @@ class Recovery:
         text = f"a rank that failed in {call} had the only copy of a part of the optimizer's state, and {way}"
         return on_all_ranks(RankLostError(text), self._strategy.group.topology.world)
 
-    def _record_failure(self, before: tuple[int, ...], during: str, seconds: float) -> None:
+    def _record_failure(self, before: tuple[int, ...], during: str, seconds: float, continues: bool) -> None:
         """Add the failure to `failures`, and log it if the remaining ranks continue. Local.
 
         before: the ranks before the failure, in MPI.COMM_WORLD. during: the call. seconds: of the recovery.
@@ -306,7 +306,7 @@ class Recovery:
         gone = tuple(rank for rank in before if rank not in left)
         if gone:
             self.failures.append(Failure(gone, len(left), during, seconds))
-        if group.rank == 0 and self._continues:
+        if group.rank == 0 and continues:
             rest = f"{len(left)} ranks continue" if len(left) > 1 else "one rank continues alone"
             if gone:
                 log.warning("trainers: %s; %s (after %.3f s)", self.failures[-1], rest, seconds)
