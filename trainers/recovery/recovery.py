@@ -143,7 +143,7 @@ class Recovery:
         if self._active:
             strategy.recoverable = strategy.replica.undoable = True
         if ranks is not first:
-            self._record_failure(before, CONSTRUCTION, time.monotonic() - begin)
+            self._record_failure(before, CONSTRUCTION, time.monotonic() - begin, self._continues)
         return group
 
     def _connected(self, owner: Owner, ranks: Topology) -> RankGroup:
