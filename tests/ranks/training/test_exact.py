@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
-from allreduce.errors import UnavailableError
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere
 from trainers import EMA, ClipNorm, Exact, Loader, MirroredTrainer
@@ -62,31 +60,6 @@ def alone(make: Callable[[], Any], **options: Any) -> tuple[str, list[Any]]:
     """The training on one rank; every rank does it."""
     with allreduce.Topology(MPI.COMM_SELF) as topology:
         return fitted(make, topology, **options)
-
-
-def ways() -> list[tuple[str, str, str]]:
-    """(backend, nodes, update) of this number of ranks; many ranks take long."""
-    names = [*allreduce.NAMES] if SIZE <= 3 else ["ring", "shared", "auto"]
-    found = [(name, "flat", "replicated") for name in names if name != "nccl"]
-    found += [("auto", shape, update) for shape in SHAPES for update in ("replicated", "sharded")]
-    return [*found, ("ring", "flat", "sharded"), ("native", "flat", "sharded")]
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
-def test_numpy(optimizer: str, topology_of: Callable[..., allreduce.Topology]) -> None:
-    def make() -> NumpyNetwork:
-        return numpy_network(optimizer)
-
-    expected = alone(make, epochs=FEW)
-    different = []
-    for name, shape, update in ways()[optimizer == "adam" :: 2]:
-        try:
-            found = fitted(make, topology_of(SHAPES[shape]), FEW, allreduce=name, update=update)
-        except UnavailableError:
-            continue
-        if found != expected:
-            different.append((name, shape, update))
-    assert not WORLD.allreduce(different), different
 
 
 HOSTILE = ["outlier", "infinite", "weights"]
@@ -171,20 +144,6 @@ def test_torch(kind: str, topology_of: Callable[..., allreduce.Topology]) -> Non
     for number, shape in enumerate(SHAPES):
         update = ("replicated", "sharded")[(number + (kind == "norm")) % 2]
         assert fitted(make, topology_of(SHAPES[shape]), FEW, update=update) == expected, (shape, update)
-
-
-def test_resumed_on_another_number_of_ranks(flat: allreduce.Topology, tmp_path: Path) -> None:
-    """Rank 0 alone begins, all ranks continue from its checkpoint, and another rank alone ends."""
-    folder = WORLD.bcast(str(tmp_path))
-    expected = alone(numpy_network)
-    own = f"{folder}/run"
-    if WORLD.rank == 0:
-        alone(numpy_network, epochs=2, checkpoint=own)
-    WORLD.Barrier()
-    fitted(numpy_network, flat, epochs=4, update="sharded", checkpoint=own, resume=True)
-    WORLD.Barrier()
-    found = alone(numpy_network, checkpoint=own, resume=True) if WORLD.rank == SIZE - 1 else None
-    assert WORLD.bcast(found, root=SIZE - 1) == expected
 
 
 class Augmented:

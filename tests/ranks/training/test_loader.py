@@ -462,17 +462,6 @@ def test_exact_sums_take_whole_batches_only(flat: allreduce.Topology) -> None:
         trainer.fit(Loader([data()], rows="divided"), progress=False)
 
 
-@pytest.mark.parametrize("update", ["replicated", "sharded"])
-def test_exact_sums_with_a_loader_have_the_bits_of_one_rank(update: str, flat: allreduce.Topology) -> None:
-    batches, found = together(batches_of(4, 2)), []
-    with allreduce.Topology(MPI.COMM_SELF) as alone:
-        for topology in (alone, flat):
-            with MirroredTrainer(network(), "ring", topology, update=update, average=Exact(micro_batch=2)) as trainer:
-                history = trainer.fit(Loader(batches, rows="whole"), epochs=EPOCHS, progress=False)
-                found.append((trainer.parameters_sha256()[0], [epoch.loss for epoch in history]))
-    assert found[0] == found[1]
-
-
 def test_a_server_brings_no_rows(flat: allreduce.Topology) -> None:
     with trainer_of("servers", flat) as trainer, pytest.raises(ArgumentError, match="this rank is a server"):
         trainer.fit(Loader([data()], rows="divided"), progress=False)
