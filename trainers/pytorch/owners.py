@@ -56,7 +56,7 @@ class Kernels(fused.Kernels):
 
     def agree(self, comm: MPI.Intracomm) -> None:
         """Test the kernels for the optimizer's current options, and record the correct ones. Collective."""
-        self.test(lambda own: combine(comm, np.array(own), "test fused kernels", MPI.LAND).tolist())
+        self.test(lambda own: combine(comm, np.array(own, bool), "test fused kernels", MPI.LAND).tolist())
 
     def replace_and_tell(self) -> None:
         """Set `fused` to None in the optimizer's groups whose kernel is not correct. Local."""

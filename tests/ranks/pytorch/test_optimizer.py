@@ -137,6 +137,19 @@ def test_a_fused_kernel_that_was_asked_for_and_is_wrong_somewhere(
         assert world.allgather(plain.param_groups[0]["fused"]) == [None] * SIZE
 
 
+@both_updates
+def test_an_optimizer_without_kernels_to_try(
+    monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology, update: str
+) -> None:
+    """As on a GPU, where no kernel is tried: the ranks agree on nothing."""
+    monkeypatch.setattr(fused, "_dtypes_of", lambda group: [])
+    model = network()
+    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update=update) as optimizer:
+        train(model, optimizer, mine, steps=2)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert_mirrored(world, model)
+
+
 BACKENDS: list[tuple[str, Any]] = [
     ("auto", None), ("ring", None), ("halving_doubling", None), ("native", None),
     ("auto", 2), ("auto", (1, SIZE - 1)), ("ring", 2),

@@ -153,6 +153,13 @@ def test_a_fused_kernel_that_fails_on_one_rank_is_used_on_none(
     assert mine.optimizer.param_groups[0]["fused"] is None
 
 
+def test_an_optimizer_without_kernels_to_try(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where no kernel is tried: the ranks agree on nothing."""
+    monkeypatch.setattr(fused, "_dtypes_of", lambda group: [])
+    with MirroredTrainer(replica(kind="SGD"), topology=flat) as trainer:
+        trainer.fit(*data(40), 1, 20, progress=False)
+
+
 KINDS = [
     "SGD",
     "momentum",
