@@ -53,7 +53,7 @@ def step(case: Case, optimizer: Any, module: Any, x: torch.Tensor, y: torch.Tens
             loss(module(x[rows]), y[rows]).backward()
     else:
         ranks = optimizer.topology
-        own = chunk(len(x), ranks.size, ranks.rank)
+        own = case.share(len(x), ranks.size, ranks.rank)
         x, y = x[own], y[own]
         optimizer.rows(len(x))
         parts = case.numbers["Accumulate"] if "Accumulate" in case.transforms else 1
