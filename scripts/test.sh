@@ -18,7 +18,7 @@ That takes less than 20 minutes on two cores; a summary at the end lists where t
   --changed the tests and pages of the files that differ from the branch main: `python -m tests.changed` lists them.
   --all     also the tests marked `expensive`, which cost much for what they can find: the commands of every page (else
             those of README.md and docs/start), the site's programs with Lightning, Fabric, Accelerate, Transformers,
-            JAX and Keras, and those before their conversion, the browser, the notebook, Kubernetes, PyTorch's own
+            JAX and Keras, and those before their conversion, the browser, the notebook, PyTorch's own
             tests, models in stages, the longest benchmarks. A test whose file you name runs without --all too.
   --torch VERSION
             PyTorch's tests alone, on 1 to 3 ranks under Open MPI, with this version (2.15.0) of PyTorch in an

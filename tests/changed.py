@@ -4,7 +4,8 @@
 
 A test file that differs runs; so does one that imports a helper that differs. A module of the product runs the tests in
 the folders of its package (FOLDERS), and every test file that names it. A page runs its commands, and a program of the
-pages itself, also those that are expensive elsewhere. The rules of the checkout (tests/house/test_house.py) always run.
+pages itself. Of expensive tests, those of a test file that differs run, and those of such a page or program. The rules
+of the checkout (tests/house/test_house.py) always run.
 """
 
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RULES = "tests/house/test_house.py"
 FOLDERS = {  # the longest beginning counts; a folder stands for tests/NAME and tests/ranks/NAME
+    "Dockerfile": ["house"],
     "allreduce": ["collectives"],
     "allreduce/doctor": ["doctor"],
     "allreduce/elastic": ["elastic"],
@@ -62,7 +64,8 @@ def of_file(path: str) -> set[str]:
     if path.endswith(".md"):
         return {"tests/docs/test_api.py", "tests/docs/test_pages.py", "tests/docs/test_site.py"}
     if path.startswith("docs/programs/") and path.endswith(".py"):
-        return {f"tests/docs/test_programs.py::test_program[{path.removeprefix('docs/programs/')}]"}
+        test = f"test_program[{path.removeprefix('docs/programs/')}]"
+        return {f"tests/docs/test_programs.py::{test if (ROOT / path).exists() else 'test_every_program_has_an_entry'}"}
     beginnings = [each for each in FOLDERS if path == each or path.startswith(f"{each}/")]
     folders = FOLDERS[max(beginnings, key=len)] if beginnings else []
     found = {_name(file) for file in test_files() if set(file.parent.relative_to(ROOT / "tests").parts) & {*folders}}
@@ -78,9 +81,10 @@ def naming(path: str) -> Iterable[str]:
             yield _name(file)
 
 
-def about(case: str) -> bool:
-    """Return whether a case of a test, "docs/run/failures.md" or "torch_ddp.py", is that of a path that differs."""
-    return bool({case, f"docs/programs/{case}"} & set(changed()))
+def about(test: str) -> bool:
+    """Return whether a test, in the form of pytest, is in a file that differs, or its case is one that differs."""
+    file, case = test.partition("::")[0], test.partition("[")[2][:-1]
+    return bool({file, case, f"docs/programs/{case}"} & set(changed()))
 
 
 def _name(path: Path) -> str:
@@ -98,12 +102,8 @@ def tests_on_ranks() -> list[str]:
 
 def main() -> None:
     serial = sorted(name for name in tests() if not name.startswith("tests/ranks/"))
-    whole = {name for name in serial if "::" not in name}
-    print(
-        "tests/test_ranks.py",
-        *(name for name in serial if {name, name.split("::")[0]} & whole or "::" in name),
-        sep="\n",
-    )
+    file_too = [name for name in serial if "::" in name and name.partition("::")[0] in serial]
+    print("tests/test_ranks.py", *(name for name in serial if name not in file_too), sep="\n")
 
 
 if __name__ == "__main__":

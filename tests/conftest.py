@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if os.environ.get("ALLREDUCE_TEST_STANDARD"):
         left_out = [item for item in items if item.get_closest_marker("expensive")]
         if os.environ.get("ALLREDUCE_TEST_CHANGED"):
-            left_out = [item for item in left_out if not changed.about(item.nodeid.partition("[")[2][:-1])]
+            left_out = [item for item in left_out if not changed.about(item.nodeid)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     drivers = [item for item in items if item.get_closest_marker("rank_driver")]

@@ -68,13 +68,13 @@ class MirroredTrainer(Trainer[Mirrored]):
         With Exact, Python's, NumPy's and PyTorch's global generators, for dropout, are seeded for each micro-batch;
         random numbers of a data set (augmentation) follow from the row and the epoch. Batch norm normalises over a
         micro-batch, and its running statistics are averaged. Models with other state that a batch changes raise an
-        ArgumentError, as do `compress`, sparse `tables` and GPUs.
+        ArgumentError, as do `compress` and GPUs.
 
         With LocalSGD a round ends early, so that all ranks have the averaged parameters, before an evaluation,
         `predict`, `save`, the end of a fit, and the epoch events of callbacks with `reads_model`, but not before a
         checkpoint. Ranks learn of an error, and of `stop_training`, at the end of a round; callbacks get a batch's
         metrics of this rank's own rows. After a failure the remaining ranks go back to the last average: at most one
-        round is lost. Needs update="replicated", and a replica that updates slices, without `tables`.
+        round is lost. Needs update="replicated", and a replica that updates slices.
 
         Raises, on all ranks, ArgumentError, DisagreementError (models that differ), UnknownBackendError,
         UnavailableError or OptionError, and frees what it created.

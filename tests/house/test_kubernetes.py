@@ -15,8 +15,6 @@ import pytest
 from tests import launch
 
 VARIABLE = "ALLREDUCE_TEST_MPIJOB_CRD"
-pytestmark = pytest.mark.expensive
-
 FOLDER_VARIABLE = "ALLREDUCE_TEST_TRAINER_CRDS"
 KUBERNETES = "1.34"  # the version whose schemas the pods must follow
 

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests import changed, launch
+from tests import test_ranks as driver
 from tests.conftest import LONGEST_JOBS, longest_first, pytest_xdist_make_scheduler, seconds_by_file
 from tests.ranks import jobs, pairs
 
@@ -52,8 +53,12 @@ def test_a_change_runs_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of(CHUNKS) == {CHUNKS}
     assert of("tests/gone/test_gone.py") == of("LICENSE") == set()
     assert of("docs/programs/torch_ddp.py") == {"tests/docs/test_programs.py::test_program[torch_ddp.py]"}
-    assert changed.about("torch_ddp.py")
-    assert not changed.about("with_fabric.py")
+    assert changed.about("tests/docs/test_programs.py::test_program[torch_ddp.py]")
+    assert not changed.about("tests/docs/test_programs.py::test_program[with_fabric.py]")
+    assert of("docs/programs/gone.py") == {"tests/docs/test_programs.py::test_every_program_has_an_entry"}
+    assert of("tests/docs/test_browser.py") == {"tests/docs/test_browser.py"}
+    assert changed.about("tests/docs/test_browser.py::test_an_exported_model")
+    assert "tests/house/test_kubernetes.py" in of("scripts/kubernetes/trainjob.yaml") & of("Dockerfile")
     tests = of("allreduce/arrays/chunks.py")
     assert CHUNKS in tests
     assert "tests/ranks/collectives/test_grid.py" in changed.tests_on_ranks()
@@ -66,6 +71,25 @@ def test_a_change_runs_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _name(path: Path) -> str:
     return path.relative_to(launch.ROOT).as_posix()
+
+
+def test_a_job_that_skips_every_test_of_what_has_changed_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of one rank, if a file that has changed has only tests of several ranks."""
+
+    def mpirun(*_: object, **__: object) -> Any:
+        (tmp_path / "rank0.json").write_text('{"rank": 0, "collected": 3, "ran": 0, "seconds": {}}')
+        return SimpleNamespace(returncode=0, stdout="", stderr="")
+
+    monkeypatch.setattr(launch, "mpirun", mpirun)
+    monkeypatch.setattr(changed, "changed", lambda: ["tests/ranks/collectives/test_disagreements.py"])
+    option = SimpleNamespace(keyword="", markexpr="", maxfail=0)
+    request: Any = SimpleNamespace(node=SimpleNamespace(name=""), config=SimpleNamespace(option=option))
+    for differs, error in ((True, pytest.skip.Exception), (False, AssertionError)):
+        monkeypatch.setattr(driver, "CHANGED", differs)
+        with pytest.raises(error, match="every test"):
+            driver.test_ranks("openmpi", "1ranks", tmp_path, request, Mock())
 
 
 def test_every_file_runs_on_two_ranks_of_open_mpi() -> None:

@@ -341,7 +341,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "compress", "NAME", compression, default_text="none", strategies=(MIRRORED,),
             help="send gradients with fewer bits, for slow networks between nodes: "
-            f"{', '.join(compressions.NAMES[:-1])} (any rank), or auto, which measures",
+            f"{', '.join(compressions.NAMES)} (any rank)",
         ),
         Option(
             "exact", strategies=(MIRRORED,), argument="",

@@ -22,9 +22,8 @@ class Sharded(Checked):
     copies: 2: every part has a backup on another rank, if possible on another node. After a failure the training
         continues from the last finished step, without a checkpoint, unless a part's owner and the rank with its backup
         fail together. Each step sends the optimizer's state of a part (with Adam 8 bytes a parameter, divided by the
-        ranks; nothing if the nodes hold the same parts), copies it and the parameters twice, and copies a replica's
-        `tables` once. Memory: four more parts, and the tables. If the other ranks can't continue after a failure, no
-        backups are kept, and a notice reports it.
+        ranks; nothing if the nodes hold the same parts), and copies it and the parameters twice. Memory: four more
+        parts. If the other ranks can't continue after a failure, no backups are kept, and a notice reports it.
     shard: of MirroredOptimizer (a TorchReplica has a `shard` of its own). "elements": a rank updates an equal slice,
         which may end inside of a tensor; for optimizers that update each element independently of the others.
         "tensors": a rank updates whole tensors, for optimizers that update each tensor independently of the others

@@ -77,6 +77,8 @@ def test_predictions_of_a_table(
         write(folder / "new-1.csv", [row[:3] for row in rows[:40]], HEADER[:3])
         write(folder / "new-2.csv", rows[40:])
         write(folder / "new-3.csv", [])
+        (folder / "stored").touch()
+        (folder / "link.jsonl").symlink_to("stored")
     with MirroredTrainer(network(data), "native", flat) as trainer:
         trainer.fit(data.x_train, data.y_train, **SIZES)
         assert data.columns is not None
@@ -87,8 +89,10 @@ def test_predictions_of_a_table(
         trainer.replica.columns = None  # as of a network that was made for no table
         trainer.load(str(folder / "model.npz"))
         assert trainer.replica.columns == data.columns
-        for out in ("all.csv", "all.jsonl"):
-            found = rows_of(trainer.predict(str(folder / "new-*.csv"), str(folder / out)))
+        for out in ("all.csv", "all.jsonl", "link.jsonl"):
+            written = trainer.predict(str(folder / "new-*.csv"), str(folder / out))
+            assert written == str((folder / out).resolve())
+            found = rows_of(str(folder / out))
             assert [row[:2] for row in found] == [[str(number), word] for number, word in enumerate(expected)]
             np.testing.assert_allclose([float(row[2]) for row in found], outputs.max(axis=1), rtol=1e-4)
         assert rows_of(trainer.predict(str(folder / "new-3.csv"), str(folder / "none.csv"))) == []

@@ -2,7 +2,6 @@
 and uvicorn. It knows a Service, which answers rows; no MPI.
 
     POST /v1/models/NAME[/versions/N]:predict     {"instances": [row, ...]} -> {"predictions": [row, ...]}
-                                                  {"inputs": {column: [...]}} -> {"outputs": [row, ...]}
     GET  /v1/models/NAME[/versions/N]             the states of the versions
     GET  /v1/models/NAME[/versions/N]/metadata    what the model takes and gives
     GET  /metrics                                 for Prometheus

@@ -58,14 +58,14 @@ class Target:
     def __init__(self, out: Any) -> None:
         if out is None:
             raise ArgumentError("predict: x are files: say where the predictions go, by out=")
-        if not isinstance(out, str | os.PathLike) or not str(out).endswith(ENDINGS):
+        self.ending = os.path.splitext(out)[1] if isinstance(out, str | os.PathLike) else ""
+        if self.ending not in ENDINGS:
             raise ArgumentError(f"out={out!r}: give a file that ends in .csv or .jsonl")
         if os.path.exists(out) and not os.path.isfile(out):
             raise ArgumentError(f"out={out!r} is no regular file")
         if not writable(os.fspath(out)):
             raise ArgumentError(f"out={out!r} can't be written; give a file in a folder that exists")
-        self.path = os.path.realpath(out)
-        self.ending = os.path.splitext(self.path)[1]
+        self.path = os.path.realpath(out)  # a link stays one, and its file may have another ending
         self._folder, self._name = os.path.split(self.path)
 
     def aside(self, rank: int, token: str) -> str:
