@@ -94,7 +94,7 @@ class Shared(TwoPhase):
         place = self.context.allocations.place
         nbytes = call.length * call.dtype.itemsize
         if self._by_c and call.kind == "all_reduce" and op.adds and call.dtype.name in kernels.SUMMED:
-            if nbytes <= (COPIED_BYTES if call.memory == ALLOCATED else STAGED_BYTES // self.size):
+            if nbytes <= min(COPIED_BYTES if call.memory == ALLOCATED else STAGED_BYTES, STAGED_BYTES // self.size):
                 compared = place if call.memory == ALLOCATED else None
                 return Work(id, quiet=True, place=compared, total=partial(self._copied, call, op))
             if call.memory == ALLOCATED and nbytes <= IN_PLACE_BYTES:

@@ -249,6 +249,15 @@ def test_short_sums(dtype: str, flat: allreduce.Topology, world: MPI.Intracomm) 
 
 
 @several
+def test_short_sums_of_many_ranks(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a node of more than 64 ranks, arrays from `allocate` that are copied elsewhere do not fit among the copies."""
+    monkeypatch.setattr(shared, "STAGED_BYTES", SIZE * shared.COPIED_BYTES // 4)
+    test_short_sums("float32", flat, world)
+
+
+@several
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_short_sums_have_the_bits_of_long_ones(dtype: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     """Also on all ranks, whose arrays begin at other addresses; of two NaNs that are added, either may remain."""
