@@ -157,7 +157,8 @@ def test_copies_are_told_to_who_has_chosen_them(
     monkeypatch.setattr(notices, "_said", set())
     monkeypatch.setattr(flat.cma, "works", False)
     with caplog.at_level(logging.WARNING, "allreduce"), allreduce.create(name, flat) as reduce:
-        reduce(np.zeros(1 << 18, "float32"), "sum")
+        for length in (1 << 18, 1 << 18, 1 << 19):
+            reduce(np.zeros(length, "float32"), "sum")
     said = [record.message for record in caplog.records if "two more copies" in record.message]
     assert len(said) == (name == "shared" and reduce.rank == 0)
 
