@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import algorithms, notices
+from allreduce import algorithms, kernels, notices
 from allreduce.algorithm import Algorithm, Context, TwoPhase, Work
-from allreduce.arrays import dtypes
+from allreduce.arrays import dtypes, ops
 from allreduce.arrays.arguments import is_flag
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU
 from allreduce.arrays.ops import Op
@@ -84,7 +84,7 @@ class Auto(TwoPhase):
         if not is_flag(measure):
             raise OptionError(f"measure must be True or False, got {measure!r}")
         self._compress = compress
-        self._choices: dict[tuple[int, np.dtype, int], tuple[str, str]] = {}
+        self._choices: dict[tuple[int, np.dtype, int, bool], tuple[str, str]] = {}
         self._algorithms: dict[str, Algorithm] = {}
         names = candidates(context.layout)
         classes = ", ".join(f"{name}: {algorithms.class_of(name).__qualname__}" for name in names)
@@ -126,15 +126,17 @@ class Auto(TwoPhase):
     # The selection
 
     def choice(self, call: Call) -> tuple[str, str]:
-        return self._choice(call.length, call.dtype, call.memory)
+        by_c = ops.OPS[call.op].adds and call.dtype.name in kernels.SUMMED
+        return self._choice(call.length, call.dtype, call.memory, by_c)
 
-    def _choice(self, length: int, dtype: np.dtype, memory: int) -> tuple[str, str]:
-        key = length, dtype, memory
+    def _choice(self, length: int, dtype: np.dtype, memory: int, by_c: bool) -> tuple[str, str]:
+        """Return the choice. by_c: the call is one that "shared" may do by C, because the ranks have just met."""
+        key = length, dtype, memory, by_c
         if key not in self._choices:
-            self._choices[key] = self._cheapest(length * dtype.itemsize, dtype, memory)
+            self._choices[key] = self._cheapest(length * dtype.itemsize, dtype, memory, by_c)
         return self._choices[key]
 
-    def _cheapest(self, nbytes: int, dtype: np.dtype, memory: int) -> tuple[str, str]:
+    def _cheapest(self, nbytes: int, dtype: np.dtype, memory: int, by_c: bool = False) -> tuple[str, str]:
         if memory == GPU and "nccl" in self._algorithms:
             return "nccl", "CuPy arrays"
         half = dtypes.is_half(dtype)
@@ -143,7 +145,7 @@ class Auto(TwoPhase):
         }
         if len(usable) == 1 or self.size == 1:
             return next(iter(usable)), "compression" if self._compress is not None else "the only algorithm here"
-        at = replace(self._layout, allocated=memory == ALLOCATED, half=half)
+        at = replace(self._layout, allocated=memory == ALLOCATED, half=half, by_c=by_c and self._layout.by_c)
         costs = {name: each.cost(nbytes, at, self._constants.machine) for name, each in usable.items()}
         for name, seconds in costs.items():
             if not seconds >= 0:  # NaN too
@@ -175,7 +177,7 @@ class Auto(TwoPhase):
         self.context.stage(buffer, slice(None), lambda host: self.reduce(host, op), slice(None))
 
     def reduce(self, buffer: np.ndarray, op: Op) -> None:
-        name, _ = self._choice(buffer.size, buffer.dtype, self.context.allocations.memory_of(buffer))
+        name, _ = self._choice(buffer.size, buffer.dtype, self.context.allocations.memory_of(buffer), False)
         self._algorithms[name].reduce(buffer, op)
 
     def reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:

@@ -34,6 +34,7 @@ LEAST_STAGING_BYTES = 512 * 1024  # of all ranks; a staging buffer grows from th
 # Arrays that C sums when the ranks have met: bytes of one that the ranks sum in place, of one from `allocate` that they
 # copy nevertheless, which spares a fence, and of any array, times the ranks, that they copy
 IN_PLACE_BYTES, COPIED_BYTES, STAGED_BYTES = 1024 * 1024, 16 * 1024, 1024 * 1024
+BY_C, IN_CACHE = 5e-7, 1 / 3  # seconds of this call; the part of the time that a byte of a short array takes
 # Arrays tend to begin at the start of a page. Copies between equal offsets in pages are slow on many processors (AMD's
 # Zen 4: twice as slow), so a staging buffer begins in the middle of a page.
 OFFSET, CACHE_LINE = 2048, 64
@@ -67,9 +68,12 @@ class Shared(TwoPhase):
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
         """2 fences; (n-1)/n S gamma: each rank adds S/n from n ranks and writes it to n (Hoefler et al. 2013). Arrays
-        that are not from `allocate` are copied, too."""
+        that are not from `allocate` are copied, too. Short arrays: 1 fence; each rank copies S and adds n S, by C."""
         at, k, share = layout, machine, (layout.ranks - 1) / layout.ranks
-        return k.call + cost.fences(2, at, k) + cost.adding(share * nbytes, at, k) + cost.fetching(nbytes, at, k)
+        if at.by_c and _is_copied(nbytes, at.allocated, at.ranks):
+            return BY_C + cost.fences(1, at, k) + IN_CACHE * nbytes * (k.copy + at.ranks * k.gamma) * at.per_core
+        call = BY_C if at.by_c and at.allocated and nbytes <= IN_PLACE_BYTES else k.call
+        return call + cost.fences(2, at, k) + cost.adding(share * nbytes, at, k) + cost.fetching(nbytes, at, k)
 
     def allocate(self, length: int, dtype: np.dtype, device: str | None) -> np.ndarray:
         if device == "cuda":
@@ -94,7 +98,7 @@ class Shared(TwoPhase):
         place = self.context.allocations.place
         nbytes = call.length * call.dtype.itemsize
         if self._by_c and call.kind == "all_reduce" and op.adds and call.dtype.name in kernels.SUMMED:
-            if nbytes <= min(COPIED_BYTES if call.memory == ALLOCATED else STAGED_BYTES, STAGED_BYTES // self.size):
+            if _is_copied(nbytes, call.memory == ALLOCATED, self.size):
                 compared = place if call.memory == ALLOCATED else None
                 return Work(id, quiet=True, place=compared, total=partial(self._copied, call, op))
             if call.memory == ALLOCATED and nbytes <= IN_PLACE_BYTES:
@@ -270,6 +274,11 @@ class Shared(TwoPhase):
             casts.combine(parts, out, op, self.workspace)
         for other in outs[1:]:
             np.copyto(other, out)
+
+
+def _is_copied(nbytes: float, allocated: bool, ranks: int) -> bool:
+    """Return whether the ranks copy an array that C sums, and add the copies."""
+    return nbytes <= min(COPIED_BYTES if allocated else STAGED_BYTES, STAGED_BYTES // ranks)
 
 
 def _blocks(span: slice, itemsize: int) -> Iterator[slice]:

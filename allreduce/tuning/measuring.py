@@ -10,6 +10,7 @@ from time import perf_counter
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import kernels
 from allreduce.arrays.chunks import chunk
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
@@ -32,9 +33,10 @@ def layout_of(topology: Topology, comm: MPI.Intracomm, node_sizes: tuple[int, ..
     """Return the layout of some ranks of a topology, the same on all of them. Collective over `comm`, which has them.
 
     node_sizes: the number of these ranks on each node."""
-    found = np.array([topology.cma.works, topology.cores, -topology.sharing], np.int64)
-    cma, cores, sharing = combine(comm, found, "learn the layout of the ranks", MPI.MIN).tolist()
-    return Layout(node_sizes, cma=bool(cma), cores=cores, sharing=-sharing)
+    by_c = len(node_sizes) == 1 and kernels.status() == "C"
+    found = np.array([topology.cma.works, by_c, topology.cores, -topology.sharing], np.int64)
+    cma, by_c, cores, sharing = combine(comm, found, "learn the layout of the ranks", MPI.MIN).tolist()
+    return Layout(node_sizes, cma=bool(cma), by_c=bool(by_c), cores=cores, sharing=-sharing)
 
 
 class Measured:

@@ -10,9 +10,10 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import algorithms, notices
+from allreduce import algorithms, kernels, notices
 from allreduce.algorithms import auto
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
+from allreduce.call.call import Call
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.transport.cost import Machine
 from allreduce.tuning import constants, measuring
@@ -58,6 +59,20 @@ def test_choices(
             assert all(each in why for each in names & set(reduce._algorithm._algorithms))
         if "nccl" not in reduce._algorithm._algorithms:
             assert reduce._algorithm._cheapest(1 << 24, FLOAT32, GPU)[0] in reduce._algorithm._algorithms
+
+
+@several
+@NODES
+def test_a_short_sum_by_c_is_cheaper_than_another_operation(
+    nodes: int | None, topology_of: Callable[..., allreduce.Topology]
+) -> None:
+    with by_default(topology_of(nodes)) as reduce:
+        total, largest = (
+            reduce.chosen(Call("all_reduce", 1 << 14, FLOAT32, op, UNREGISTERED), reason=True) for op in ("sum", "max")
+        )
+        assert (total != largest) == (nodes is None and kernels.status() == "C")
+        if total != largest:
+            assert reduce.chosen(np.zeros(1 << 14, np.float32)) == "shared"
 
 
 @several
