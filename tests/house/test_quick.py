@@ -21,7 +21,8 @@ CHUNKS = "tests/collectives/test_chunks.py"
 
 
 def collected(*arguments: str, quick: bool = False, **variables: str) -> list[str]:
-    environment = {**os.environ, "ALLREDUCE_TEST_QUICK": "1" if quick else "", **variables}
+    modes = {"ALLREDUCE_TEST_QUICK": "1" if quick else "", "ALLREDUCE_TEST_CHANGED": ""}
+    environment = {**os.environ, **modes, **variables}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--collect-only", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=launch.ROOT, env=environment)
     return [line for line in done.stdout.splitlines() if "::" in line]
@@ -63,6 +64,7 @@ def test_a_change_runs_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CHUNKS in tests
     assert "tests/ranks/collectives/test_grid.py" in changed.tests_on_ranks()
     assert not any(name.startswith("tests/apps/") for name in tests)
+    assert "tests/matrix/test_matrix.py" in of("trainers/strategies/rule.py") & of("trainers/pytorch/buffer.py")
     assert {*of("tests/ranks/grid.py")} == {
         _name(path) for path in changed.test_files() if "tests.ranks.grid" in path.read_text()
     }

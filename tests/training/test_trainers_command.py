@@ -156,6 +156,8 @@ def test_bad_arguments_are_told_in_one_line(bad: str, bad_outcomes: dict[str, li
     ("line", "words"),
     [
         ("--epoch 3", "unrecognized arguments: --epoch 3; did you mean --epochs?"),
+        ("--spares 1", "unrecognized arguments: --spares 1; did you mean --standby?"),
+        ("--copies=2", "unrecognized arguments: --copies=2; did you mean --backups?"),
         ("--data irsi", "there is no data set and no file 'irsi'; did you mean 'iris'?"),
         ("--allreduce rign", f"did you mean 'ring'? The backends are: {', '.join(allreduce.NAMES)}"),
         ("--save no/such/m.npz", "--save no/such/m.npz: this can't be written"),
@@ -533,6 +535,9 @@ def test_help_all_has_every_option_with_its_default(capsys: pytest.CaptureFixtur
         assert " ".join(f"{option.flag} {option.metavar}".split()) in told
         if option.default not in (None, False):
             assert f"(default: {option.default_text or option.default}" in told
+    compressions = told.partition("for slow networks between nodes: ")[2].partition(" (any rank)")[0].split(", ")
+    assert [parse(["--compress", name], True).compress for name in compressions] == compressions
+    assert "powersgd:4" in compressions
 
 
 def test_standby_ranks_have_to_be_of_use() -> None:

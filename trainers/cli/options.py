@@ -538,6 +538,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
 }
 # fmt: on
+FORMER = {"--spare": "--backup-workers", "--spares": "--standby", "--copies": "--backups"}  # of 0.2.0
 BY_NAME = {option.name: option for group in OPTIONS.values() for option in group}
 
 
@@ -553,6 +554,7 @@ def make_parser(shown: bool, everything: bool, program: str) -> RankParser:
         description="Train a small network on all ranks together, and test it.",
         epilog=EXAMPLES,
     )
+    parser.former = FORMER
     add_options(parser, everything)
     return parser
 
