@@ -89,7 +89,7 @@ def test_bits_of_one_rank(kind: str, topology_of: Callable[..., allreduce.Topolo
 
 def test_a_rank_without_micro_batches(flat: allreduce.Topology) -> None:
     for update in ("replicated", "sharded"):
-        assert trained("adamw", flat, rows=SIZE, update=update) == alone("adamw", rows=SIZE)
+        assert trained("adamw", flat, rows=MICRO, update=update) == alone("adamw", rows=MICRO)
 
 
 def test_gradient_is_the_mean_over_the_rows(flat: allreduce.Topology) -> None:
