@@ -153,6 +153,22 @@ def test_a_fused_kernel_that_fails_on_one_rank_is_used_on_none(
     assert mine.optimizer.param_groups[0]["fused"] is None
 
 
+@pytest.mark.filterwarnings("ignore:SGD.fused=True. of PyTorch")
+def test_a_fused_kernel_is_tested_again_on_other_ranks(
+    flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that each rank has trained alone, with its kernel, is trained by all ranks, one of which has it not."""
+    x, y = data(40)
+    mine = replica(kind="SGD")
+    with allreduce.Topology(MPI.COMM_SELF) as alone:
+        for topology, right in ((alone, True), (flat, flat.rank != flat.size - 1)):
+            monkeypatch.setattr(fused, "is_correct", lambda *_, right=right: right)
+            mine.optimizer.param_groups[0]["fused"] = True
+            with MirroredTrainer(mine, topology=topology) as trainer:
+                trainer.fit(x, y, 1, 20, progress=False)
+    assert mine.optimizer.param_groups[0]["fused"] is None
+
+
 def test_an_optimizer_without_kernels_to_try(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where no kernel is tried: the ranks agree on nothing."""
     monkeypatch.setattr(fused, "_dtypes_of", lambda group: [])

@@ -56,8 +56,8 @@ class Kernels:
             return
         needed = [(group, dtype) for group in self._optimizer.param_groups for dtype in _dtypes_of(group)]
         right = agree([is_correct(self._kind, *each) for each in needed])
-        found = {key_of(self._kind, *each) for each, is_right in zip(needed, right, strict=True) if is_right}
-        self._correct = found if self._correct is None else self._correct | found
+        # not those of an earlier test, which may have been one of other ranks
+        self._correct = {key_of(self._kind, *each) for each, is_right in zip(needed, right, strict=True) if is_right}
 
     def correct(self, group: dict[str, Any], dtype: torch.dtype) -> bool:
         """Whether the kernel is correct with these options; False if it had to be tested on all ranks and was not."""
