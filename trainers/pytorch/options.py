@@ -144,12 +144,21 @@ class Options:
         return next((each.on_bad if isinstance(each, CheckGradients) else "skip" for each in given), None)
 
     def __str__(self) -> str:
-        """The options that must be alike on the ranks."""
+        """The options that must be alike on the ranks, as this rank has them."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("compared", True)}
         values["allreduce"] = getattr(self.allreduce, "name", self.allreduce)
         values["update"] = SHARDED if self.sharded == Sharded() else self.update
         traced = f", average={self.average}" + ", trace=..." * (self.trace is not None)
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
+
+    @property
+    def meaning(self) -> str:
+        """The same text for equal options in any form: 25 or 25.0, SkipNotFinite() or CheckGradients("skip")."""
+        buckets = Buckets(self.buckets.overlap, float(self.buckets.mb), float(self.buckets.first_mb))
+        inspections: list[Inspection] = [self.divergence]
+        if self.on_bad is not None:
+            inspections.append(CheckGradients(self.on_bad))
+        return str(replace(self, buckets=buckets, checks=inspections))
 
     def errors(self, ranks: int) -> Iterator[OptionError]:
         """Yield the errors in the options, for an optimizer on `ranks` ranks; the first one counts. Local."""
@@ -197,7 +206,7 @@ class Options:
 def check_arguments(comm: MPI.Intracomm, optimizer: Optimizer, model: Module, options: Options) -> None:
     """Raise on all ranks when the arguments of any rank are wrong, or the ranks' options differ. Collective."""
     raise_together(comm, next(_argument_errors(optimizer, model, options, comm.size), None))
-    agree(comm, [zlib.crc32(str(options).encode())], str(options), None)
+    agree(comm, [zlib.crc32(options.meaning.encode())], str(options), None)
 
 
 def split_frozen(optimizer: Optimizer, model: Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:

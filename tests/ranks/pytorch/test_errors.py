@@ -28,7 +28,7 @@ from trainers import (  # noqa: E402
     Sharded,
     SkipNotFinite,
 )
-from trainers.callbacks import CheckGradients  # noqa: E402
+from trainers.callbacks import CheckDivergence, CheckGradients  # noqa: E402
 from trainers.pytorch import Buckets, GradientError, MirroredOptimizer, assembly  # noqa: E402
 
 
@@ -260,9 +260,14 @@ def test_options_differ(world: MPI.Intracomm, flat: allreduce.Topology, option: 
     assert f"{option}={value!r}" in text.splitlines()[2]
 
 
-def test_equal_options_in_two_forms_are_no_difference(flat: allreduce.Topology) -> None:
+def test_equal_options_in_several_forms_are_no_difference(flat: allreduce.Topology) -> None:
     model = model_of(3, 2)
-    MirroredOptimizer(sgd(model), model, topology=flat, update=Sharded() if flat.rank else "sharded").close()
+    forms: list[dict[str, Any]] = [
+        {"buckets": Buckets(mb=25), "checks": [SkipNotFinite(), CheckDivergence(1000)], "update": Sharded()},
+        {"buckets": Buckets("auto", 25.0, 1), "checks": (CheckGradients("skip"),), "update": "sharded"},
+        {"checks": [CheckDivergence(1000), CheckGradients("skip")], "update": "sharded"},
+    ]
+    MirroredOptimizer(sgd(model), model, topology=flat, **forms[flat.rank % len(forms)]).close()
 
 
 @several
