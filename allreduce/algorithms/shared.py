@@ -63,7 +63,10 @@ class Shared(TwoPhase):
         by_c = context.executor.orders and kernels.status() == "C"
         self._by_c = self.size > 1 and on_all(self.comm, by_c, "sum by C")
         if self._by_c:
-            self._copies = self._make_staging(2 * STAGED_BYTES)
+            try:
+                self._copies = self._make_staging(2 * STAGED_BYTES)
+            except UnavailableError:  # on all ranks: shared memory is almost full
+                self._by_c = False
 
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
