@@ -91,6 +91,8 @@ class Topology:
         abort.install()
         dump.install()
         comm = _checked(comm)
+        if comm.size == MPI.COMM_WORLD.size:
+            abort.wait_at_end()
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
         error = error_of_sizes(ranks_per_node, comm.size) or _bad_timeout(timeout)
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
@@ -543,6 +545,8 @@ class Topology:
         """
         children.check()
         comm = _checked(comm)
+        if comm.size == MPI.COMM_WORLD.size:
+            abort.wait_at_end()
         tried = 0
         while ulfm.in_force():
             with waiting(comm, "create a topology of the surviving ranks"):
@@ -567,7 +571,7 @@ class Topology:
 
 
 children.guard(
-    Topology, "__init__", "agree", "inside", "across", "split", "duplicate", "private", "release", "close", "check_open"
+    Topology, "__init__", "agree", "inside", "across", "split", "private", "release", "close", "check_open"
 )
 
 

@@ -31,6 +31,7 @@ _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # threads tha
 _leaving: list[Callable[[str], object]] = []
 _ending: list[Callable[[int, str], object]] = []
 _installed: list[Callable[..., None]] = []  # our excepthooks
+_waits: list[bool] = []  # not empty: this rank waits for the end of the others
 _failure = [1]  # the exit code of errors
 on_leaving = _leaving.append  # registers a function, called with the reason before MPI ends with this rank's program
 on_ending = _ending.append  # registers a function, called with exit code and text, in any thread, to end the job
@@ -57,7 +58,6 @@ def install() -> None:
         return
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)  # again: it must run before the functions of modules imported since, which wait for ranks
-    _wait_at_end()
     if sys.excepthook in _installed:
         return
     previous, previous_thread = sys.excepthook, threading.excepthook
@@ -251,22 +251,21 @@ def _agree_on_end(code: int) -> int:
 
 
 @functools.cache
-def _wait_at_end() -> int | None:
+def wait_at_end() -> None:
     """Under ULFM, make this rank wait for the end of the others before MPI_Finalize, which the program may call. Local,
-    once.
-
-    Returns the key of an attribute of MPI.COMM_SELF. The rank waits when it is deleted, at the latest by MPI_Finalize.
+    once. All living ranks of the job call it, or none does: a rank in MPI_Finalize does not answer the others.
     """
-    if not ulfm.in_force():
-        return None
+    if ulfm.in_force():
+        _waits.append(True)
+        # MPI_Finalize deletes the attribute
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_wait_for_end), True)
 
-    def wait(*_: object) -> None:
+
+def _wait_for_end(*_: object) -> None:
+    if _waits:
+        _waits.clear()
         if code := _agree_on_end(0):
             _exit(code)
-
-    key = MPI.Comm.Create_keyval(delete_fn=wait)
-    MPI.COMM_SELF.Set_attr(key, True)
-    return key
 
 
 def _at_exit() -> None:
@@ -279,5 +278,4 @@ def _at_exit() -> None:
         end_job(f"{type(died).__name__}: {died}\n", exit_code_of(died))
     for call in _leaving:
         call("it has ended its program" if died is None else f"{type(died).__name__}: {died}")
-    if (key := _wait_at_end()) is not None:
-        MPI.COMM_SELF.Delete_attr(key)
+    _wait_for_end()

@@ -218,6 +218,22 @@ def test_a_rank_that_calls_finalize_itself_waits_for_the_others_as_they_do(mpiru
     assert (job.returncode, job.stdout.count("ends")) == (0, 3), job.stderr
 
 
+ON_SOME_RANKS = """
+from mpi4py import MPI
+comm = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank > 0)
+if MPI.COMM_WORLD.rank > 0:
+    import allreduce
+    allreduce.Topology(comm).close()
+print("ends", flush=True)
+"""
+
+
+def test_ranks_wait_for_no_rank_that_does_not_use_the_library(mpirun: JobRunner) -> None:
+    """It is in MPI_Finalize, and does not answer."""
+    job = mpirun(3, ["-c", ON_SOME_RANKS], ulfm=True, timeout=60)
+    assert (job.returncode, job.stdout.count("ends")) == (0, 3), job.stderr
+
+
 def test_who_has_left_after_an_agreement_is_not_missed_in_it() -> None:
     """The message that the rank has left may arrive before the answer."""
     with Topology(MPI.COMM_SELF) as topology:
