@@ -570,9 +570,7 @@ class Topology:
         return cls(comm, ranks_per_node, timeout)
 
 
-children.guard(
-    Topology, "__init__", "agree", "inside", "across", "split", "private", "release", "close", "check_open"
-)
+children.guard(Topology, "__init__", "agree", "inside", "across", "split", "private", "release", "close", "check_open")
 
 
 def _leave(detector: StallDetector) -> None:
