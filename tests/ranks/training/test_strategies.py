@@ -11,11 +11,12 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.call import queue
-from allreduce.errors import CollectiveTimeoutError, UnavailableError
+from allreduce.errors import CollectiveTimeoutError, RankLostError, UnavailableError
 from trainers import Loader, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.data import Samples
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.group import RankGroup
+from trainers.strategies.servers.service import ServerStrategy
 from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
@@ -503,3 +504,24 @@ def test_a_rank_that_is_gone_after_an_agreement_is_missed(
         trainer.fit(x, y, 1, BATCH, progress=False)
     trainer.abandon()
     ranks.abandon()
+
+
+@served
+@pytest.mark.parametrize("updates", ["sync", "async"])
+def test_servers_are_abandoned_in_the_middle_of_their_construction(
+    updates: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the remaining ranks do when one fails there."""
+    made: list[ServerStrategy] = []
+
+    def fails(strategy: ServerStrategy) -> None:
+        made.append(strategy)
+        raise RankLostError("a rank has failed")
+
+    monkeypatch.setattr(ServerStrategy, "_make_endpoints", fails)
+    mine = network()
+    with pytest.raises(RankLostError, match="a rank has failed"):
+        ParameterServerTrainer(mine, topology=flat, updates=updates)
+    bound = made[0]._parameters
+    made[0].abandon()
+    assert not np.shares_memory(mine.parameters, bound)

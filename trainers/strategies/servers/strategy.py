@@ -288,7 +288,8 @@ class SynchronousServers(ParameterServers):
 
     def _unbind_replica(self, state: dict[str, np.ndarray] | None) -> None:
         super()._unbind_replica(state)
-        self.core.drop()
+        if self.core is not None:  # None if a rank has failed while the trainer was made
+            self.core.drop()
         self.core = None
 
     # The servers as owners, in the order of a step
