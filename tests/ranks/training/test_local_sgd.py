@@ -14,13 +14,15 @@ from mpi4py import MPI
 import allreduce
 from allreduce.arrays.chunks import chunk
 from allreduce.call.call import Call
-from allreduce.errors import DisagreementError
+from allreduce.call.queue import Worker
+from allreduce.errors import DisagreementError, UnavailableError
 from allreduce.health.dump import Entry
 from tests.ranks.together import raised_everywhere
 from trainers import Checkpoint, LocalSGD, MirroredTrainer, NumpyNetwork, OuterSGD, data, datasets
 from trainers.callbacks import Callback, CheckDivergence, CheckGradients, EarlyStopping
-from trainers.errors import ArgumentError, DivergedError, ModelFileError, NotFiniteError
+from trainers.errors import ArgumentError, CheckpointError, DivergedError, ModelFileError, NotFiniteError
 from trainers.files import checkpoint as files
+from trainers.fit.checkpointing import Saver
 from trainers.local_sgd.rounds import Memory, Rounds
 from trainers.watching.history import History
 
@@ -293,6 +295,31 @@ def test_a_resumed_training_has_the_same_bits(
         trained("parts", 1, [Stop(2, 3)])
     flat.agree([], "rank 0 has written")
     assert trained("parts", flat.rank, resume=True) == whole
+
+
+@several
+def test_a_checkpoint_that_rank_0_cant_write_ends_the_average_that_has_begun(
+    world: MPI.Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all ranks, also where no thread takes averages and a rank that waits for one does its work."""
+    queue = Worker.queue
+
+    def without_threads(worker: Worker, name: str, threaded: bool = False, **options: Any) -> Any:
+        if threaded:
+            raise UnavailableError("no threads, on purpose")
+        return queue(worker, name, **options)
+
+    def finish(saver: Saver) -> None:
+        if world.rank == 0:
+            raise CheckpointError("the disk is full, on purpose")
+
+    monkeypatch.setattr(Worker, "queue", without_threads)
+    monkeypatch.setattr(Saver, "finish", finish)
+    with allreduce.Topology(world, timeout=5) as ranks:
+        trainer = MirroredTrainer(network(), "ring", ranks, average=LocalSGD(6, delay=2))
+        with pytest.raises(CheckpointError, match="the disk is full"):  # after 5 steps; an average begins after 4
+            fitted(trainer, checkpoint=str(folder))
+        trainer.close()
 
 
 @SCHEDULES
