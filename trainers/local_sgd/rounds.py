@@ -16,7 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.arrays import gpu
 from allreduce.arrays.chunks import chunk
+from allreduce.arrays.dtypes import BFLOAT16
 from allreduce.transport.control import combine, raise_together
 from trainers.options.average import AVERAGE, LocalSGD, OuterSGD
 
@@ -270,7 +272,7 @@ class Rounds:
         arrays = self._arrays_by_name()
         if flight is None:
             del arrays["delta"]
-        copies = {name: np.array(on_host(array)) for name, array in arrays.items()}
+        copies = {name: _copied(array) for name, array in arrays.items()}
         return copies | {NUMBERS: np.array([self._digest, *numbers], np.float64)}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
@@ -281,7 +283,7 @@ class Rounds:
             return
         for name, array in self._arrays_by_name().items():
             if name != "delta" or flies >= 0:
-                array[...] = state[name]
+                _write(array, state[name])
         self._position, self._next, self.done, self.steps = int(position), int(following), int(done), steps
         for number, fragment in enumerate(self.fragments):
             fragment.weight, fragment.total = of_fragments[2 * number : 2 * number + 2]
@@ -318,13 +320,24 @@ class Rounds:
     def load(self, momentum: Any, done: int) -> None:
         """Set the outer momentum, a 1-D array or None (zeros), and the number of outer steps. Local."""
         if self.memory.momentum is not None:
-            self.memory.momentum[...] = 0 if momentum is None else momentum
+            _write(self.memory.momentum, 0 if momentum is None else momentum)
         self.done = done
 
 
 def on_host(array: Any) -> np.ndarray:
     """Return an array of NumPy, or a copy of an array of CuPy."""
     return array.get() if hasattr(array, "get") else array
+
+
+def _copied(array: Any) -> np.ndarray:
+    """Return a copy as files can have it: in NumPy's memory, bfloat16 as float32."""
+    array = on_host(array)
+    return np.array(array, np.float32 if array.dtype == BFLOAT16 else array.dtype)
+
+
+def _write(array: Any, values: Any) -> None:
+    """Copy values into an array. CuPy takes no arrays of NumPy."""
+    array[...] = gpu.cupy().asarray(values) if gpu.is_gpu_array(array) else values
 
 
 def _blocks(start: int, stop: int, span: slice, trained: int) -> Iterator[tuple[int, int]]:

@@ -13,17 +13,20 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.arrays.chunks import chunk
+from allreduce.arrays.dtypes import parse
 from allreduce.call.call import Call
 from allreduce.call.queue import Worker
 from allreduce.errors import DisagreementError, UnavailableError
 from allreduce.health.dump import Entry
+from tests.gpu import fake_cupy
 from tests.ranks.together import raised_everywhere
 from trainers import Checkpoint, LocalSGD, MirroredTrainer, NumpyNetwork, OuterSGD, data, datasets
 from trainers.callbacks import Callback, CheckDivergence, CheckGradients, EarlyStopping
 from trainers.errors import ArgumentError, CheckpointError, DivergedError, ModelFileError, NotFiniteError
 from trainers.files import checkpoint as files
+from trainers.files import model_file
 from trainers.fit.checkpointing import Saver
-from trainers.local_sgd.rounds import Memory, Rounds
+from trainers.local_sgd.rounds import Memory, Rounds, on_host
 from trainers.watching.history import History
 
 SIZE = MPI.COMM_WORLD.size
@@ -373,6 +376,27 @@ def test_steps_before_an_error_count_in_the_next_average(flat: allreduce.Topolog
         rounds.end()
     rounds.end()
     assert (parameters == 1).all()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "cupy"])
+def test_a_round_goes_on_from_a_file(kind: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files have no bfloat16, and CuPy's arrays take none of NumPy's."""
+    dtype, there = parse("bfloat16" if kind == "bfloat16" else "float32"), np.array
+    if kind == "cupy":
+        there = fake_cupy.install(monkeypatch).asarray
+
+    def rounds(value: float) -> tuple[Rounds, list[Any]]:
+        arrays = [there(np.full(4, value, dtype)), *(there(np.full(4, value, np.float32)) for _ in range(3))]
+        options = LocalSGD(3, outer="diloco")
+        return Rounds(options, flat.private(), arrays[:1], Memory(*arrays[1:]), lambda span: None), arrays
+
+    (begun, arrays), (other, found) = rounds(1.5), rounds(2.0)
+    begun.count_step()
+    other.load_state(model_file.unpack(model_file.pack(begun.state())))
+    assert [on_host(array).tolist() for array in found[:3]] == [on_host(array).tolist() for array in arrays[:3]]
+    assert (other.left, other.begun) == (2, True)
+    other.load(np.full(4, 3, np.float32), 1)
+    assert on_host(found[2]).tolist() == [3] * 4
 
 
 @several
