@@ -45,7 +45,8 @@ def test_a_tensor_comes_back_in_a_program_that_has_not_imported_pytorch() -> Non
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {"a": [{1: {object()}}]}, np.array([object()]), np.datetime64("2020-01-01"), values]
+    "value",
+    [object(), {"a": [{1: {object()}}]}, np.array([object()]), np.datetime64("2020-01-01"), values, np.ma.array([1])],
 )
 def test_other_types_are_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="no pickle"):

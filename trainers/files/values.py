@@ -83,7 +83,8 @@ def _of_torch(value: Any, tensors: list[Any] | None) -> list[Any] | None:
 
 def _of_numpy(value: Any) -> list[Any] | None:
     """Return bytes, arrays and their elements as JSON, None for other values."""
-    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in KINDS:
+    numbers = isinstance(value, np.generic | np.ndarray) and not isinstance(value, np.ma.MaskedArray)
+    if numbers and value.dtype.kind in KINDS:
         shape = [list(value.shape)] if isinstance(value, np.ndarray) else []
         return [ARRAY if shape else SCALAR, value.dtype.str, *shape, _text(np.ascontiguousarray(value).tobytes())]
     return [BYTES, _text(value)] if isinstance(value, bytes | bytearray) else None
