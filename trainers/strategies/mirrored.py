@@ -206,6 +206,8 @@ class Mirrored(Strategy):
         together(group.comm, lambda: self.replica.edit(change) if edits else None)
         owners.synchronize_state()
         together(group.comm, self.replica.refresh)
+        if once:  # frozen parameters are in no memory of several ranks
+            mirror(self)
 
     # Recovery after failures
 

@@ -358,6 +358,18 @@ def test_parameters_in_common_are_edited_once_or_refused(flat: allreduce.Topolog
             assert caught.value.ranks == tuple(range(world.size))
 
 
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_an_edit_of_frozen_parameters_is_made_on_all_ranks(flat: allreduce.Topology, update: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    module[0].requires_grad_(False)
+    expected = [each.detach() / 2 for each in module.parameters()]
+    mine = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.Adam(module[1].parameters(), lr=0.1))
+    with MirroredTrainer(mine, "shared", flat, update=update) as trainer:
+        trainer.edit(lambda: halve(module))
+        assert all(map(torch.equal, module.parameters(), expected))
+
+
 def test_running_statistics_are_edited_and_new_memory_is_refused(flat: allreduce.Topology) -> None:
     def made() -> TorchReplica:
         torch.manual_seed(0)
