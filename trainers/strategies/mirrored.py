@@ -85,6 +85,7 @@ class Mirrored(Strategy):
 
     def renumber(self, previous: tuple[int, ...]) -> None:
         self._given, self._topology = self._config, None
+        self._owns_backend = True  # the next one, which `connect` creates
 
     def connect(self, group: RankGroup) -> None:
         super().connect(group)
