@@ -67,7 +67,7 @@ def make(gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> types.Mod
             if isinstance(value, ndarray):
                 touch(value._data, False, "copy")
                 value = value._data
-            elif np.ndim(value):
+            elif isinstance(value, np.ndarray) and value.ndim:
                 raise ValueError("non-scalar numpy.ndarray cannot be used for fill")  # as CuPy
             touch(self._data[key], True, "copy")
             self._data[key] = value
