@@ -42,16 +42,19 @@ def check_nccl() -> None:
     if TOPOLOGY.size > 1:
         return
     with allreduce.create("nccl", TOPOLOGY) as reduce:
+        nccl = reduce._algorithm
         for dtype in dtypes.TYPES:
             for name in ("sum", "max", "prod", *["mean"] * (dtype.kind not in "iub")):
                 op = ops.resolve(name, dtype, 1)
                 wanted = (np.arange(1001) % 100 + 0.5).astype(dtype)
                 array = cupy.asarray(wanted)
-                for work in (reduce._reduce_gpu, reduce._scatter_gpu, lambda array, _: reduce._gather_gpu(array)):
-                    work(array, op)
+                for launch in (nccl._all_reduce, nccl._scatter):
+                    nccl._reduce_gpu(launch, array, op, slice(None))
                     assert array.get().tobytes() == wanted.tobytes(), (dtype, name)
+                nccl._gather_gpu(array)
+                assert array.get().tobytes() == wanted.tobytes(), (dtype, name)
                 host = wanted.copy()
-                reduce._reduce(host, op)
+                nccl.reduce(host, op)
                 assert host.tobytes() == wanted.tobytes(), (dtype, name)
     say("NCCL's calls on one rank, of every dtype: as they should be")
 

@@ -32,7 +32,6 @@ class CategoryNetwork(NumpyNetwork):
         self, sizes: Sequence[int], *, embedded: Iterable[Sequence[int]], seed: int = 0, **options: Any
     ) -> None:
         self._own_names = {"embedded": checked(embedded)}
-        self._written: Any = None  # the buffer that gets the gradients
         super().__init__(sizes, seed=seed, **options)
         self._plain = self._columns_before(self.sizes, self.embedded)
         self.features = self._plain + len(self.embedded)
