@@ -54,6 +54,7 @@ FILES = [
     "trainers/horovod/session.py",
     "trainers/backends.py",
     "trainers/fit/loop.py",
+    "trainers/local_sgd/rounds.py",
     "trainers/mirrored.py",
     "trainers/replicas/pytorch/devices.py",
     "trainers/watching/meter.py",
