@@ -80,8 +80,8 @@ def test_of_a_job_that_ends_while_a_hook_fails(mpirun: JobRunner) -> None:
 
 def test_of_a_job_of_mpich_with_a_rank_that_ends_without_a_word(mpirun: JobRunner) -> None:
     """MPICH's mpiexec (5.0) ends the other ranks at once, and the job has the exit code of that rank, also 0, as a job
-    that ended well; or 9, of a rank that mpiexec has killed. That is so without this library too. Open MPI's mpirun
-    returns 1."""
+    that ended well; now and then with the bits of 9, of a rank that mpiexec has killed. That is so without this library
+    too. Open MPI's mpirun returns 1."""
     for code in (0, 3):
         program = f"""
 import os
@@ -94,7 +94,7 @@ with allreduce.create("ring") as reduce:
     print("never")
 """
         job = mpirun(2, ["-c", program], mpi="mpich", timeout=120)
-        assert job.returncode in (code, 9), job.stderr
+        assert job.returncode in (code, 9, code | 9), (job.returncode, job.stdout)
         assert "never" not in job.stdout
 
 
