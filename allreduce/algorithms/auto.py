@@ -126,11 +126,10 @@ class Auto(TwoPhase):
     # The selection
 
     def choice(self, call: Call) -> tuple[str, str]:
-        by_c = ops.OPS[call.op].adds and call.dtype.name in kernels.SUMMED
-        return self._choice(call.length, call.dtype, call.memory, by_c)
+        return self._choice(call.length, call.dtype, call.memory, kernels.sums(call.dtype, ops.OPS[call.op].adds))
 
     def _choice(self, length: int, dtype: np.dtype, memory: int, by_c: bool) -> tuple[str, str]:
-        """Return the choice. by_c: the call is one that "shared" may do by C, because the ranks have just met."""
+        """Return the choice. by_c: the ranks have just met, so "shared" may do the call by C."""
         key = length, dtype, memory, by_c
         if key not in self._choices:
             self._choices[key] = self._cheapest(length * dtype.itemsize, dtype, memory, by_c)

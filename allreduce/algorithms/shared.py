@@ -31,10 +31,10 @@ BLOCK_BYTES = 256 * 1024  # bytes that a rank adds at a time, from each rank
 CMA_BYTES = 1024 * 1024  # bytes of one CMA call: more than BLOCK_BYTES, because a call takes longer
 FETCHED_BYTES = 4 * 1024 * 1024  # bytes that a rank reads by CMA at a time, from all ranks together
 LEAST_STAGING_BYTES = 512 * 1024  # of all ranks; a staging buffer grows from this to STAGING_BYTES
-# Arrays that C sums when the ranks have met: bytes of one that the ranks sum in place, of one from `allocate` that they
-# copy nevertheless, which spares a fence, and of any array, times the ranks, that they copy
+# Short arrays, which C sums when the ranks have met. The longest array from `allocate` that is summed in place; the
+# longest one that is copied nevertheless, which spares a fence; the bytes of the copies of all ranks.
 IN_PLACE_BYTES, COPIED_BYTES, STAGED_BYTES = 1024 * 1024, 16 * 1024, 1024 * 1024
-BY_C, IN_CACHE = 5e-7, 1 / 3  # seconds of this call; the part of the time that a byte of a short array takes
+BY_C, IN_CACHE = 5e-7, 1 / 3  # seconds of such a call; a byte in the caches takes this part of the time
 # Arrays tend to begin at the start of a page. Copies between equal offsets in pages are slow on many processors (AMD's
 # Zen 4: twice as slow), so a staging buffer begins in the middle of a page.
 OFFSET, CACHE_LINE = 2048, 64
@@ -100,7 +100,7 @@ class Shared(TwoPhase):
             return super().work(call, op)
         place = self.context.allocations.place
         nbytes = call.length * call.dtype.itemsize
-        if self._by_c and call.kind == "all_reduce" and op.adds and call.dtype.name in kernels.SUMMED:
+        if self._by_c and call.kind == "all_reduce" and kernels.sums(call.dtype, op.adds):
             if _is_copied(nbytes, call.memory == ALLOCATED, self.size):
                 compared = place if call.memory == ALLOCATED else None
                 return Work(id, quiet=True, place=compared, total=partial(self._copied, call, op))
@@ -134,7 +134,8 @@ class Shared(TwoPhase):
     # after the sum: no rank is more than one call ahead of another. (The idea is that of DeepSpeed's shm.cpp.)
 
     def _copied(self, call: Call, op: Op, buffer: np.ndarray | None) -> Sum:
-        """Return the sum of all ranks' copies that each rank writes to its own array, which may follow. Local."""
+        """Return the sum of all ranks' copies; each rank writes it to its own array. Local. buffer: this array; None if
+        it is not known yet."""
         rows, half = [MPI.Get_address(row) for row in self._copies], self._copies.shape[1] // 2
         outs, odd = [0 if buffer is None else MPI.Get_address(buffer)], [row + half for row in rows]
         return Sum(call.dtype, call.length, op.scale, outs, (rows, odd), self._copies)

@@ -82,15 +82,8 @@ class Slot(NamedTuple):
         makes another array the only one of `total.outs`. Local. Only where all ranks have the C library."""
         words = self._words(fingerprint, spin)
         scale = int(np.float64(1 if total.scale is None else total.scale).view(np.int64))
-        nbytes = total.length * total.dtype.itemsize
-        words += [
-            kernels.sum_address(total.dtype),
-            scale,
-            total.length,
-            nbytes,
-            total.staged is not None,
-            len(total.outs),
-        ]
+        words += [kernels.sum_address(total.dtype), scale, total.length, total.length * total.dtype.itemsize]
+        words += [total.staged is not None, len(total.outs)]
         state = np.array([*words, *total.outs, *total.parts[0], *total.parts[1]], np.int64)
         changed, place = memoryview(state), len(words)  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ import numpy as np
 SWITCH = "ALLREDUCE_KERNELS"  # 0: use NumPy
 VERSION = 3  # of the library's functions; an older library beside newer code is not used
 
-SUMMED = ("float32", "float64", "int32", "int64", "float16", "bfloat16")  # dtypes that meeting.c sums
+SUMMED = ("float32", "float64", "int32", "int64", "float16", "bfloat16")  # dtypes of the sums in meeting.c
 FLOAT32, FLOAT16, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
@@ -102,6 +102,11 @@ def method(name: str, state: np.ndarray, keep: object) -> Callable[..., Any] | N
     create.argtypes, create.restype = (_POINTER, ctypes.py_object, ctypes.py_object), ctypes.py_object
     # its `self` is the address of the state; its module, any object, keeps the memory
     return create(ctypes.addressof(definition), state.ctypes.data, (state, keep))
+
+
+def sums(dtype: np.dtype, adds: bool) -> bool:
+    """Return whether `meet_and_sum` does an operation on arrays of this dtype. adds: it is a sum or a mean."""
+    return adds and dtype.name in SUMMED
 
 
 def sum_address(dtype: np.dtype) -> int:
