@@ -278,3 +278,16 @@ def test_short_sums_have_the_bits_of_long_ones(dtype: str, flat: allreduce.Topol
             assert number.sum() > 500
             assert (found[number] == wanted[number]).all()
             assert (reduce.stack(found) == found).all()
+
+
+@several
+def test_short_sums_where_shared_memory_is_almost_full(
+    flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no room for the copies of short arrays, on any rank."""
+    monkeypatch.setattr(shared, "STAGED_BYTES", 1 << 50)
+    with allreduce.create("shared", flat) as reduce:
+        for array in (reduce.allocate(3), np.zeros(3, np.float32)):
+            array[:] = reduce.rank
+            reduce(array, "sum")
+            assert array.tolist() == [sum(range(SIZE))] * 3
