@@ -28,7 +28,7 @@ P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 _open: list["Terminating"] = []  # the blocks in which SIGTERM is caught: our handler is installed while there is one
-_came: list[int] = []  # signals that have come in open blocks, or in a block that an error has ended, and nobody heeded
+_came: list[int] = []  # signals of open blocks, and of a block that an error has ended, to which no call has reacted
 _quiet: list[bool] = []  # the open blocks that are quiet
 
 
