@@ -66,6 +66,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Keep -k and -m from deselecting the driver, which passes them on to the tests inside. Leave expensive tests out
     of a standard run."""
+    check_names(items)
     if os.environ.get("ALLREDUCE_TEST_STANDARD"):
         left_out = [item for item in items if item.get_closest_marker("expensive")]
         if os.environ.get("ALLREDUCE_TEST_CHANGED"):
@@ -81,6 +82,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.extend(drivers)
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist, which hands out one file after the other
         longest_first(items)
+
+
+def check_names(items: list[pytest.Item]) -> None:
+    """pytest-xdist needs the same names of tests in each of its processes; the text of a set differs between them."""
+    for item in items:
+        for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+            if isinstance(value, (set, frozenset)) and len(value) > 1 and str(value) in item.name:
+                raise pytest.UsageError(f"{item.nodeid}: a set is no name of a test; give ids= in a fixed order")
 
 
 def longest_first(items: list[pytest.Item]) -> None:

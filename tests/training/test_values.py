@@ -19,7 +19,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_values_come_back(value: Any) -> None:
     found = values.decode(values.encode(value))
     np.testing.assert_equal(found, value)
