@@ -124,7 +124,7 @@ def saved(total: int = 3, step: int = 1) -> checkpoint.Saved:
         rates=made.learning_rates,
         choices={"allreduce": "shared"},
         history=[{**epoch, "communication_share": 0.1}],
-        values=np.zeros((step, len(made.metrics))),
+        values=np.zeros((step, len(made.metrics) + 1)),
     )
     local = [{"random": np.arange(3), "watching.step": np.array(1)}, {"random": np.arange(3)}]
     return checkpoint.Saved("NumpyNetwork", made.config(), dict(made.state()), progress, local)

@@ -172,7 +172,7 @@ def test_members_that_change_their_names_are_found(tmp_path: Path) -> None:
 HEADERS = {
     "no header": (None, "damaged"),
     "a list": ([], "damaged"),
-    "a former format": ({"format": 1}, "has format 1, and this version reads format 2: resume with the version that"),
+    "a former format": ({"format": 1}, "has format 1, and this version reads format 3: resume with the version that"),
     "a negative step": ({"step": -1}, "step is -1"),
     "a step of text": ({"step": "1"}, "step is '1'"),
     "steps that were not measured": ({"step": 5}, "5 steps, and their values are"),

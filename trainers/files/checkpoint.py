@@ -27,7 +27,7 @@ from trainers.files.model_file import CHECKPOINT, HEADER, check_numbers, header_
 
 log = logging.getLogger("trainers")
 
-FORMAT = 2  # 1: random states in another form
+FORMAT = 3  # 1: random states in another form; 2: `Progress.values` without the rows that took part in no update
 LOCAL, MEASURED, SHARED = f"{CHECKPOINT}.rank", f"{CHECKPOINT}.measured", f"{CHECKPOINT}.shared."
 NAME = re.compile(r"checkpoint-(\d{8,18})\.npz")
 TEMPORARY = re.compile(r"\.(checkpoint-\d{8,18}|best)\.npz\.[0-9a-f]{8}")  # of a killed writer; see `replacing`
@@ -54,7 +54,7 @@ class Progress:
     rates: the learning rates, one a group of parameters.
     choices: the backend and update that the job used: {"allreduce": "shared", ...}.
     history: the epochs so far, as trainers.watching.history.Epoch.as_dict gives them.
-    values: those of the steps of the unfinished epoch, (step, metrics).
+    values: those of the steps of the unfinished epoch, as Meter.values gives them.
     stage, logs, stops: not in files. The next stage of the epoch; its logs, when its steps are done; whether all ranks
         know that the training stops, and whether it ends with the epoch.
     """

@@ -506,7 +506,7 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
     if len(progress.rates) != len(replica.learning_rates):
         counts = f"{len(progress.rates)} learning rates, and this one has {len(replica.learning_rates)}"
         raise CheckpointError(f"{path} is of a training with {counts}")
-    if progress.step > steps or (progress.step and len(progress.values[0]) != len(replica.metrics)):
+    if progress.step > steps or (progress.step and len(progress.values[0]) != len(replica.metrics) + 1):
         raise UnusableError(f"{path} is damaged: step {progress.step} of {steps}")
 
 

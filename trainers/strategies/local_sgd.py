@@ -233,7 +233,7 @@ class LocalMirrored(Mirrored):
                 if run.batches.planned is not None:
                     last = min(last, run.batches.planned)
                 for step in range(first, last):
-                    self._added.append(np.zeros(len(self.replica.metrics) + 1))
+                    self._added.append(np.zeros(len(self.replica.metrics) + 2))
                     took = run.keep_error(partial(self._take_step, run, step, shares))
                     self.rounds.count_step(1.0 if took else 0.0)
                 run.keep_error(partial(run.batches.peek, last))
@@ -250,6 +250,7 @@ class LocalMirrored(Mirrored):
             run.begin_batch(step)
         with self.clock.span("data"):
             batch = run.check_batch(next(shares))
+        self._added[-1][-1] = batch.share
         took = batch.own > 0 and self._update_alone(run, batch)
         if exists:
             run.end_batch(step)
@@ -267,7 +268,7 @@ class LocalMirrored(Mirrored):
         self.measured[metrics + WEIGHT] = self.rule.weight
         self.rule.weigh(self.measured, [self._gradients[: self._trained]])
         replica.still = self.rule.unused
-        self._added[-1][:] = [*self.measured[:metrics] * batch.share, batch.share]
+        self._added[-1][:-1] = [*self.measured[:metrics] * batch.share, batch.share]
         with self.clock.span("update"):
             self.rule.apply([self._gradients[: self._trained]])
             self._parameters[self._trained :] = self._gradients[self._trained :]  # statistics, if there are any
@@ -289,7 +290,7 @@ class LocalMirrored(Mirrored):
                 steps = int(np.flatnonzero(shares).max(initial=0)) + 1
                 self.rounds.discount(len(shares) - steps)
             self._learn(shares[:steps])
-            met = met[: len(met) - (len(shares) - steps) * (len(self.replica.metrics) + 1)]
+            met = met[: len(met) - (len(shares) - steps) * (len(self.replica.metrics) + 2)]
         run.read_flags(steps)
         if self.rounds.due:
             self.core.owners.run_round(self.rounds.finish)
@@ -310,7 +311,7 @@ class LocalMirrored(Mirrored):
         self._met = met
         self.measured[-len(FLAGS) :] = met[: len(FLAGS)]
         self._added.clear()
-        rows = met[len(FLAGS) :].reshape(-1, len(self.replica.metrics) + 1)
+        rows = met[len(FLAGS) :].reshape(-1, len(self.replica.metrics) + 2)
         self.steps += len(rows)
         assert self._meter is not None
         self._meter.add(rows)

@@ -26,10 +26,10 @@ def diverged(what: str) -> DivergedError:
 class Meter(Callback):
     """Stores the metrics of every step of an epoch, and checks that the loss is finite.
 
-    The values stay on their device and are read every CHECK_EVERY steps. A step that is left out is NaN in `values`,
-    and in no mean.
+    The values stay on their device and are read every CHECK_EVERY steps. Rows that took part in no update are in no
+    mean.
 
-    metrics: the names of the first elements of `measured`; the next element is nonzero if the step was left out.
+    metrics: the names of the first elements of `measured`; the next element is at least 1 if the step was left out.
     sizes: returns the rows of each batch of the epoch; of a stream those of the batches that are known so far.
     device: where the values are, "cpu" or "cuda".
     """
@@ -68,24 +68,19 @@ class Meter(Callback):
     def last(self) -> np.ndarray:
         """The values of the last step of the epoch that was taken, on the host; NaN where none was."""
         rows = self._host()
-        taken = rows[rows[:, -1] == 0]
+        taken = rows[rows[:, -1] < 1]
         return taken[-1, :-1] if len(taken) else np.full(len(self._metrics), np.nan)
 
     def values(self) -> np.ndarray:
-        """The values of the epoch's steps so far, (steps, metrics), a copy on the host.
-
-        Rows of left-out steps are NaN; a loss that became NaN is given as infinity.
-        """
-        rows = self._host()
-        values, left_out = np.nan_to_num(rows[:, :-1], nan=np.inf, posinf=np.inf, neginf=-np.inf), rows[:, -1] > 0
-        values[left_out] = np.nan
-        return values
+        """The values of the epoch's steps so far, and the part of each step's rows that took part in no update, (steps,
+        metrics + 1), a copy on the host. A loss that became NaN is given as infinity."""
+        return np.nan_to_num(self._host(), nan=np.inf, posinf=np.inf, neginf=-np.inf)
 
     def load_values(self, values: np.ndarray) -> None:
-        """Load the values of the first steps of an epoch, (steps, metrics), as `values` returns them."""
+        """Load the values of the first steps of an epoch, as `values` returns them."""
         self._make_room(len(values))
         self._done = self._seen = len(values)
-        rows = np.concatenate([values, np.isnan(values[:, :1])], axis=1).astype(self._rows.dtype)
+        rows = values.astype(self._rows.dtype)
         self._rows[: self._done] = rows if isinstance(self._rows, np.ndarray) else gpu.cupy().asarray(rows)
 
     def check_all(self) -> None:
@@ -97,7 +92,7 @@ class Meter(Callback):
         """Raise DivergedError if the loss of a step since the last check is not finite. All ranks raise it, because all
         have the same values."""
         rows = self._host(self._seen)
-        wrong = np.flatnonzero(~np.isfinite(rows[:, 0]) & (rows[:, -1] == 0))
+        wrong = np.flatnonzero(~np.isfinite(rows[:, 0]) & (rows[:, -1] < 1))
         if wrong.size:
             step = self._seen + int(wrong[0]) + 1
             error = diverged(f"the loss became {float(rows[wrong[0], 0])} in epoch {self._epoch}, step {step}")
@@ -112,13 +107,13 @@ class Meter(Callback):
     @property
     def taken(self) -> int:
         """The number of this epoch's steps so far that were taken, also before a checkpoint."""
-        return int((self._host()[:, -1] == 0).sum())
+        return int((self._host()[:, -1] < 1).sum())
 
     def means(self) -> dict[str, float]:
-        """The means over this epoch's steps so far that were taken, weighted by their rows; NaN where none was."""
+        """The means over the rows of this epoch's steps so far that took part in an update; NaN if there are none."""
         rows = self._host().astype(np.float64)
-        taken = rows[:, -1] == 0
-        weights = self._sizes()[: self._done][taken]
+        taken = rows[:, -1] < 1
+        weights = (self._sizes()[: self._done] * (1 - rows[:, -1]))[taken]
         values = weights @ rows[taken, :-1] / weights.sum() if taken.any() else np.full(len(self._metrics), np.nan)
         return dict(zip(self._metrics, values.tolist(), strict=True))
 
@@ -184,14 +179,14 @@ class RoundMeter(Meter):
     def add(self, sums: np.ndarray) -> None:
         """Store the values of the next steps. Local, the same on all ranks.
 
-        sums: (steps, metrics + 1): the sums over the ranks of each metric times the rank's share of the batch, then the
-            sum of these shares. It is 0 if no rank has taken the step.
+        sums: (steps, metrics + 2): the sums over the ranks of each metric times the rank's share of the batch, of these
+            shares, and of the shares of all ranks. A rank that discarded its rows is in the last sum alone.
         """
         self._make_room(self._done + len(sums))
-        shares, rows = sums[:, -1], self._rows[self._done : self._done + len(sums)]
+        taken, rows = sums[:, -2], self._rows[self._done : self._done + len(sums)]
         with np.errstate(invalid="ignore", divide="ignore"):
-            rows[:, :-1] = sums[:, :-1] / shares[:, np.newaxis]
-        rows[:, -1] = shares == 0
+            rows[:, :-1] = sums[:, :-2] / taken[:, np.newaxis]
+        rows[:, -1] = np.where(taken > 0, 1 - taken / np.maximum(sums[:, -1], taken), 1)
         self._done += len(sums)
 
 

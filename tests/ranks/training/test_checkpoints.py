@@ -204,7 +204,7 @@ def test_seconds_are_rank_0s_and_the_best_is_kept(flat: allreduce.Topology, fold
         assert sorted(os.listdir(folder)) == ["best.npz", "checkpoint-00000019.npz", "checkpoint-00000020.npz"]
         assert files.read(str(folder / "best.npz")).progress.epoch == 1
         middle = files.read(str(folder / "checkpoint-00000019.npz"))
-        assert (str(middle.progress), middle.progress.values.shape) == ("epoch 4, step 5", (4, 2))
+        assert (str(middle.progress), middle.progress.values.shape) == ("epoch 4, step 5", (4, 3))
 
 
 def test_a_stop_is_written_and_a_longer_training_goes_on(flat: allreduce.Topology, folder: Path) -> None:

@@ -10,9 +10,18 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
+from allreduce.arrays.chunks import chunk
 from allreduce.call import queue
 from allreduce.errors import CollectiveTimeoutError, RankLostError, UnavailableError
-from trainers import Loader, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
+from trainers import (
+    Loader,
+    LocalSGD,
+    MirroredTrainer,
+    NumpyNetwork,
+    ParameterServerTrainer,
+    SkipNotFinite,
+    SpareReplicasTrainer,
+)
 from trainers.data import Samples
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.group import RankGroup
@@ -352,6 +361,37 @@ def test_a_data_set_that_fails_fails_on_all(make: Make, prefetch: bool, flat: al
         assert caught.value.ranks == tuple(range(flat.size))
         x, y = data()
         assert len(trainer.fit(Samples(list(zip(x, y, strict=True))), None, 2, BATCH, progress=False)) == 2
+
+
+@served
+@pytest.mark.parametrize("strategy", ["async", "sync", "no spare replica", "local", "local, with a loader"])
+def test_discarded_rows_weigh_nothing_in_the_loss(strategy: str, flat: allreduce.Topology) -> None:
+    """The history's loss is the mean over the rows that took part in an update: of the batches, or of a rank's parts of
+    them, without the part with a NaN."""
+    x, y = data()
+    x[7] = np.nan
+    replica = network("sgd", lr=1e-30)
+    alone = network("sgd", lr=1e-30)
+    if "local" in strategy:
+        trainer: Trainer = MirroredTrainer(replica, "ring", flat, average=LocalSGD(2))
+    else:
+        spare = {"no spare replica": lambda: SpareReplicasTrainer(replica, flat, spare=0)}
+        trainer = spare[strategy]() if strategy in spare else STRATEGIES[strategy](replica, flat)
+    with trainer:
+        given: dict[str, Any] = {"epochs": 1, "progress": False, "transforms": [SkipNotFinite()]}
+        if "loader" in strategy:
+            batches = [slice(at, min(at + BATCH, ROWS)) for at in range(0, ROWS, BATCH)]
+            own = [chunk(each.stop - each.start, SIZE, flat.rank) for each in batches]
+            rows = [np.arange(ROWS)[each][mine] for each, mine in zip(batches, own, strict=True)]
+            history = trainer.fit(Loader([(x[each], y[each]) for each in rows], rows="divided"), **given)
+        else:
+            history = trainer.fit(x, y, batch_size=BATCH, shuffle=False, **given)
+    (loss,) = history.column("loss")
+    parts = {"async": SIZE - 1, "sync": 1}.get(strategy, SIZE)
+    spans = [chunk(BATCH, parts, part) for part in range(parts)]
+    (gone,) = (span for span in spans if span.start <= 7 < span.stop)
+    kept = np.delete(np.arange(ROWS), gone)
+    assert loss == pytest.approx(alone.evaluate(x[kept], y[kept])[0] / len(kept), rel=1e-4)
 
 
 @few
