@@ -28,6 +28,11 @@ def cupy() -> Any:
     return cupy
 
 
+def write(array: Any, values: Any) -> None:
+    """Copy numbers into an array of NumPy or CuPy, which takes no tuples, and no arrays of NumPy. Local."""
+    array[...] = cupy().asarray(values) if is_gpu_array(array) else values
+
+
 _device: int | None = None  # the GPU that this process uses; see `choose_device`
 
 

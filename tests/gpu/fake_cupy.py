@@ -69,6 +69,8 @@ def make(gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> types.Mod
                 value = value._data
             elif isinstance(value, np.ndarray) and value.ndim:
                 raise ValueError("non-scalar numpy.ndarray cannot be used for fill")  # as CuPy
+            elif isinstance(value, list | tuple):
+                raise TypeError(f"Unsupported type {type(value)}")  # as CuPy
             touch(self._data[key], True, "copy")
             self._data[key] = value
 
@@ -173,7 +175,7 @@ def make(gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> types.Mod
         "cuda": cuda,
         "counters": counters,
         "gpu": gpu,
-        "asarray": lambda a: ndarray(np.array(a)),
+        "asarray": lambda a: a if isinstance(a, ndarray) else ndarray(np.array(a)),
         "from_dlpack": lambda array: ndarray(np.from_dlpack(array)),
         "empty": lambda shape, dtype: ndarray(np.empty(shape, dtype)),
         "zeros": lambda shape, dtype: ndarray(np.zeros(shape, dtype)),

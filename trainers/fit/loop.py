@@ -59,7 +59,7 @@ def reduce_left_out_step(strategy: Strategy, share: float, flags: tuple[float, .
     if strategy.replica.counts and sums[weight] > 0:
         means[0] = sums[0] / sums[weight]
     result = np.concatenate([means, sums[metrics + 1 :]]).astype(measured.dtype)
-    measured[:] = gpu.cupy().asarray(result) if gpu.is_gpu_array(measured) else result
+    gpu.write(measured, result)
 
 
 class Fit:

@@ -283,7 +283,7 @@ class Rounds:
             return
         for name, array in self._arrays_by_name().items():
             if name != "delta" or flies >= 0:
-                _write(array, state[name])
+                gpu.write(array, state[name])
         self._position, self._next, self.done, self.steps = int(position), int(following), int(done), steps
         for number, fragment in enumerate(self.fragments):
             fragment.weight, fragment.total = of_fragments[2 * number : 2 * number + 2]
@@ -320,7 +320,7 @@ class Rounds:
     def load(self, momentum: Any, done: int) -> None:
         """Set the outer momentum, a 1-D array or None (zeros), and the number of outer steps. Local."""
         if self.memory.momentum is not None:
-            _write(self.memory.momentum, 0 if momentum is None else momentum)
+            gpu.write(self.memory.momentum, 0 if momentum is None else momentum)
         self.done = done
 
 
@@ -333,11 +333,6 @@ def _copied(array: Any) -> np.ndarray:
     """Return a copy as files can have it: in NumPy's memory, bfloat16 as float32."""
     array = on_host(array)
     return np.array(array, np.float32 if array.dtype == BFLOAT16 else array.dtype)
-
-
-def _write(array: Any, values: Any) -> None:
-    """Copy values into an array. CuPy takes no arrays of NumPy."""
-    array[...] = gpu.cupy().asarray(values) if gpu.is_gpu_array(array) else values
 
 
 def _blocks(start: int, stop: int, span: slice, trained: int) -> Iterator[tuple[int, int]]:

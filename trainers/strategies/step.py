@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.arrays import dtypes
+from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
 from allreduce.transport.control import combine, together
@@ -73,7 +73,7 @@ class Step:
 
     def _compute(self, batch: Batch) -> None:
         metrics = len(self.replica.metrics)
-        self.measured[:metrics] = self.rule.gradients(batch, batch.share, self.gradients)
+        gpu.write(self.measured[:metrics], self.rule.gradients(batch, batch.share, self.gradients))
         self.measured[:metrics] *= batch.share
 
     def drop(self) -> None:
@@ -91,7 +91,7 @@ class Step:
         over samples. Leaves in `measured` the metrics of the global batch, then the sums of the flags over the ranks:
         the same bits on all ranks. `clock` runs while this rank waits for others.
         """
-        self.measured[len(self.replica.metrics) :] = flags
+        gpu.write(self.measured[len(self.replica.metrics) :], flags)
         if self._ahead:
             self._add_up_measured()
             if not self._begin_update(self._weighed()):

@@ -80,8 +80,7 @@ class Meter(Callback):
         """Load the values of the first steps of an epoch, as `values` returns them."""
         self._make_room(len(values))
         self._done = self._seen = len(values)
-        rows = values.astype(self._rows.dtype)
-        self._rows[: self._done] = rows if isinstance(self._rows, np.ndarray) else gpu.cupy().asarray(rows)
+        gpu.write(self._rows[: self._done], values.astype(self._rows.dtype))
 
     def check_all(self) -> None:
         """Check all losses of this epoch again, as `check_loss` does."""
