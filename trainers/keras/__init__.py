@@ -16,8 +16,8 @@ except ImportError as error:
         'pip install ".[keras,jax]" or ".[keras,torch]" in the checkout, and KERAS_BACKEND=jax or KERAS_BACKEND=torch'
     ) from error
 
-from trainers.keras.callbacks import AverageMetrics, SaveOnFirstRank, StartFromFirstRank, WarmUp
+from trainers.keras.callbacks import AverageMetrics, StartFromFirstRank
 from trainers.keras.data import shard
 from trainers.keras.optimizer import MirroredOptimizer
 
-__all__ = ["AverageMetrics", "MirroredOptimizer", "SaveOnFirstRank", "StartFromFirstRank", "WarmUp", "shard"]
+__all__ = ["AverageMetrics", "MirroredOptimizer", "StartFromFirstRank", "shard"]
