@@ -42,6 +42,7 @@ from benchmarks.lib.results import FileError
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.model import SavedEnsemble, SavedMember
 from trainers.apps.ensemble.voting import Voting
+from trainers.replica import saved_config
 from trainers.replicas.numpy.network import NumpyNetwork
 
 NAME = "model"
@@ -313,7 +314,7 @@ def _is_past(end: float, number: int) -> bool:
 
 def write_ensemble(networks: Sequence[NumpyNetwork], path: Path) -> None:
     """Write networks as an ensemble whose members count alike."""
-    config = networks[0].saved_config()
+    config = saved_config(networks[0])
     members = [SavedMember(number, number, type(each).__name__, config) for number, each in enumerate(networks)]
     saved = SavedEnsemble(members, {}, Voting(), [1 / len(networks)] * len(networks))
     ensemble_model.write(str(path), saved, {number: each.state() for number, each in enumerate(networks)})

@@ -1,18 +1,19 @@
 """The Replica interface (seam 2): the methods that a framework provides to a trainer. No MPI."""
 
 import copy
+import functools
 import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from trainers.data import Data, Tree, named, row_count, seed_generators
+from trainers.data import Data, Tree, named, row_count
 from trainers.datasets.columns import Columns
-from trainers.errors import ArgumentError, ExportError, ModelFileError
+from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.transforms.average import AVERAGE, Average, Spans, on_device, on_host
 
@@ -20,6 +21,16 @@ Slices = slice | tuple[slice, ...]
 """A part of the parameters: a slice; or several slices in order, of a replica with `whole_tensors`."""
 
 ALL = slice(None)  # all parameters
+
+
+class Kernels(Protocol):
+    """Fast implementations of a part of the computation."""
+
+    def test(self, agree: Callable[[list[bool]], Sequence[bool]]) -> None:
+        """Use only those that give right results on the CPUs of all ranks. Called on all ranks, whose models are equal.
+
+        agree: takes whether each gives right results on this rank's CPU, and returns whether it does on all ranks.
+        """
 
 
 class Hold:
@@ -65,6 +76,24 @@ class Replica(ABC):
     scores: what the outputs of `predict` are for an export: "probabilities" or "logits" of classes; "" if unknown.
     columns: what was learned of the table with the rows (`datasets.load(...).columns`), None without a table. It is
         saved with the model, so that `Trainer.predict` takes tables of the same kind.
+    shapes: of the parameters by name, in their order, to compare models; may be empty.
+    unseeded: why the random numbers that `gradients` draws can't be seeded, as text. "": they are those of Python,
+        NumPy and PyTorch.
+    kernels: fast implementations, of which the ranks use those that give right results on the CPUs of all ranks.
+
+    A replica may have these methods, which are None here:
+    counted(y): the weight that the loss counts in rows with these targets, if the loss `counts`. The loss of a batch is
+        then the sum of the rows' weighted losses, divided by the weight of the whole batch, of all ranks. So
+        `gradients` and `evaluate` still divide by the number of rows, and the caller divides the sums by the mean
+        weight of a row. Rows that are all ignored have the weight 0, the loss 0, and gradients of zeros.
+    stage(rows): copies the rows of a later batch to the device; `gradients` and `check` take the result. Called in the
+        thread that fetches batches.
+    versions(): how often each bound parameter was edited in place, by name.
+    to_onnx(x): the computation of `predict` as an onnx.ModelProto, in float32, for a CPU. It has an input for each
+        array of x, and an output for each array that `predict` returns, in their order, with any names. The first axis
+        of all of them is free. x: some rows, at least two. Raises ExportError.
+    drawn_rows(count): random rows like the training's, the same at every call, to compare an export where no rows are
+        given.
 
     x and y are NumPy arrays whose first axis is the sample; the replica defines the other axes. A model of several
     inputs or outputs gets tuples or dicts of arrays (the user's). They are valid during a call only: the trainer
@@ -96,7 +125,16 @@ class Replica(ABC):
     hold = Hold()
     features: int | None = None
     probabilities: bool = False
+    scores: str = ""
     columns: Columns | None = None
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    unseeded: str = ""
+    kernels: Kernels | None = None
+    counted: Callable[[Any], float] | None = None
+    stage: Callable[[Data], Data] | None = None
+    versions: Callable[[], Mapping[str, int]] | None = None
+    to_onnx: Callable[[Any], Any] | None = None
+    drawn_rows: Callable[[int], Any] | None = None
 
     @abstractmethod
     def bind(self, parameters: Any, gradients: Any) -> None:
@@ -140,24 +178,6 @@ class Replica(ABC):
         Returns one number for each of `metrics`, means over these rows, as an array on `device` or a
         sequence; it is valid until the next call.
         """
-
-    def stage(self, rows: Data) -> Data:
-        """Copy the rows of a later batch to the device; `gradients` and `check_batch` take the result. Called in the
-        thread that fetches batches. By default returns the rows as they are."""
-        return rows
-
-    def seed(self, number: int) -> None:
-        """Seed all random numbers that `gradients` draws. By default those of Python, NumPy and PyTorch."""
-        seed_generators(number)
-
-    def counted(self, y: Tree) -> float:
-        """Return the weight that the loss counts in rows with these targets, if the loss `counts`.
-
-        The loss of a batch is then the sum of the rows' weighted losses, divided by the weight of the whole batch, of
-        all ranks. So `gradients` and `evaluate` still divide by the number of rows, and the caller divides the sums by
-        the mean weight of a row. Rows that are all ignored have the weight 0, the loss 0, and gradients of zeros.
-        """
-        return float(row_count(y))
 
     def undo(self) -> None:  # noqa: B027, nothing to do where `gradients` changes nothing but gradients
         """Undo the changes of the last `gradients` to anything but the gradients (statistics, random state).
@@ -212,11 +232,6 @@ class Replica(ABC):
             flat[start : start + len(each)] = on_host(each) if isinstance(flat, np.ndarray) else each
             start += len(each)
 
-    @property
-    def averages(self) -> bool:
-        """Whether there is a moving average of the parameters."""
-        return self.average is not None
-
     def use_average(self, part: Slices | None = None) -> None:
         """Put the average in the place of the parameters, or of those in a slice, until `use_parameters`.
 
@@ -227,16 +242,12 @@ class Replica(ABC):
             raise ArgumentError(
                 f"this {type(self).__name__} has no moving average of its parameters; EMA(0.999) keeps one"
             )
-        self.average.use(self.spans_in(part))
+        self.average.use(spans_in(self, part))
 
     def use_parameters(self) -> None:
         """Undo `use_average`, if it was called."""
         if self.average is not None:
             self.average.stop_using()
-
-    def spans_in(self, part: Slices | None) -> Spans | None:
-        """Return the slices of the trained parameters in a part; None for all of them."""
-        return None if part is None else slices_of(clipped(part, 0, self.parameter_count))
 
     @property
     def learning_rates(self) -> list[float]:
@@ -251,26 +262,6 @@ class Replica(ABC):
     def learning_rates(self, rates: Sequence[float]) -> None:
         raise ArgumentError(f"{type(self).__name__} has no learning rate that can be set")
 
-    def copy(self) -> "Replica":
-        """Return a copy that can compute gradients while this replica is updated. Bind the copy to other memory before
-        use.
-
-        Raises ArgumentError if the model can't be copied.
-        """
-        modules = {id(module): module for module in sys.modules.values()}  # an array module, say
-        try:
-            return copy.deepcopy(self, modules)
-        except Exception as error:  # whatever the model holds
-            kind = type(self).__name__
-            raise ArgumentError(f"this {kind} can't be copied: {type(error).__name__}: {error}") from error
-
-    def trust(self, agree: Callable[[list[bool]], Sequence[bool]]) -> None:  # noqa: B027, by default there are none
-        """Use only the fast implementations that give right results on the CPUs of all ranks. Called on all ranks,
-        whose models are equal.
-
-        agree: takes whether each gives right results on this rank's CPU, and returns whether it does on all ranks.
-        """
-
     def edit(self, change: Callable[[], object]) -> None:
         """Call `change()`, by which the user changes the model in place, and take the change into the bound memory.
         By default the model's parameters must be views of that memory."""
@@ -278,10 +269,6 @@ class Replica(ABC):
 
     def refresh(self) -> None:  # noqa: B027, nothing to do where parameters are views
         """Reload the bound parameters into the model, after other replicas have updated their slices."""
-
-    def versions(self) -> Mapping[str, int]:
-        """Return how often each bound parameter was edited in place, by name; {} if that can't be known."""
-        return {}
 
     @abstractmethod
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> Any:
@@ -360,12 +347,12 @@ class Replica(ABC):
     @property
     def sliced(self) -> tuple[str, ...]:
         """The names in `state` of the arrays, besides "parameters", with one number for each parameter."""
-        return self.elementwise + (AVERAGE,) * self.averages
+        return self.elementwise + (AVERAGE,) * (self.average is not None)
 
     @property
     def changing(self) -> tuple[str, ...]:
         """The names in `state` of the entries, besides "parameters", that a step changes."""
-        return self.updated + (AVERAGE,) * self.averages
+        return self.updated + (AVERAGE,) * (self.average is not None)
 
     def elements(self, name: str, part: Slices) -> np.ndarray:
         """Return the elements `part` of the state entry `name`, one of `sliced`, one slice after the other."""
@@ -373,10 +360,6 @@ class Replica(ABC):
         if self.average is not None and name == AVERAGE:
             return self.average.elements(slices_of(part))
         return taken(self.others()[name], part)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters by name, in their order, to compare models; may be empty."""
-        return {}
 
     def local_state(self) -> dict[str, np.ndarray]:
         """Return the state that differs between ranks, as host arrays: random state, buffers that are not averaged.
@@ -394,62 +377,22 @@ class Replica(ABC):
         """Return the arguments from which this replica can be rebuilt, as JSON types, for `save`."""
         return {}
 
-    def saved_config(self) -> dict[str, Any]:
-        """Return `config` and the columns, as they are in a model file."""
-        return self.config() if self.columns is None else {**self.config(), COLUMNS: self.columns.as_dict()}
-
-    @property
-    def scores(self) -> str:
-        return "probabilities" if self.probabilities else ""
-
-    def to_onnx(self, x: Tree) -> Any:
-        """Return the computation of `predict` as an onnx.ModelProto, in float32, for a CPU.
-
-        It has an input for each array of x, and an output for each array that `predict` returns, in their order, with
-        any names. The first axis of all of them is free. x: some rows, at least two. Raises ExportError.
-        """
-        raise ExportError(
-            f"a {type(self).__name__} has no export to ONNX; NumpyNetwork, TorchReplica, JaxReplica and KerasReplica "
-            "have one, and a replica of your own needs a method to_onnx(x)"
-        )
-
-    def drawn_rows(self, count: int) -> Tree | None:
-        """Return random rows like the training's, the same at every call, to compare an export where no rows are given.
-        None if only the caller knows the form of a row."""
-        return None
-
     def check(  # noqa: B027, a replica may take anything
-        self, x: Tree, y: Tree | None, weights: np.ndarray | None = None
+        self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False
     ) -> None:
-        """Raise ArgumentError if the model does not accept such data; y is None for a prediction."""
+        """Raise ArgumentError if the model does not accept such data; y is None for a prediction.
 
-    def check_batch(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> None:  # noqa: B027
-        """As `check`, for one batch of a data set whose rows could not be checked in advance. Should be cheap."""
+        batch: whether these are the rows of one batch of many, none of which could be checked in advance; the check
+            should then be cheap. A replica whose `check` lacks this argument is not asked.
+        """
 
     def save(self, path: str) -> None:
         """Write the model to `path` (.npz, no pickle). Writes a temporary file and renames it."""
-        model_file.write(path, type(self).__name__, self.saved_config(), self.state())
+        model_file.write(path, type(self).__name__, saved_config(self), self.state())
 
     def restore(self, path: str) -> None:
         """Load the state and the columns from `path`, which `save` wrote. Raises ModelFileError."""
-        self.load_saved(path, *model_file.read(path, type(self).__name__))
-
-    def load_saved(self, path: str, saved: dict[str, Any], state: dict[str, np.ndarray]) -> None:
-        """Load the state and the columns from a `saved_config` and a `state` that were read from `path`, whose name is
-        for errors. Raises ModelFileError."""
-        columns = columns_of(path, saved)
-        self.check_config(path, saved)
-        self.load_state(state)
-        self.columns = columns
-
-    def check_config(self, path: str, saved: dict[str, Any]) -> None:
-        """Raise ModelFileError if the config `saved` in `path` differs from this one in one of `essentials`."""
-        here = self.config()
-        for name in self.essentials:
-            if saved.get(name) != here[name]:
-                raise ModelFileError(
-                    f"{path} holds a model with {name}={saved.get(name)!r}, and this one has {name}={here[name]!r}"
-                )
+        load_saved(self, path, *model_file.read(path, type(self).__name__))
 
 
 def slices_of(part: Slices) -> tuple[slice, ...]:
@@ -487,7 +430,52 @@ def single(part: Slices) -> slice:
     return part
 
 
+def spans_in(replica: Replica, part: Slices | None) -> Spans | None:
+    """Return the slices of the trained parameters in a part; None for all of them."""
+    return None if part is None else slices_of(clipped(part, 0, replica.parameter_count))
+
+
+def copy_of(replica: Replica) -> Replica:
+    """Return a copy that can compute gradients while the replica is updated. Bind the copy to other memory before use.
+
+    Raises ArgumentError if the model can't be copied: a replica may have a method `__deepcopy__`.
+    """
+    modules = {id(module): module for module in sys.modules.values()}  # an array module, say
+    try:
+        return copy.deepcopy(replica, modules)
+    except ArgumentError:
+        raise
+    except Exception as error:  # whatever the model holds
+        kind = type(replica).__name__
+        raise ArgumentError(f"this {kind} can't be copied: {type(error).__name__}: {error}") from error
+
+
 COLUMNS = "columns"  # their name in the config of a model file
+
+
+def saved_config(replica: Replica) -> dict[str, Any]:
+    """Return the config of a replica and its columns, as they are in a model file."""
+    config = replica.config()
+    return config if replica.columns is None else {**config, COLUMNS: replica.columns.as_dict()}
+
+
+def load_saved(replica: Replica, path: str, saved: dict[str, Any], state: dict[str, np.ndarray]) -> None:
+    """Load the state and the columns from a `saved_config` and a `state` that were read from `path`, whose name is for
+    errors. Raises ModelFileError."""
+    columns = columns_of(path, saved)
+    check_config(replica, path, saved)
+    replica.load_state(state)
+    replica.columns = columns
+
+
+def check_config(replica: Replica, path: str, saved: dict[str, Any]) -> None:
+    """Raise ModelFileError if the config `saved` in `path` differs from the replica's in one of its `essentials`."""
+    here = replica.config()
+    for name in replica.essentials:
+        if saved.get(name) != here[name]:
+            raise ModelFileError(
+                f"{path} holds a model with {name}={saved.get(name)!r}, and this one has {name}={here[name]!r}"
+            )
 
 
 def columns_of(path: str, config: dict[str, Any]) -> Columns | None:
@@ -516,6 +504,13 @@ FORM = (
     "writes gradients to the second; update(self, part), which updates that slice; others() and load_others(state) for "
     "the state besides the parameters; bind_parameters, state and load_state are not needed: docs/api/replica.md"
 )
+FORMER = {  # methods that replicas of earlier versions could have -> their form now
+    "check_batch": "check(self, x, y, weights=None, *, batch=False) is called with batch=True",
+    "seed": "set the attribute `unseeded` to the reason why random numbers can't be seeded",
+    "copy": "write __deepcopy__(self, memo)",
+    "trust": "set the attribute `kernels` to an object with the method test(agree)",
+    "shapes": "set the attribute `shapes`",
+}
 
 
 def form_error(replica: Replica) -> str:
@@ -523,8 +518,17 @@ def form_error(replica: Replica) -> str:
     parameters = inspect.signature(replica.bind).parameters.values()
     taken = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     starred = any(each.kind is each.VAR_POSITIONAL for each in parameters)
-    former = hasattr(replica, "bind_parameters") or not (starred or len(taken) == 2)
-    return f"this {type(replica).__name__} has the form of earlier versions: {FORM}" if former else ""
+    kind = type(replica)
+    if hasattr(replica, "bind_parameters") or not (starred or len(taken) == 2):
+        return f"this {kind.__name__} has the form of earlier versions: {FORM}"
+    former = [name for name in FORMER if callable(getattr(kind, name, None))]
+    return f"this {kind.__name__} has {former[0]} as in earlier versions: {FORMER[former[0]]}" if former else ""
+
+
+@functools.cache
+def checks_batches(kind: type[Replica]) -> bool:
+    """Return whether `check` of these replicas takes `batch`."""
+    return "batch" in inspect.signature(kind.check).parameters
 
 
 def _check_bound(replica: Replica, parameters: np.ndarray, gradients: np.ndarray) -> None:
@@ -577,15 +581,22 @@ def gradients_of(replica: Replica, data: Data, share: float) -> Any:
     return replica.gradients(x, y, share, *weights)
 
 
+def weight_of(replica: Replica, y: Tree) -> float:
+    """Return the weight that a replica's loss counts in rows with these targets."""
+    return replica.counted(y) if replica.counts and replica.counted else float(row_count(y))
+
+
 def check_rows(replica: Replica, data: Data, batch: bool = False) -> None:
-    """Raise ArgumentError if the replica does not accept these rows. batch: whether they are one batch of many, for
-    `check_batch`."""
+    """Raise ArgumentError if the replica does not accept these rows. batch: see Replica.check."""
     if len(data) > 2 and not replica.takes_weights:
         kind = type(replica).__name__
         raise ArgumentError(
             f"this {kind} can't weigh rows: leave out sample_weight and class_weight, or use another one"
         )
-    (replica.check_batch if batch else replica.check)(*data)
+    if not batch:
+        replica.check(*data)
+    elif checks_batches(type(replica)):
+        replica.check(*data, batch=True)
 
 
 def unfit_error(what: str, x: Tree, y: Tree | None, error: Exception) -> ArgumentError:

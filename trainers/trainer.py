@@ -259,7 +259,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         return self._evaluate(source.to_evaluate(self.strategy, "evaluate", Given.of(x, y, sample_weight)), ema)
 
     def _check_ema(self, call: str, ema: Any) -> None:
-        if ema is not None or self.replica.averages:
+        if ema is not None or self.replica.average:
             self.group.enter(f"{call}: ema={ema!r}", self._ema_error(ema))
 
     @recoverable
@@ -361,7 +361,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         self.strategy.owners.end_round()
         with self._weights(ema):
             self._check_equal("export")
-            average = self.replica.averages and ema is not False
+            average = self.replica.average is not None and ema is not False
             made: list[Any] = []
             write = partial(_app("export.export").write, classes=classes, logits=logits, average=average)
             self.group.on_one(lambda: made.append(write(name, self.replica, rows)))
@@ -493,7 +493,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
     def _weights(self, ema: bool | None) -> AbstractContextManager[None]:
         """Return a context manager: the average is in the place of the parameters, unless `ema` is False or there is
         none."""
-        return self._averaged() if self.replica.averages and ema is not False else nullcontext()
+        return self._averaged() if self.replica.average and ema is not False else nullcontext()
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -515,7 +515,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         """Return the error if `ema`, an argument of `evaluate` or `predict`, is invalid, or None. Local."""
         if text := flag_error("ema", ema, optional=True):
             return ArgumentError(text)
-        if ema and not self.replica.averages:
+        if ema and not self.replica.average:
             return ArgumentError(
                 "ema=True: there is no average of the parameters; fit(..., transforms=[EMA(0.999)]) keeps one"
             )

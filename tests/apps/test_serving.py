@@ -34,6 +34,7 @@ from trainers.apps.serving.versions import AVAILABLE, Version, Versions
 from trainers.apps.serving.web import RefusedError, listen
 from trainers.errors import ArgumentError
 from trainers.recovery.terminating import Terminating
+from trainers.replica import saved_config
 from trainers.replicas.numpy.network import NumpyNetwork
 
 ANSWER_SECONDS = "3"  # with less, a busy machine makes ranks late that are not stopped, and requests 504
@@ -152,7 +153,7 @@ def _server(path: Path, *given: str) -> Iterator[tuple[Server, Version]]:
 def test_votes_that_can_not_be_combined_do_not_end_the_server(tmp_path: Path) -> None:
     path = tmp_path / "e.npz"
     networks = [NumpyNetwork([4, 2 + number]) for number in range(2)]
-    saved = [SavedMember(number, 0, "NumpyNetwork", each.saved_config()) for number, each in enumerate(networks)]
+    saved = [SavedMember(number, 0, "NumpyNetwork", saved_config(each)) for number, each in enumerate(networks)]
     states = {number: each.state() for number, each in enumerate(networks)}
     ensemble_model.write(str(path), SavedEnsemble(saved, {}, Voting(), [0.5, 0.5]), states)
     with _server(path) as (server, version):

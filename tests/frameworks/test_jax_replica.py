@@ -152,7 +152,7 @@ def test_gradients_are_weighted_and_in_place() -> None:
     assert ours.gradients(X[:0], Y[:0], 0.0) == [0.0, 0.0]
     assert not buffer.any()
     assert ours.predict(X[:0]).shape == (0, 3)
-    assert list(ours.shapes().values()) == [(4,), (5, 4), (4, 3)]
+    assert list(ours.shapes.values()) == [(4,), (5, 4), (4, 3)]
 
 
 def test_what_was_given_and_handed_out_is_not_touched() -> None:

@@ -120,7 +120,7 @@ def saved(total: int = 3, step: int = 1) -> checkpoint.Saved:
         ranks=2,
         seconds=0.5,
         settings={"batch_size": 4, "seed": 0},
-        shapes=[[name, list(shape)] for name, shape in made.shapes().items()],
+        shapes=[[name, list(shape)] for name, shape in made.shapes.items()],
         rates=made.learning_rates,
         choices={"allreduce": "shared"},
         history=[{**epoch, "communication_share": 0.1}],

@@ -16,6 +16,7 @@ from tests.sequences.models import FEATURES, numpy_network
 from trainers import MirroredTrainer, ParameterServerTrainer
 from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.errors import ArgumentError, DataError
+from trainers.replica import copy_of
 
 
 def raised(action: Callable[[], object], *kinds: type[Exception]) -> None:
@@ -37,7 +38,7 @@ def a_replica_has_one_trainer() -> None:
     with MirroredTrainer(replica, "ring", update="sharded") as trainer:
         for make in (MirroredTrainer, ParameterServerTrainer):
             raised(lambda make=make: make(replica), ArgumentError)
-        with MirroredTrainer(replica.copy()) as other:  # which nobody has
+        with MirroredTrainer(copy_of(replica)) as other:  # which nobody has
             other.fit(x, y, 1, 2, progress=False)
         before = trainer.parameters_sha256()
         trainer.fit(x, y, 1, 2, progress=False)

@@ -163,7 +163,7 @@ def test_torch_snapshots_are_states(tmp_path: Path) -> None:
             assert np.array_equal(array, copy[name]), name
         replica.gradients(np.ones((5, 4), "float32"), np.arange(5) % 3, 1.0)
         replica.update()
-    assert replica.shapes()["0.weight"] == (6, 4)
+    assert replica.shapes["0.weight"] == (6, 4)
 
 
 def test_options_that_need_a_folder() -> None:

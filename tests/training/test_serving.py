@@ -18,6 +18,7 @@ from allreduce.transport import deferred_free
 from trainers import NumpyNetwork, stopwatch
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DataError, DivergedError
+from trainers.replica import copy_of
 from trainers.replicas.numpy.optimizers import SGD, Adam
 from trainers.strategies import spare_replicas
 from trainers.strategies.rule import UpdateRule
@@ -366,7 +367,7 @@ def test_a_copy_computes_the_same_and_leaves_the_model_alone(optimizer: str) -> 
     x, y = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32), np.arange(9) % 3
     buffers = [np.zeros(replica.gradient_length, np.float32) for _ in range(3)]
     replica.bind(None, buffers[0])
-    copied = replica.copy()
+    copied = copy_of(replica)
     copied.bind(buffers[1], buffers[2])
     values = np.array(copied.gradients(x, y, 0.5))
     assert not buffers[0].any()
@@ -383,7 +384,7 @@ def test_a_replica_that_can_not_be_copied_says_so() -> None:
     replica = NumpyNetwork([4, 6, 3])
     replica.lock = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(ArgumentError, match="this NumpyNetwork can't be copied: TypeError"):
-        replica.copy()
+        copy_of(replica)
 
 
 def first_of(shard: Any, **options: Any) -> First:

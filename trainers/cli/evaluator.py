@@ -97,7 +97,7 @@ class Evaluator:
             raise CheckpointError(f"{path} is of a {saved.kind}, and the evaluator has a {kind}")
         self._replica.load_state(saved.state)
         with np.errstate(all="ignore"):  # the loss shows it if the model has diverged
-            if self._replica.averages:  # as the trainer's own evaluation does
+            if self._replica.average:  # as the trainer's own evaluation does
                 self._replica.use_average()
             sums = evaluation.evaluate_rows(self._replica, self._rows).sum(axis=0)
         means = evaluation.means_of(self._replica.metrics, self._replica.counts, sums, len(self._rows))

@@ -32,7 +32,7 @@ from trainers.files import model_file
 from trainers.files.checkpoint import Progress, Saved
 from trainers.files.values import decode, encode
 from trainers.group import is_valid_layout, layout
-from trainers.replica import Replica, columns_of
+from trainers.replica import Replica, check_config, columns_of, saved_config
 from trainers.state.adopt import RATES, adopt_whole
 from trainers.state.owners import INNER
 from trainers.strategies.interface import Strategy
@@ -369,7 +369,7 @@ class Saver:
             replica = self._strategy.replica
             local = [model_file.unpack(each) for each in gathered]
             local[0] |= watching  # not packed: it may be large, and does not change
-            saved = Saved(type(replica).__name__, replica.saved_config(), state, progress, local, shared)
+            saved = Saved(type(replica).__name__, saved_config(replica), state, progress, local, shared)
             self._writing = self._writer.submit(self._write, saved, best)
 
         together(self._group.comm, lambda: start() if self._chief else None)
@@ -381,7 +381,7 @@ class Saver:
             progress,
             ranks=self._group.size,
             settings=self._settings | {"data": self._data, **progress.settings},
-            shapes=[[name, list(shape)] for name, shape in self._strategy.replica.shapes().items()],
+            shapes=[[name, list(shape)] for name, shape in self._strategy.replica.shapes.items()],
             choices=self._selections,
             rates=self._strategy.replica.learning_rates,
         )
@@ -488,12 +488,12 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
         there = [_described(*each) for each in progress.shapes]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UnusableError(f"{path} is damaged: its history or its shapes can't be read: {error!r}") from error
-    here = [_described(name, shape) for name, shape in replica.shapes().items()]
+    here = [_described(name, shape) for name, shape in replica.shapes.items()]
     for saved_one, own in itertools.zip_longest(there, here, fillvalue="no more parameters"):
         if saved_one != own:
             raise CheckpointError(f"{path} is of another model: it has {saved_one} where this one has {own}")
     try:
-        replica.check_config(path, saved.config)
+        check_config(replica, path, saved.config)
         columns = columns_of(path, dict(saved.config))
     except ModelFileError as error:
         raise CheckpointError(str(error)) from error

@@ -12,7 +12,7 @@ from trainers.data import Arrays, Collate, Samples, Tree, checksum, leaves, mapp
 from trainers.errors import DataError
 from trainers.fit.reader import Reader
 from trainers.group import RankGroup
-from trainers.replica import Replica, check_rows
+from trainers.replica import Replica, check_rows, weight_of
 
 EXACT_ROWS = 128  # of a segment, if bits must not depend on the ranks
 ROWS = 1024  # that a replica evaluates or predicts at a time
@@ -56,7 +56,7 @@ def evaluate_rows(
         batch = rows.part(segment)
         if not rows.checked:
             check_rows(replica, batch, batch=True)
-        sums.append([*map(float, replica.evaluate(*batch)), replica.counted(batch[1])])
+        sums.append([*map(float, replica.evaluate(*batch)), weight_of(replica, batch[1])])
     return np.array(sums, np.float64).reshape(-1, len(replica.metrics) + 1)
 
 

@@ -328,7 +328,7 @@ class Fit:
         replica = self.strategy.replica
         if replica.device == "cpu" or not batch.own:
             return batch
-        x, y, *_ = replica.stage(batch.data)
+        x, y, *_ = replica.stage(batch.data) if replica.stage else batch.data
         return batch._replace(x=x, y=y)
 
     def begin_stream(self, number: int, step: int) -> None:

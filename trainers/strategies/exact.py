@@ -19,7 +19,7 @@ from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from trainers.backends import exact_error
 from trainers.checks import changed_alone
-from trainers.data import Batch, BatchSource, Data, row_count
+from trainers.data import Batch, BatchSource, Data, row_count, seed_generators
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.options.average import Exact
@@ -72,7 +72,9 @@ class ExactStep(ReducedStep):
         for number, (seed, part, share) in enumerate(zip(batch.seeds, batch.parts, shares, strict=True)):
             if number:
                 self.replica.undo()  # each micro-batch begins with the statistics of the step's start
-            self.replica.seed(seed)
+            if self.replica.unseeded:
+                raise ArgumentError(self.replica.unseeded)
+            seed_generators(seed)
             self._values[number, :-1] = self._compute_term(part, share, self._terms[number])
             self.rule.unused &= self.replica.unused
 

@@ -136,7 +136,10 @@ class Mirrored(Strategy):
     def _divide(self) -> None:
         """Divide the state among the ranks, which all have the same one, if it is to be divided. Collective."""
         comm = self.group.comm
-        self.replica.trust(lambda own: combine(comm, np.array(own, bool), "test fused kernels", MPI.LAND).tolist())
+        if self.replica.kernels:
+            self.replica.kernels.test(
+                lambda own: combine(comm, np.array(own, bool), "test fused kernels", MPI.LAND).tolist()
+            )
         if self._update_name == "sharded" and self.group.size > 1:
             self.core.owners = self._divided(self.core)
 

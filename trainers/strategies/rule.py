@@ -16,7 +16,7 @@ from allreduce.arrays.chunks import chunk
 from allreduce.transport.control import all_values, combine
 from trainers.data import Batch, Data, row_count, sliced
 from trainers.options.transforms import EMA, Accumulate, ClipNorm, Schedule
-from trainers.replica import ALL, Replica, Slices, gradients_of
+from trainers.replica import ALL, Replica, Slices, gradients_of, spans_in, weight_of
 from trainers.strategies.alike import MARKS
 from trainers.transforms import average, clip
 from trainers.transforms.clip import scale, sum_of_squares
@@ -193,7 +193,7 @@ class UpdateRule:
         """Update the parameters, without clipping, and move their average. part: see Replica.update."""
         self._replica.update(ALL if part is None else part)
         if self._replica.average is not None:
-            self._replica.average.move(self._replica.spans_in(part))
+            self._replica.average.move(spans_in(self._replica, part))
 
     def clip(self, gradients: Sequence[Any], squares: Any = None) -> None:
         """Scale gradients so that their norm is at most `clip_norm`. See `apply`."""
@@ -207,7 +207,7 @@ class UpdateRule:
 def mean_weight(replica: Replica, data: Data) -> float:
     """Return the mean weight that the replica's loss counts in these rows; 0 if there are none. Local."""
     rows = row_count(data[0])
-    return replica.counted(data[1]) / rows if replica.counts and rows else float(rows > 0)
+    return weight_of(replica, data[1]) / rows if replica.counts and rows else float(rows > 0)
 
 
 def sum_over_ranks(comm: MPI.Intracomm, own: Any) -> float:

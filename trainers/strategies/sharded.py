@@ -185,7 +185,11 @@ class SliceOwners(StepOwners):
         over the node."""
         if self._node.arrays:
             self._node.fence()
-            self._versions = dict(self._replica.versions())
+            self._versions = self._edits()
+
+    def _edits(self) -> dict[str, int]:
+        """Return how often each parameter was edited in place; {} if that can't be known. Local."""
+        return dict(self._replica.versions()) if self._replica.versions else {}
 
     def begin_change(self) -> None:
         """As Owners.begin_change: other ranks may write into the shared segment before this rank does."""
@@ -208,9 +212,7 @@ class SliceOwners(StepOwners):
         """Raise ArgumentError, on this rank only, if parameters that ranks share were edited in place. Local."""
         if not self._node.arrays or not self._versions:
             return
-        if name := next(
-            (name for name, edits in self._replica.versions().items() if edits != self._versions.get(name)), ""
-        ):
+        if name := next((name for name, edits in self._edits().items() if edits != self._versions.get(name)), ""):
             remedy = "load the model again, and edit it by trainer.edit(function)"
             raise ArgumentError(EDITED_IN_PLACE.format(name, remedy))
 

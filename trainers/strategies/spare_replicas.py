@@ -16,7 +16,7 @@ from trainers.arguments import is_integer
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica
+from trainers.replica import Replica, copy_of
 from trainers.strategies.interface import EpochRun
 from trainers.strategies.servers.asynchronous import HOW_FAR
 from trainers.strategies.servers.mailbox import END, ENDED, FAILED, GRADIENTS, NOTHING, STOP, WORK, Arrival, Header
@@ -263,7 +263,7 @@ class SpareReplicas(ServerStrategy):
 
     def _copy(self) -> Replica:
         """Copy the chief's replica, and bind the copy to separate memory. Local."""
-        copied = self.replica.copy()
+        copied = copy_of(self.replica)
         copied.undoable = self.replica.undoable
         copied.attach(self._own_parameters, self._own_gradients)
         return copied
@@ -338,7 +338,7 @@ class SpareReplicas(ServerStrategy):
 def _copy_error(replica: Replica) -> ArgumentError | None:
     """Return the error if the chief's replica can't be copied, or None."""
     try:
-        replica.copy()
+        copy_of(replica)
     except ArgumentError as error:
         return ArgumentError(f"the chief of spare replicas computes with a copy of the model, and {error}")
     return None

@@ -241,7 +241,7 @@ class StepOwners(Owners):
 
 def _parts(replica: Replica) -> list[Part]:
     """Return the parameters of a replica by their positions in the gradients; [] if the replica does not tell."""
-    shapes = list(replica.shapes().items())
+    shapes = list(replica.shapes.items())
     ends = list(itertools.accumulate((math.prod(shape) for _, shape in shapes), initial=0))
     fits = ends[-1] == replica.gradient_length
     return [Part(name, start, shape) for start, (name, shape) in zip(ends, shapes, strict=False)] if fits else []

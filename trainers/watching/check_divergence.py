@@ -108,7 +108,7 @@ def _compared(replica: Any, apart: Mapping[str, str]) -> Compared:
         if name in apart:
             continue
         if name == "parameters":
-            held |= _cut(array, replica.shapes())
+            held |= _cut(array, replica.shapes)
         else:
             held[name] = np.asarray(array)
     if LEARNING_RATES not in apart:

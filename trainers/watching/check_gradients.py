@@ -98,7 +98,7 @@ class CheckGradients(Callback):
 def _spans(replica: Any) -> list[Span]:
     """Return the span of each parameter in the flat gradients. Statistics to be averaged may follow them."""
     spans, start = [], 0
-    for name, shape in replica.shapes().items():
+    for name, shape in replica.shapes.items():
         spans.append(Span(name, start, math.prod(shape)))
         start += spans[-1].size
     if start < replica.gradient_length:

@@ -40,6 +40,7 @@ from trainers import (  # noqa: E402
     SpareReplicasTrainer,
 )
 from trainers.errors import ArgumentError  # noqa: E402
+from trainers.replica import copy_of  # noqa: E402
 from trainers.replicas.jax import JaxReplica  # noqa: E402
 
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -145,7 +146,7 @@ def test_bfloat16(flat: allreduce.Topology, folder: Path) -> None:
         assert len(set(trainer.parameters_sha256())) == 1
         outputs = trainer.predict(X, ema=False)
         trainer.save(str(folder))
-        copied = trainer.replica.copy()
+        copied = copy_of(trainer.replica)
     np.testing.assert_allclose(found, wanted, atol=0.05)
     np.testing.assert_allclose([each.loss for each in losses], [each.loss for each in history], rtol=0.02)
     assert found.dtype == outputs.dtype == np.float32

@@ -291,7 +291,7 @@ def test_mirrored_trainer(case: str, world: MPI.Intracomm, topology_of: Callable
 
 def assert_shares_alike(world: MPI.Intracomm, mine: TorchReplica, part: Any) -> None:
     """The rank updates whole tensors, and the largest share is at most 1.2 times the mean, or the largest tensor."""
-    sizes = [math.prod(shape) for shape in mine.shapes().values()]
+    sizes = [math.prod(shape) for shape in mine.shapes.values()]
     ends = {0, mine.gradient_length, *accumulate(sizes)}
     slices = part if isinstance(part, tuple) else (part,)
     assert {end for each in slices for end in (each.start, each.stop)} <= ends

@@ -413,7 +413,7 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
             raised_everywhere(flat.world, DisagreementError, functools.partial(fit, **own))
         narrow = functools.partial(trainer.fit, x[:, :2], y, progress=False, transforms=[EMA(DECAY)])
         assert "6 features" in raised_everywhere(flat.world, ArgumentError, narrow)
-        assert not trainer.replica.averages  # so the ranks evaluate the same weights
+        assert trainer.replica.average is None  # so the ranks evaluate the same weights
         assert trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)
         trainer.fit(x, y, 1, BATCH, progress=False)
     refusing: list[tuple[dict[str, Any], Transform]] = [

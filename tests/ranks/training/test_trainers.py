@@ -1,5 +1,6 @@
 """The mirrored trainer on several ranks: the results of one rank, equal bits, and the same errors on all ranks."""
 
+import re
 import gc
 import json
 import weakref
@@ -23,7 +24,7 @@ from trainers import EMA, Exact, LocalSGD, MirroredTrainer, NumpyNetwork, Parame
 from trainers.cli.options import parse
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DivergedError, ModelFileError
-from trainers.replica import ALL, Replica
+from trainers.replica import ALL, FORMER, Replica
 from trainers.strategies.rule import FLAGS
 
 JOBS = "quick 1 2 3, openmpi 1 2 3 4 5, mpich 1 2"
@@ -702,6 +703,13 @@ def test_a_replica_of_the_former_form_is_shown_the_new_one(flat: allreduce.Topol
         ArgumentError, match=r"this Former has the form of earlier .* bind\(self, parameters, gradients"
     ):
         MirroredTrainer(Former(declares=True, reloads=True), "ring", flat)
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_a_former_method_of_a_replica_is_shown_its_new_form(name: str, flat: allreduce.Topology) -> None:
+    kind = type("Own", (Sliced,), {name: lambda *_: None})
+    with pytest.raises(ArgumentError, match=re.escape(f"this Own has {name} as in earlier versions: {FORMER[name]}")):
+        MirroredTrainer(kind(declares=True, reloads=True), "ring", flat)
 
 
 def test_a_replica_of_a_user_has_a_moving_average(flat: allreduce.Topology) -> None:

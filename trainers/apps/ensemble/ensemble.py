@@ -56,7 +56,7 @@ from trainers.group import GroupOwner, RankGroup, broadcast_arrays
 from trainers.options.loader import Loader
 from trainers.options.transforms import Transform
 from trainers.recovery.terminating import Terminated, Terminating
-from trainers.replica import Replica
+from trainers.replica import Replica, saved_config
 from trainers.watching.history import Epoch, History
 
 log = logging.getLogger("trainers")
@@ -476,7 +476,7 @@ class EnsembleTrainer(GroupOwner):
     def _sent(self, number: int, owner: int) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
         """Return the class, the config and the state of a member that rank `owner` has, on all ranks. Collective."""
         replica, comm = self.replicas.get(number) if self.rank == owner else None, self.group.comm
-        about = together(comm, lambda: replica and [type(replica).__name__, replica.saved_config()])
+        about = together(comm, lambda: replica and [type(replica).__name__, saved_config(replica)])
         kind, config = root_value(comm, about, "save: the config of a member", owner)
         state = together(comm, lambda: replica.state() if replica else {})
         return kind, config, broadcast_arrays(comm, state, owner, "save: a member")

@@ -11,7 +11,7 @@ from trainers.apps.serving.models import Model, NetworkModel
 from trainers.data import Tree, leaves, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
-from trainers.replica import Replica
+from trainers.replica import Replica, load_saved
 from trainers.replicas.numpy.categories import CategoryNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
 
@@ -117,7 +117,7 @@ def load_member(path: str, replica: Replica, member: SavedMember, state: Arrays)
     if type(replica).__name__ != member.kind:
         raise ModelFileError(f"{what} is a {member.kind}, and make_replica makes a {type(replica).__name__}")
     try:
-        replica.load_saved(what, dict(member.config), state)
+        load_saved(replica, what, dict(member.config), state)
     except ModelFileError as error:
         raise error if what in str(error) else ModelFileError(f"{what}: {error}") from error
 
@@ -126,7 +126,7 @@ def load_member(path: str, replica: Replica, member: SavedMember, state: Arrays)
 def averaged(replica: Replica) -> Iterator[None]:
     """Context manager: the moving average, if the replica keeps one, is in the place of the parameters. Local."""
     try:
-        if replica.averages:
+        if replica.average:
             replica.use_average()
         yield
     finally:

@@ -47,14 +47,14 @@ def write(
 ) -> Exported:
     """Write a replica's model to `path`, and return a description of the file. Local. Raises ExportError.
 
-    x: rows as `predict` takes them; None for the replica's `drawn_rows`.
+    x: rows as `predict` takes them; None for the replica's own.
     classes: the names of the classes; None for those of the table. logits: whether the outputs are logits of classes,
         for a replica that does not say so. average: whether the parameters are now those of the moving average.
     """
     check_path(path)
     need_onnx()
     need_onnxruntime()
-    x = replica.drawn_rows(DRAWN) if x is None else x
+    x = replica.drawn_rows(DRAWN) if x is None and replica.drawn_rows else x
     if x is None or not row_count(x):
         raise ArgumentError(f"export: there are no rows on which this {type(replica).__name__} can be checked: give x")
     if replica.columns is not None and isinstance(x, tuple | dict):
@@ -129,6 +129,11 @@ def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None, l
 
 def _core(replica: Replica, rows: Tree) -> Any:
     """Return the replica's graph. Raises ExportError, which names what a framework can't convert."""
+    if replica.to_onnx is None:
+        raise ExportError(
+            f"a {type(replica).__name__} has no export to ONNX; NumpyNetwork, TorchReplica, JaxReplica and "
+            "KerasReplica have one, and a replica of your own needs a method to_onnx(x)"
+        )
     two = taken(rows, np.arange(2) % row_count(rows))
     try:
         with warnings.catch_warnings():

@@ -87,7 +87,7 @@ class NetworkModel(Model):
         self.columns = network.columns
         self.classes = () if network.columns is None else network.columns.classes
         self.probabilities = network.probabilities
-        if network.averages:
+        if network.average:
             network.use_average()
 
     def check(self, rows: np.ndarray) -> None:

@@ -67,6 +67,7 @@ class JaxReplica(FlatReplica):
         self.metrics = ("loss", *self._metrics)
         self._layout = TreeLayout(params)
         self.gradient_dtype, self.gradient_length = self._layout.dtype.name, self._layout.length
+        self.shapes = self._layout.shapes
         self._precision, self._compared = precision, False  # whether the loss of parts of a batch was compared
         self._low = precisions.lower_precision(precision, self.gradient_dtype)
         self.notices = precisions.slow_notice(self.device) if self._low else ()
@@ -157,10 +158,7 @@ class JaxReplica(FlatReplica):
         with quiet("jax2onnx", "onnx_ir"):
             return jax2onnx.to_onnx(lambda *arrays: tuple(outputs(*arrays)), inputs)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._layout.shapes
-
-    def copy(self) -> Replica:
+    def __deepcopy__(self, memo: Any) -> Replica:
         copied = JaxReplica(
             self._apply, self._loss, self.params, self._transformation, self._metrics, precision=self._precision
         )
@@ -170,7 +168,11 @@ class JaxReplica(FlatReplica):
     def config(self) -> dict[str, Any]:
         return {"precision": "bfloat16" if self._low else self.gradient_dtype}
 
-    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
+        if batch:
+            if self.divided and weights is None and not self._compared and row_count(x) > 1:
+                self._check_parts(x, y)
+            return
         model = self._model()
         try:
             if y is None:
@@ -184,10 +186,6 @@ class JaxReplica(FlatReplica):
             raise
         except Exception as error:  # whatever the user's functions raise
             raise unfit_error("apply, loss or a metric", x, y, error) from error
-
-    def check_batch(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> None:
-        if self.divided and weights is None and not self._compared and row_count(x) > 1:
-            self._check_parts(x, y)
 
     def _check_parts(self, x: Tree, y: Tree) -> None:
         """Raise ArgumentError if the loss is no mean over the rows."""

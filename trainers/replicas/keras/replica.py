@@ -20,6 +20,10 @@ from trainers.replicas.mean_of_rows import check_mean_of_rows
 from trainers.transforms.average import Spans
 
 DTYPES = ("float32", "float64", "float16")
+RANDOM_LAYERS = (
+    "Exact: this Keras model has layers with random numbers (Dropout, noise), whose generators "
+    "can't be seeded for each micro-batch; leave out these layers, or Exact"
+)
 CROSS_ENTROPIES = keras.losses.SparseCategoricalCrossentropy, keras.losses.CategoricalCrossentropy
 
 
@@ -66,6 +70,9 @@ class KerasReplica(FlatReplica):
         others = model.non_trainable_variables
         self._shared = {f"model.{n}": each for n, each in enumerate(others) if id(each) not in random}
         self._random = {f"random.{n}": each for n, each in enumerate(others) if id(each) in random}
+        self.unseeded = RANDOM_LAYERS if self._random else ""
+        self.shapes = {f"{number}/{each.name}": tuple(each.shape) for number, each in enumerate(self._trained)}
+        self.scores = _scores_of(self._loss)
         self._computing = COMPUTING[keras.backend.backend()](model, self._measured)
         self._takes_list = isinstance(getattr(model, "input", None), list)
         self._before: list[np.ndarray] = []
@@ -166,21 +173,6 @@ class KerasReplica(FlatReplica):
     def others(self) -> dict[str, np.ndarray]:
         return {name: array_of(each) for name, each in self._shared.items()}
 
-    def seed(self, number: int) -> None:
-        if self._random:
-            raise ArgumentError(
-                "Exact: this Keras model has layers with random numbers (Dropout, noise), whose generators "
-                "can't be seeded for each micro-batch; leave out these layers, or Exact"
-            )
-        super().seed(number)
-
-    @property
-    def scores(self) -> str:
-        if self._loss in (keras.losses.sparse_categorical_crossentropy, keras.losses.categorical_crossentropy):
-            return "probabilities"
-        logits = getattr(self._loss, "from_logits", None) if isinstance(self._loss, CROSS_ENTROPIES) else None
-        return "" if logits is None else "logits" if logits else "probabilities"
-
     def to_onnx(self, x: Tree) -> Any:
         """See Replica.to_onnx. Keras itself exports the model, with the backend JAX by jax2onnx."""
         onnx = need_onnx()
@@ -191,9 +183,6 @@ class KerasReplica(FlatReplica):
             with quiet("jax2onnx", "onnx_ir", "torch.onnx"):
                 self.model.export(path, format="onnx", verbose=False)
             return onnx.load(path)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {f"{number}/{each.name}": tuple(each.shape) for number, each in enumerate(self._trained)}
 
     def load_others(self, state: Mapping[str, np.ndarray]) -> None:
         self._refresh_model()
@@ -213,7 +202,7 @@ class KerasReplica(FlatReplica):
         for name, variable in self._random.items():
             assign(variable, state[name])
 
-    def copy(self) -> Replica:
+    def __deepcopy__(self, memo: Any) -> Replica:
         try:
             model = keras.models.clone_model(self.model)
             optimizer = self._optimizer.new_optimizer()
@@ -228,7 +217,11 @@ class KerasReplica(FlatReplica):
     def config(self) -> dict[str, Any]:
         return {"model": self.model.name, "optimizer": type(self._optimizer.whole.optimizer).__name__}
 
-    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
+        if batch:
+            if self.divided and not self._compared:
+                self._check_loss(x, y, weights)
+            return
         if y is not None and {id(each) for each in self.model.trainable_variables} != {
             id(each) for each in self._trained
         }:
@@ -249,10 +242,6 @@ class KerasReplica(FlatReplica):
             raise
         except Exception as error:  # whatever a model raises
             raise unfit_error(f"{self.model.name}, the loss or a metric", x, y, error) from error
-
-    def check_batch(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> None:
-        if self.divided and not self._compared:
-            self._check_loss(x, y, weights)
 
     # Inside
 
@@ -333,6 +322,13 @@ class KerasReplica(FlatReplica):
         if len(losses.shape) > 1:
             losses = keras.ops.mean(losses, axis=tuple(range(1, len(losses.shape))))
         return keras.ops.mean(losses * keras.ops.cast(weights, losses.dtype))
+
+
+def _scores_of(loss: Any) -> str:
+    if loss in (keras.losses.sparse_categorical_crossentropy, keras.losses.categorical_crossentropy):
+        return "probabilities"
+    logits = getattr(loss, "from_logits", None) if isinstance(loss, CROSS_ENTROPIES) else None
+    return "" if logits is None else "logits" if logits else "probabilities"
 
 
 def _loss_of(loss: Any) -> Any:

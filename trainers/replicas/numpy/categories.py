@@ -62,11 +62,11 @@ class CategoryNetwork(NumpyNetwork):
 
     # Methods of Replica
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
         tables = {f"category {number}": (rows, vector) for number, (rows, vector) in enumerate(self.embedded, 1)}
-        return super().shapes() | tables
+        return super()._shapes() | tables
 
-    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
         self._check_single(x, y)
         columns = self.features
         if x.ndim != 2 or x.shape[1] != columns or x.dtype.kind not in "iuf":
@@ -82,7 +82,7 @@ class CategoryNetwork(NumpyNetwork):
 
     # Inside
 
-    def drawn_rows(self, count: int) -> Tree | None:
+    def drawn_rows(self, count: int) -> Tree:
         random = np.random.default_rng(0)
         plain = random.standard_normal((count, self._plain), FLOAT)
         values = [random.integers(0, rows, (count, 1)) for rows, _ in self.embedded]

@@ -113,7 +113,9 @@ class NumpyNetwork(FlatReplica):
         self._activation = choose("activation", activation, ACTIVATIONS)
         self._loss = choose("loss", loss, LOSSES)(self._xp)
         self.metrics, self.probabilities = self._loss.metrics, self._loss.probabilities
+        self.scores = "probabilities" if self.probabilities else ""
         self.features = self.sizes[0]
+        self.shapes = self._shapes()
         self.optimizer = self._optimizer = make_optimizer(optimizer, lr)
         self.gradient_length = self._length(self.sizes, self._names)
         self.memory = self._own = self._xp.asarray(self._initial(init or self._activation.init, seed))
@@ -135,7 +137,7 @@ class NumpyNetwork(FlatReplica):
     def of_saved(
         cls, path: str, config: dict[str, Any], state: dict[str, np.ndarray], device: str = "cpu"
     ) -> "NumpyNetwork":
-        """Make a network of a `saved_config` and a `state` that were read from `path`, whose name is for errors.
+        """Make a network of a config and a state that were read from `path`, whose name is for errors.
         Raises ModelFileError."""
         columns = columns_of(path, config)
         try:
@@ -222,7 +224,7 @@ class NumpyNetwork(FlatReplica):
         held = {"input.shift": on_host(self._shift), "input.scale": on_host(self._scale)}
         return held | {"sizes": np.array(self.sizes)}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {}
         for number, (inputs, outputs) in enumerate(itertools.pairwise(self.sizes), 1):
             found |= {f"layer {number} weights": (inputs, outputs), f"layer {number} bias": (outputs,)}
@@ -262,7 +264,7 @@ class NumpyNetwork(FlatReplica):
             return given
         return graph.add("Mul", graph.add("Sub", given, on_host(self._shift)), on_host(self._scale))
 
-    def drawn_rows(self, count: int) -> Tree | None:
+    def drawn_rows(self, count: int) -> Tree:
         drawn = np.random.default_rng(0).standard_normal((count, self.sizes[0]), FLOAT)
         with np.errstate(all="ignore"):  # a feature that never changes may have the scale 0
             found = on_host(self._shift) + drawn / np.where(on_host(self._scale) == 0, 1, on_host(self._scale))
@@ -275,7 +277,7 @@ class NumpyNetwork(FlatReplica):
         options = self.optimizer.config()
         return {"sizes": self.sizes, **self._names, "optimizer": name, "optimizer_options": options}
 
-    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
         self._check_single(x, y)
         features = int(np.prod(x.shape[1:]))
         if x.dtype.kind not in "iufb" or x.ndim == 0 or features != self.sizes[0]:
@@ -285,9 +287,6 @@ class NumpyNetwork(FlatReplica):
             )
         if y is not None:
             self._loss.check(y, self.sizes[-1])
-
-    def check_batch(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> None:
-        self.check(x, y)
 
     def _check_single(self, x: Tree, y: Tree | None) -> None:
         """Raise ArgumentError unless x and y are one array each."""

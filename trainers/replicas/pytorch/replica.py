@@ -93,6 +93,10 @@ class TorchReplica(FlatReplica):
         self._length = self._optimizer.layout.length
         self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
         self._buffers = Buffers(module)
+        self.kernels = self._optimizer.kernels
+        self.unseeded = NO_MOMENTUM if any(each.momentum is None for each in batch_norms(module)) else ""
+        self.scores = "logits" if isinstance(loss, nn.CrossEntropyLoss) else ""
+        self.shapes = {name: tuple(each.shape) for name, each in self._named_parameters()}
         self.counts, self._classes = row_losses.counts(loss), 0  # 0: not known before the first output
         self.optional, self._compared = len(self._trained), False  # whether the loss of parts of a batch was compared
         self.unused = self.still = np.zeros(self.optional, bool)
@@ -187,9 +191,6 @@ class TorchReplica(FlatReplica):
                 self._parameters[each] = self._buffer[each]
             self._optimizer.step(self._parameters_in(part), self.still)
 
-    def trust(self, agree: Callable[[list[bool]], Sequence[bool]]) -> None:
-        self._optimizer.kernels.test(agree)
-
     def edit(self, change: Callable[[], object]) -> None:
         change()
         self._check_replaced()
@@ -202,8 +203,12 @@ class TorchReplica(FlatReplica):
             self._load_statistics(self._parameters)
 
     def versions(self) -> Mapping[str, int]:
-        trained = {id(each) for each in self._trained}  # a frozen parameter is in no memory of several ranks
-        return {name: changes_of(each) for name, each in self.module.named_parameters() if id(each) in trained}
+        return {name: changes_of(each) for name, each in self._named_parameters()}  # frozen ones are no rank's alone
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the trained parameters by their names in the module."""
+        trained = {id(each) for each in self._trained}
+        return [(name, each) for name, each in self.module.named_parameters() if id(each) in trained]
 
     @torch.no_grad()
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> list[float]:
@@ -217,10 +222,6 @@ class TorchReplica(FlatReplica):
         """Return the module's output, in evaluation mode; bfloat16 as float32."""
         self.module.eval()
         return as_arrays(_each(host_view, self._output(x)), lists=True)
-
-    @property
-    def scores(self) -> str:
-        return "logits" if isinstance(self.loss, nn.CrossEntropyLoss) else ""
 
     def to_onnx(self, x: Tree) -> Any:
         return graphs.converted(self.module, mapped(lambda array: self._input(array).cpu(), x))
@@ -246,15 +247,6 @@ class TorchReplica(FlatReplica):
     def others(self) -> dict[str, np.ndarray]:
         held = {name: host_view(each) for name, each in self._untrained().items()}
         return held | _hyperparameters(self.optimizer)
-
-    def seed(self, number: int) -> None:
-        if any(each.momentum is None for each in batch_norms(self.module)):
-            raise ArgumentError(NO_MOMENTUM)
-        super().seed(number)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        trained = {id(each) for each in self._trained}
-        return {name: tuple(each.shape) for name, each in self.module.named_parameters() if id(each) in trained}
 
     @torch.no_grad()
     def load_others(self, state: Mapping[str, np.ndarray]) -> None:
@@ -289,11 +281,18 @@ class TorchReplica(FlatReplica):
         made = {"module": type(self.module).__name__, "optimizer": type(self.optimizer).__name__}
         return {**made, "precision": "bfloat16" if self._low else self.gradient_dtype}
 
-    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
+        if batch:
+            self._check_labels(y)
+            if weights is not None or self._compared or not isinstance(leaves(y)[0], np.ndarray) or row_count(x) < 2:
+                return
         training = self.module.training
         self.module.eval()
         try:
             with torch.no_grad():
+                if batch:
+                    self._check_loss(x, y)
+                    return
                 rows = slice(1 if weights is None else row_losses.CHECKED)
                 self._check_frozen()
                 output = self._output(sliced(x, rows))
@@ -311,17 +310,6 @@ class TorchReplica(FlatReplica):
             raise unfit_error(type(self.module).__name__, x, y, error) from error
         finally:
             self.module.train(training)
-
-    def check_batch(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> None:
-        self._check_labels(y)
-        if weights is None and not self._compared and isinstance(leaves(y)[0], np.ndarray) and row_count(x) > 1:
-            training = self.module.training
-            self.module.eval()
-            try:
-                with torch.no_grad():
-                    self._check_loss(x, y)
-            finally:
-                self.module.train(training)
 
     # Inside
 
