@@ -32,6 +32,7 @@ from trainers import (
 )
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.keras import AverageMetrics, MirroredOptimizer, StartFromFirstRank, shard
+from trainers.replica import copy_of
 from trainers.replicas.keras import KerasReplica
 
 topology = allreduce.Topology()
@@ -333,10 +334,10 @@ def check_replica(folder: Path) -> None:
     path = str(folder / f"replica{rank}.npz")
     ours.save(path)
     other.restore(path)
-    for each in (other, ours.copy()):
+    for each in (other, copy_of(ours)):
         for name, array in ours.state().items():
             np.testing.assert_array_equal(array, each.state()[name])
-    np.testing.assert_allclose(ours.evaluate(X, Y) / len(X), ours.copy().evaluate(X, Y) / len(X), rtol=1e-5)
+    np.testing.assert_allclose(ours.evaluate(X, Y) / len(X), copy_of(ours).evaluate(X, Y) / len(X), rtol=1e-5)
     assert ours.gradients(X[:0], Y[:0], 0.0) == [0.0, 0.0]
     assert not buffer.any()
     assert ours.predict(X[:0]).shape == (0, 4)

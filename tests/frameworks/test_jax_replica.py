@@ -21,7 +21,7 @@ except ImportError as error:
         raise
     pytest.skip(str(error), allow_module_level=True)
 
-from trainers.replica import check_divisible
+from trainers.replica import check_divisible, copy_of
 from trainers.replicas.jax import JaxReplica
 from trainers.replicas.jax.layout import TreeLayout, own
 from trainers.replicas.jax.optimizer import Optimizer
@@ -160,7 +160,7 @@ def test_what_was_given_and_handed_out_is_not_touched() -> None:
     given = params()
     ours = JaxReplica(apply, loss, given, optax.adam(0.1))
     before, handed = given["out"][0] + 0, ours.params
-    copied = ours.copy()
+    copied = copy_of(ours)
     for _ in range(2):
         ours.gradients(X, Y, 1.0)
         ours.update()

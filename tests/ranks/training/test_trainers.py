@@ -1,8 +1,8 @@
 """The mirrored trainer on several ranks: the results of one rank, equal bits, and the same errors on all ranks."""
 
-import re
 import gc
 import json
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
