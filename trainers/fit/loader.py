@@ -80,6 +80,8 @@ class LoaderBatches(BatchSource):
         self._target: Place | None = None  # the place to which `begin` goes
         self._sizes: list[int]  # as far as the ranks know them
         super().__init__([], part, parts)
+        if limit is None:
+            self.length = _length_of(loader)
 
     def __str__(self) -> str:
         return "x of a loader"
@@ -124,7 +126,9 @@ class LoaderBatches(BatchSource):
     def meet(self, values: Callable[[Any, str], list[Any]]) -> None:
         data = self.first()
         own = None if data is None else [structure_of(data), *([] if self._divided else [checksum(data)])]
-        described = values(own, "fit: the first batches of the ranks")
+        everyone = values([own, self.length], "fit: the first batches of the ranks")
+        described, lengths = zip(*everyone, strict=True)
+        self.length = None if None in lengths else max(lengths)
         given = [each for each in described if each is not None]
         if not given:
             raise self.empty(0)
@@ -304,3 +308,11 @@ class LoaderBatches(BatchSource):
 
     def close(self) -> None:
         self._reader.stop()
+
+
+def _length_of(loader: Any) -> int | None:
+    """Return the number of batches of a pass; None if the loader does not tell."""
+    try:
+        return 0 if loader is None else len(loader)
+    except Exception:  # of a loader that leaves out, or forwards, its length
+        return None

@@ -211,6 +211,7 @@ class Fit:
         watchers = [self.meter, *[rule.norms] * rule.clips, self.history, self._printer, *self._users]
         if rule.schedule is not None:
             watchers.append(rule.schedule)
+            rule.schedule.plan(self._epochs, self.batches.length)
             if others := [type(each).__name__ for each in self._users if isinstance(each, LearningRateSchedule)]:
                 raise ArgumentError(f"Schedule sets the learning rates, and so does {others[0]}: use one")
         self.callbacks = Callbacks(watchers, self._watched, self._epochs, self.batches.planned, self._goes_on)
@@ -535,10 +536,13 @@ class Fit:
         if not joins:
             self._follow_state(self.strategy.steps - self.taken)
         self._learn_callbacks()
-        rows = all_values(comm, [[] if joins else self.progress.place, self.callbacks.called()], POSITION)
-        self.callbacks.repeat((tuple(event), called) for _, (event, called) in rows)
-        places = [place for place, _ in rows]
+        own_place = [] if joins else self.progress.place
+        rows = all_values(comm, [own_place, self.callbacks.called(), self.batches.length], POSITION)
+        self.callbacks.repeat((tuple(event), called) for _, (event, called), _ in rows)
+        places = [place for place, *_ in rows]
         ahead = places.index(max(places))
+        if joins and (schedule := self.strategy.rule.schedule) is not None:
+            schedule.plan(self._epochs, rows[ahead][-1])
         if min(places) < places[ahead]:
             own = together(comm, lambda: self.snapshot().pack() | self.callbacks.state() if rank == ahead else {})
             state = broadcast_arrays(comm, own, ahead, POSITION)

@@ -96,10 +96,11 @@ class StepSchedule(RatesOfFit):
         self._rates, self._warm_up = schedule.rates, int(schedule.warmup)
         self._steps: int | None = None  # of the training, without the warm-up
 
-    def set_params(self, params: dict[str, Any]) -> None:
-        planned, named = params["steps"], isinstance(self._rates, str)
-        self._steps = None if planned is None else max(params["epochs"] * planned - self._warm_up, 1)
-        if planned is None and named and self._rates in ENDING:
+    def plan(self, epochs: int, length: int | None) -> None:
+        """Set the number of epochs, and of the steps in each; None if it is not known. Raises ArgumentError."""
+        named = isinstance(self._rates, str)
+        self._steps = None if length is None else max(epochs * length - self._warm_up, 1)
+        if length is None and named and self._rates in ENDING:
             raise ArgumentError(
                 f'Schedule("{self._rates}") needs the number of steps in an epoch, which this loader does not tell: '
                 "give the steps of the Loader, or a function of the step"

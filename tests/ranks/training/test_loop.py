@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -366,6 +366,16 @@ def test_the_average_is_evaluated_and_saved(flat: allreduce.Topology, folder: Pa
             assert len(set(trainer.parameters_sha256())) == 1
 
 
+class Passes:
+    """A loader without a length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
 @few
 def test_a_function_of_the_step(flat: allreduce.Topology) -> None:
     """Also of steps of a loader, whose number is not known; a named schedule that ends needs it."""
@@ -379,14 +389,18 @@ def test_a_function_of_the_step(flat: allreduce.Topology) -> None:
     with MirroredTrainer(network(), "ring", flat) as trainer:
         options: dict[str, Any] = {"epochs": 2, "progress": False, "callbacks": [Rates()]}
         batches = Loader([(x[:4], y[:4]), (x[4:9], y[4:9])], rows="whole")
+        without_length = Loader(Passes(batches.data), rows="whole")
         trainer.fit(batches, transforms=[Schedule(lambda step: 1 / (step + 1), warmup=1)], **options)
         np.testing.assert_allclose(seen, [0.01, 0.01, 0.02 / 3, 0.005])
         text = raised_everywhere(
-            flat.world, ArgumentError, lambda: trainer.fit(batches, transforms=[Schedule("linear")], **options)
+            flat.world, ArgumentError, lambda: trainer.fit(without_length, transforms=[Schedule("linear")], **options)
         )
         assert "give the steps of the Loader" in text
-        trainer.fit(replace(batches, steps=2), transforms=[Schedule("linear")], **options)
-        np.testing.assert_allclose(seen[-4:], [0.02, 0.015, 0.01, 0.005])
+        longer = Loader([*batches.data, *[(x[9:10], y[9:10])] * flat.rank], rows="divided")
+        known = [(replace(without_length, steps=2), 4), (batches, 4), (longer, 2 * (flat.size + 1))]
+        for given, steps in known:  # with the length of the longest loader
+            trainer.fit(given, transforms=[Schedule("linear")], **options)
+            np.testing.assert_allclose(seen[-steps:], 0.02 * (1 - np.arange(steps) / steps))
 
 
 def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology) -> None:
