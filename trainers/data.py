@@ -460,8 +460,8 @@ class BatchSource(ABC):
     streams: whether the number of batches is not known before they are read. The ranks then learn the rows of the next
         batch with each step: every rank calls `begin`, then `peek` during each step and `learn` after it.
     coming: the rows of the next batch on this rank, if it streams; else 0.
-    planned: the batches in an epoch; None if that is not known. length: that number, or the greatest len() of the ranks'
-        loaders, which may be more than they bring; None if one of them has none.
+    planned: the batches in an epoch; None if that is not known. length: that number, or the greatest len() of the
+        ranks' loaders, which may be more than they bring; None if one of them has none.
     seen: by its step, the rows and a checksum of each batch of the epoch that this rank has read from a stream; 0 rows
         after the end. No checksum (0) if each rank has other rows.
     how_resumed: how this rank continues after `seek`, as text; "" if there is nothing to say.
