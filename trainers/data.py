@@ -206,8 +206,8 @@ class Samples:
     collate: makes (x, y), or (x, y, weights), of arrays whose first axis is the sample, from a list of rows; by default
         the rows are stacked. Rows that are neither pairs nor triples need a collate.
 
-    Rows come from `data.__getitems__(list of numbers)`, if it exists (PyTorch's protocol); else, without a collate,
-    from data[array of numbers], if that gives the same rows as row by row; else row by row. Raises ArgumentError.
+    Rows come from `data.__getitems__(list of numbers)`, if it exists (PyTorch's protocol); else row by row. Raises
+    ArgumentError.
 
     collate: as given. first: a few rows.
     """
@@ -225,15 +225,11 @@ class Samples:
         self._rows = len(data)
         if self._rows == 0:
             raise ArgumentError(f"there are no samples: the {self.name} is empty")
-        self._fetch = self._one_by_one
         try:
-            probe = np.array([0, self._rows - 1])
             with keeping_generators():
-                self.first = self.take(probe)
+                self.first = self.take(np.array([0, self._rows - 1]))
         except DataError as error:
             raise ArgumentError(str(error)) from error
-        if collate is None and not hasattr(data, "__getitems__") and self._takes_arrays(probe):
-            self._fetch = self._at_once
         self._none = mapped(lambda array: array[:0], self.first)
 
     def __len__(self) -> int:
@@ -281,7 +277,7 @@ class Samples:
                 described["rows"] = []
         return first
 
-    def _one_by_one(self, rows: np.ndarray) -> Any:
+    def _fetch(self, rows: np.ndarray) -> Any:
         numbers = rows.tolist()
         several = getattr(self.data, "__getitems__", None)
         return self._collate(several(numbers) if several else [self.data[number] for number in numbers])
@@ -295,21 +291,6 @@ class Samples:
             except Exception as error:
                 raise DataError(f"the {self.name} can't give row {row}: {type(error).__name__}: {error}") from error
         return self._collate(found)
-
-    def _at_once(self, rows: np.ndarray) -> Any:
-        return self.data[rows]
-
-    def _takes_arrays(self, probe: np.ndarray) -> bool:
-        """Whether data[array of numbers] gives the same rows as data[number] does; False if rows are augmented at
-        random."""
-        try:
-            there, here = named(as_data(self._at_once(probe), lists=True)), named(self.first)
-            return [name for name, _ in there] == [name for name, _ in here] and all(
-                found.dtype == array.dtype and np.array_equal(found, array)
-                for (_, found), (_, array) in zip(there, here, strict=True)
-            )
-        except Exception:  # any error: it takes no arrays
-            return False
 
 
 def _stack(rows: Sequence[Any]) -> Data:

@@ -226,46 +226,10 @@ def test_classes_are_told_with_their_rows(tmp_path: Path) -> None:
     data = labelled(tmp_path / "set.csv", ("yes", 59), ("no", 60))
     assert data.classes_in_words() == "no: 60, yes: 59"
     assert data.rows_of_classes().tolist() == [60, 59]
-    assert data.warnings() == []
     many = labelled(tmp_path / "set.csv", *((f"c{number:02}", number + 1) for number in range(30)))
     words = many.classes_in_words()
     assert words.startswith("30 classes, 1 to 30; the smallest are c00: 1, c01: 2, ")
     assert words.count(": ") == 10
-
-
-@pytest.mark.parametrize(
-    ("classes", "warning"),
-    [
-        ([("yes", 59), ("Yes", 1), ("no", 60)], "the classes 'Yes' (1 row) and 'yes' (59 rows) differ only in case or"),
-        ([("ice cream", 9), ("icecream", 9)], "the classes 'ice cream' (9 rows) and 'icecream' (9 rows) differ only"),
-        (
-            [("setosa", 50), ("setsoa", 2), ("virginica", 50)],
-            "the class 'setsoa' (2 rows) is too small to train and to test",
-        ),
-        ([("cat", 50), ("dog", 50), ("emu", 4)], "the class 'emu' (4 rows) is too small to train and to test"),
-        ([("a", 3), ("b", 1)], "the classes 'a' (3 rows), 'b' (1 row) are too small to train and to test"),
-        ([("1", 50), ("3", 50)], "no row has the label 0, 2; labels are class numbers, which count from 0"),
-        ([("0", 50), ("1", 2)], "the class '1' (2 rows) is too small to train and to test"),
-    ],
-)
-def test_labels_that_may_be_mistyped_are_warned_of(
-    tmp_path: Path, classes: list[tuple[str, int]], warning: str
-) -> None:
-    (told,) = labelled(tmp_path / "set.csv", *classes).warnings()
-    assert told.startswith(f"{tmp_path}/set.csv: {warning}")
-
-
-def test_there_are_few_warnings_and_short_ones(tmp_path: Path) -> None:
-    odd = [(f"odd{number}{'x' * 99}", 1) for number in range(90)]
-    told = labelled(tmp_path / "set.csv", ("a", 50), *odd, *((name.upper(), 1) for name, _ in odd[:40])).warnings()
-    assert len(told) == 6  # five alike, and one of all the small ones
-    assert told[5].endswith(" and 45 more are too small to train and to test (fewer than 5 rows)")
-    assert all(len(each) < len(str(tmp_path)) + 400 for each in told)
-
-
-@pytest.mark.parametrize("name", datasets.NAMES)
-def test_nothing_is_wrong_with_the_labels_that_come_along(name: str) -> None:
-    assert datasets.load(name).warnings() == []
 
 
 BAD_CSV = {

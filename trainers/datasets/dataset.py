@@ -1,6 +1,5 @@
 """A data set: how it is split, checked and scaled."""
 
-import unicodedata
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,8 +10,7 @@ from trainers.errors import DataError, printable
 
 TEST_PART = 5  # every fifth sample is for testing
 SPLIT_SEED = 47  # see README.md in this folder
-FEW_ROWS = 5  # classes with fewer rows get a warning: a fifth of them is less than one test row
-MOST_SHOWN, MOST_WARNED = 20, 5  # classes in one line, and of each kind in warnings
+MOST_SHOWN = 20  # classes in one line
 PIXELS = 0.0, 1 / 255  # shift and scale of bytes
 LONGEST_NAME = 40  # characters of a class in such a line
 MANY_CLASSES = 1000  # a label above this, and above the number of rows, is not a class number
@@ -63,42 +61,12 @@ class Dataset:
         return f"{len(rows)} classes, {rows.min()} to {rows.max()}; the smallest are {few}"
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each sign of mistyped labels: classes that differ only in case or spaces, classes of
-        few rows, class numbers that no row has; and of columns whose numbers became categories."""
-        rows = self.rows_of_classes().tolist()
-        quoted = [f"{_short(name)!r} ({n} row{'s' * (n != 1)})" for name, n in zip(self.classes, rows, strict=True)]
-        alike = self._alike()
-        found = [" and ".join(quoted[number] for number in group[:MOST_WARNED]) for group in alike[:MOST_WARNED]]
-        texts = [f"the classes {names} differ only in case or spaces; are they one class?" for names in found]
-        texts += self._small({number for group in alike for number in group}, rows, quoted)
-        if empty := [_short(name) for name, count in zip(self.classes, rows, strict=True) if not count]:
-            texts.append(f"no row has the label {_listed(empty)}; labels are class numbers, which count from 0")
-        texts += self.columns.warnings() if self.columns is not None else []
-        return [f"{self.name}: {text}" for text in texts]
-
-    def _alike(self) -> list[list[int]]:
-        """Return groups of classes whose names differ only in case or spaces."""
-        groups: dict[str, list[int]] = {}
-        for number, name in enumerate(self.classes):
-            groups.setdefault("".join(unicodedata.normalize("NFC", name).casefold().split()), []).append(number)
-        return [group for group in groups.values() if len(group) > 1]
-
-    def _small(self, skipped: set[int], rows: list[int], quoted: list[str]) -> list[str]:
-        """Return a sentence about all small classes, if there are any. skipped: not mentioned."""
-        small = [quoted[number] for number, count in enumerate(rows) if 0 < count < FEW_ROWS and number not in skipped]
-        if not small:
-            return []
-        these = f"the class {_listed(small)} is" if len(small) == 1 else f"the classes {_listed(small)} are"
-        return [f"{these} too small to train and to test (fewer than {FEW_ROWS} rows)"]
+        """Return a sentence for each column of numbers that became categories by a few words."""
+        return [f"{self.name}: {text}" for text in (self.columns.warnings() if self.columns is not None else ())]
 
 
 def _short(name: str) -> str:
     return printable(name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}...")
-
-
-def _listed(names: list[str]) -> str:
-    """Join the first names, and the number of the others."""
-    return ", ".join(names[:MOST_WARNED]) + f" and {len(names) - MOST_WARNED} more" * (len(names) > MOST_WARNED)
 
 
 def numbers(count: int) -> tuple[str, ...]:

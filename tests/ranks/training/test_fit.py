@@ -13,7 +13,6 @@ import allreduce
 from allreduce.errors import DisagreementError
 from allreduce.transport.control import on_all_ranks
 from trainers import Loader, MirroredTrainer, NumpyNetwork
-from trainers.data import Samples
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.watching.callback import Callback
 
@@ -251,11 +250,6 @@ class Pairs:
         return self.x[row], int(self.y[row])
 
 
-class ByArrays(Pairs):
-    def __getitem__(self, rows: Any) -> Any:
-        return self.x[rows], self.y[rows]
-
-
 class ByLists(Pairs):
     def __getitems__(self, rows: list[int]) -> list[Any]:
         assert all(type(row) is int for row in rows)
@@ -275,7 +269,7 @@ def collate(rows: Any) -> Any:
 
 
 @pytest.mark.parametrize("prefetch", [None, True, False])
-@pytest.mark.parametrize("kind", [Pairs, ByArrays, ByLists, Words])
+@pytest.mark.parametrize("kind", [Pairs, ByLists, Words])
 def test_a_data_set_trains_as_arrays_do(kind: type[Pairs], prefetch: bool | None, flat: allreduce.Topology) -> None:
     x, y = data()
     plain, mine, rows = network(), network(), kind()
@@ -391,17 +385,3 @@ def test_data_sets_of_different_length_are_told(flat: allreduce.Topology) -> Non
     )
     with MirroredTrainer(network(), "native", flat) as trainer, told:
         trainer.fit(Uneven(), progress=False)
-
-
-def test_a_random_data_set_is_read_row_by_row() -> None:
-    """If an array of row numbers gives other rows than single numbers, the rows of a batch would share one
-    augmentation."""
-
-    class Augmented(ByArrays):
-        def __getitem__(self, rows: Any) -> Any:
-            x, y = super().__getitem__(rows)
-            return x + np.random.default_rng().normal(), y
-
-    augmented, plain = Samples(Augmented()), Samples(ByArrays())
-    assert augmented._fetch.__name__ == "_one_by_one"
-    assert plain._fetch.__name__ == "_at_once"

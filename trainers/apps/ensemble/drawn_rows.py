@@ -51,9 +51,8 @@ class RowsOf:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, place: Any) -> Any:
-        row = self._rows[place]
-        return self._data[row if isinstance(row, np.ndarray) else int(row)]
+    def __getitem__(self, place: int) -> Any:
+        return self._data[int(self._rows[place])]
 
     def _several(self, places: Any) -> Any:
         return self._data.__getitems__([int(self._rows[place]) for place in places])
