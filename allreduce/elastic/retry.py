@@ -2,7 +2,7 @@
 
 - An attempt is a collective action. After it the surviving ranks agree whether all of them have completed it.
 - If not, they form the next topology, and every rank repairs what depends on the ranks.
-- They agree on the repair too. If a rank has failed meanwhile, they form another topology and repair again.
+- A repair is such an action too: if a rank has failed meanwhile, they form another topology and repair again.
 - When all ranks have repaired, every rank commits. That is local, so no failure can divide the ranks there.
 
 Everything here is collective over the surviving ranks. Without ULFM a failure ends the job.
@@ -71,13 +71,10 @@ def recover(topology: Topology, repair: Repair, advance: Advance = survivors) ->
     repair(topology): may communicate, and must be repeatable. It returns a local function that commits, or None;
     recover calls it once all ranks have repaired. advance(topology): returns the next topology.
     """
-    while True:
-        topology = advance(topology)
-        outcome = attempt(topology, partial(repair, topology))
-        if topology.finished(outcome.failure is None):
-            if (commit := outcome.result()) is not None:
-                commit()
-            return topology
+    topology, commit = retry(advance(topology), lambda topology: (topology, repair(topology)), advance)
+    if commit is not None:
+        commit()
+    return topology
 
 
 def retry(topology: Topology, action: Callable[[Topology], ResultT], advance: Advance = survivors) -> ResultT:

@@ -81,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", type=int, metavar="NUMBER", help="one run, by its number")
     add("--scenarios", action="store_true", help="one run of every kind of fault instead")
     add("--programs", default=",".join(plans.PROGRAMS), metavar="NAME,...", help="(default: %(default)s)")
+    add(
+        "--faults",
+        choices=drawing.WAYS,
+        default=drawing.WAYS[0],
+        help="several: two or three losses 10 ms to 1 s apart; host: all ranks of one of two simulated hosts at once, "
+        "which needs root (see scripts/cluster_sim.sh --help) (default: %(default)s)",
+    )
     add("--most-ranks", type=int, default=5, metavar="N", help="(default: 5)")
     add("--jobs", type=int, default=1, metavar="N", help="jobs at once, which spoils the seconds (default: 1)")
     add(
@@ -101,7 +108,8 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
     numbers = [options.seed * SEED_RUNS + place for place in range(options.runs)]
     if options.only is not None:
         numbers = [options.only]
-    return [drawing.draw(number, options.programs.split(","), options.most_ranks) for number in numbers]
+    names = options.programs.split(",")
+    return [drawing.draw(number, names, options.most_ranks, options.faults) for number in numbers]
 
 
 def run_all(drawn: Sequence[Plan], options: argparse.Namespace) -> Iterator[Judged]:

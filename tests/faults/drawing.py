@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.backends import IN_TWO
-from tests.faults.plans import DISAGREEMENTS, EPOCHS, PROGRAMS, STEPS, Fault, Plan
+from tests.faults.plans import DISAGREEMENTS, EPOCHS, LOSSES, PROGRAMS, STEPS, Fault, Plan
 from tests.random_calls import nodes_for
 
 # Places in the code of the rank that is lost: before, in the middle of, and after them. See `points`.
@@ -20,20 +20,30 @@ DELAY_SECONDS = 0.01  # of a signal from outside, behind the step that it waits 
 STOP_SECONDS = 1.0
 OTHERS = ("stop", "term", "raise", "exit")  # kinds of faults besides a loss
 OTHERS_SHARE = 0.15
+SEVERAL, HOST = "several", "host"  # ways to draw: two or three losses 10 ms to 1 s apart; all ranks of a host at once
+WAYS = ("mixed", SEVERAL, HOST)
+PACE_SECONDS = 0.02  # of a step, so that a job is still training when the last rank is lost
+HOSTS = ((2, 2), (1, 2), (2, 1), (3, 1))
 HOLDERS_STAY = 0.85  # how often nobody is lost without whom the others can't go on
 COPIED = ("sharded", "central storage")  # programs whose slices another rank can keep too
 EDITED = ("mirrored", "sharded", "central storage", "spare ranks")
 
 
-def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int = 5) -> Plan:
-    """Return the run of a number: its fault kills between one and all but one of its ranks, or is another fault of one
-    rank."""
+def draw(
+    number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int = 5, way: str = WAYS[0]
+) -> Plan:
+    """Return the run of a number: its faults kill between one and all but one of its ranks, or are another fault of one
+    rank. way: one of WAYS."""
     chance = random.Random(number)
+    if way != WAYS[0]:
+        programs = [name for name in programs if name != "disagreement"]
     program = chance.choices(programs, [PROGRAMS[name].weight for name in programs])[0]
     kind = PROGRAMS[program]
     ranks = max(kind.least, min(most_ranks, chance.choice((2, 3, 3, 4, 5))))
-    nodes = () if program == "spare ranks" else nodes_for(chance, ranks)
-    names = tuple(name for name in kind.backends if name != "shared" or not nodes)
+    hosts = chance.choice(HOSTS) if way == HOST else ()
+    ranks = sum(hosts) or max(ranks, 3 * (way == SEVERAL))
+    nodes = () if program == "spare ranks" or hosts else nodes_for(chance, ranks)
+    names = tuple(name for name in kind.backends if name != "shared" or not (nodes or hosts))
     plan = Plan(
         number=number,
         ranks=ranks,
@@ -43,15 +53,18 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
         checkpoint=chance.choice(kind.checkpoints),
         optimizer=chance.choice(("momentum", "adam")),
         nodes=nodes,
+        hosts=hosts,
     )
     if program in COPIED and chance.random() < 0.5:
         plan = replace(plan, copies=2, checkpoint=chance.choice((0, 0, 7)))
     if program.endswith("servers"):
-        plan = replace(plan, servers=chance.choice(range(1, ranks - 1)))
+        most = min([ranks - 2, *hosts[1:]])  # all on one host
+        plan = replace(plan, servers=chance.choice(range(1, most + 1)))
         plan = replace(plan, ranks_per_worker=min(chance.choice((1, 1, 2, 2, 3)), ranks - plan.servers))
     if program.startswith("spare "):
         plan = replace(plan, spares=chance.randrange(program == "spare ranks", ranks - 1))
-    return replace(plan, faults=tuple(_faults(chance, plan)))
+    drawn = {SEVERAL: _several, HOST: _host}.get(way, _faults)(chance, plan)
+    return replace(plan, faults=tuple(drawn))
 
 
 def _faults(chance: random.Random, plan: Plan) -> list[Fault]:
@@ -66,6 +79,32 @@ def _faults(chance: random.Random, plan: Plan) -> list[Fault]:
         left = [rank for rank in victims if rank not in plan.holders]
         victims = left or [min(set(range(plan.ranks)) - set(plan.holders))]
     return [_loss(chance, plan, victim, first=not place) for place, victim in enumerate(victims)]
+
+
+def _several(chance: random.Random, plan: Plan) -> list[Fault]:
+    """Return two or three losses 10 ms to 1 s apart, of ranks without which the others go on."""
+    free = [rank for rank in range(plan.ranks) if rank not in plan.holders]
+    losses = min(chance.choice((2, 2, 3)), plan.ranks - 1, len(free))
+    victims = chance.sample(free, losses)
+    turn, delay, faults = chance.randrange(STEPS // 2), 0.0, []
+    for victim in victims:
+        faults.append(Fault(chance.choice(LOSSES), victim, turn=turn, delay=delay))
+        delay += 10 ** chance.uniform(-2, 0)
+    return [*faults, _pace(plan, victims)]
+
+
+def _host(chance: random.Random, plan: Plan) -> list[Fault]:
+    """Return the loss of all ranks of one host at once, where the other hosts' ranks can go on."""
+    hosts = [range(plan.hosts[0]), range(plan.hosts[0], plan.ranks)]
+    victims = chance.choice([host for host in hosts if not set(host) & set(plan.holders)] or hosts)
+    turn = chance.randrange(STEPS // 2)
+    return [*(Fault("kill", victim, turn=turn) for victim in victims), _pace(plan, victims)]
+
+
+def _pace(plan: Plan, victims: Sequence[int]) -> Fault:
+    """Return the slow rank that gives the steps their pace: one that is not lost."""
+    rank = next(rank for rank in range(plan.ranks) if rank not in victims)
+    return Fault("slow", rank, "end of a step", delay=PACE_SECONDS)
 
 
 def _other(chance: random.Random, plan: Plan) -> Fault:

@@ -1,5 +1,6 @@
 """Drives one job: starts it under mpirun, sends signals from outside, waits, and leaves nothing behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,12 @@ RANK = "tests.faults.rank"  # what each rank runs
 CHECK_SECONDS = 0.001
 STEP = re.compile(r'"step": (\d+),')
 LINE = 100  # characters of a note that may have been half written; steps that are read twice do not matter
+HALT_SECONDS = "5"  # the timeout of a job in which a rank is stopped for good
+CLUSTER = launch.ROOT / "scripts" / "cluster_sim.sh"
 SMALL = "64m"  # what containers often have
+
+
+SIGNALS = {"kill": signal.SIGKILL, "crash": signal.SIGSEGV, "term": signal.SIGTERM, "halt": signal.SIGSTOP}
 
 
 class Ended(NamedTuple):
@@ -39,6 +45,12 @@ def run(plan: Plan, folder: Path, limit: float) -> Ended:
     begin = time.monotonic()
     command = [*launcher(plan), sys.executable, "-m", RANK, str(folder)]
     stall = {"ALLREDUCE_STALL_SECONDS": os.environ.get("ALLREDUCE_STALL_SECONDS", "1")}
+    if any(fault.kind == "halt" for fault in plan.faults):
+        stall["ALLREDUCE_TIMEOUT_SECONDS"] = HALT_SECONDS
+    if plan.hosts:
+        stall["CLUSTER_SIM_MPIRUN"] = "--with-ft ulfm"
+        stall["PATH"] = f"{Path(command[0]).parent}{os.pathsep}{os.environ['PATH']}"
+        command[: command.index(sys.executable)] = [str(CLUSTER), "+".join(map(str, plan.hosts)), "1gbit", "--"]
     with (
         open(folder / "output", "wb") as output,
         launch.started(command, output, subprocess.STDOUT, stall) as job,
@@ -112,11 +124,12 @@ def _signals(fault: Fault, folder: Path, newest: Newest) -> Iterator[tuple[int, 
     """Yield None until the instant of a signal; then the process that gets it, and the signal."""
     while newest.step < fault.turn:
         yield None
+    found = pids(folder, fault.rank)
     for number, delay in _series(fault):
         instant = time.monotonic() + delay
         while time.monotonic() < instant:
             yield None
-        for pid in pids(folder, fault.rank):
+        for pid in found:
             yield pid, number
 
 
@@ -124,12 +137,23 @@ def _series(fault: Fault) -> list[tuple[signal.Signals, float]]:
     """Return the signals of a fault from OUTSIDE, each with the seconds to wait before it."""
     if fault.kind == "stop":
         return [(signal.SIGSTOP, 0), (signal.SIGCONT, fault.delay)]
-    return [({"kill": signal.SIGKILL, "term": signal.SIGTERM}[fault.kind], fault.delay)]
+    return [(SIGNALS[fault.kind], fault.delay)]
 
 
 def pids(folder: Path, rank: int) -> list[int]:
-    """Return the process of a rank, if it has begun."""
-    return [note["pid"] for note in notes.read(folder, rank) if note["what"] == "pid"]
+    """Return the process of a rank, if it has begun. In a PID namespace it has another number, which its notes have."""
+    noted = [note["pid"] for note in notes.read(folder, rank) if note["what"] == "pid"]
+    return [outer for inner in noted for outer in _outer(inner, folder)] if noted else []
+
+
+def _outer(pid: int, folder: Path) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            here = re.search(rf"^NSpid:.*\b{pid}$", status.read_text(), re.MULTILINE)
+            if here and str(folder) in status.with_name("cmdline").read_text():
+                found.append(int(status.parent.name))
+    return found
 
 
 def _ask(plan: Plan, folder: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.faults import notes
 from tests.faults.jobs import Ended
-from tests.faults.plans import BATCH, DISAGREEMENTS, EPOCHS, KINDS, ROWS, TOLD_SECONDS, Fault, Plan
+from tests.faults.plans import BATCH, DISAGREEMENTS, EPOCHS, KINDS, LOSSES, ROWS, TOLD_SECONDS, Fault, Plan
 from tests.faults.programs import model
 
 SURVIVED, REFUSED, ORDERLY, HUNG, WRONG, OF_MPI, ENDED = OUTCOMES = (
@@ -60,7 +60,7 @@ def judge(plan: Plan, ended: Ended, folder: Path) -> Judged:
         if _had_ended(ranks[plan.faults[number].rank], time):
             del when[number]
     happened = [plan.faults[number] for number in when]
-    lost = {fault.rank for fault in happened if fault.kind == "kill"}
+    lost = {fault.rank for fault in happened if fault.kind in LOSSES}
     left = [rank for rank in range(plan.ranks) if rank not in lost]
     outcome, why = _outcome(plan, ended, folder, {rank: ranks[rank] for rank in left}, happened)
     if outcome == SURVIVED and not when:
@@ -123,7 +123,7 @@ def _told(fault: Fault, printed: str) -> bool:
 def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
     """Return a regular expression for the error of a job whose failed ranks make it impossible to continue; "" if the
     others can."""
-    lost = {fault.rank for fault in happened if fault.kind == "kill"}
+    lost = {fault.rank for fault in happened if fault.kind in LOSSES}
     if lost & set(plan.holders):
         return "RankLostError: a server has failed"
     workers = set(range(plan.ranks - plan.servers))
@@ -212,7 +212,7 @@ def _seconds(fault: Fault, survivors: list[Notes], time: float) -> float | None:
 def _is_behind(note: dict[str, Any], fault: Fault, time: float) -> bool:
     if note["time"] < time:
         return False
-    if fault.kind == "kill":
+    if fault.kind in LOSSES:
         return fault.rank not in note.get("ranks", [fault.rank])
     return fault.kind == "differ" and note["what"] == "refused"
 

@@ -84,7 +84,8 @@ class Plan:
     checkpoint: the number of steps between two checkpoints; 0 for none. servers: the number of servers, the last ranks.
     ranks_per_worker: the number of ranks of each of their workers.
     spares: the number of standby ranks, the last ones; or the number of ranks for which a step of spare replicas does
-    not wait. nodes: sizes of simulated nodes; empty for one real node.
+    not wait. nodes: sizes of simulated nodes; empty for one real node. hosts: sizes of the hosts of
+    scripts/cluster_sim.sh, on which the job runs; empty for this machine alone.
     """
 
     number: int
@@ -100,11 +101,13 @@ class Plan:
     optimizer: str = "momentum"
     goes_on: bool = True
     nodes: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
     faults: tuple[Fault, ...] = ()
 
     def __str__(self) -> str:
         parts = [f"{self.ranks} ranks", self.program, self.framework, self.backend, self.optimizer]
         parts += [f"nodes {'+'.join(map(str, self.nodes))}"] if self.nodes else []
+        parts += [f"hosts {'+'.join(map(str, self.hosts))}"] if self.hosts else []
         parts += [f"copies {self.copies}"] if self.copies > 1 else []
         parts += [f"{self.servers} servers"] if self.servers else []
         parts += [f"{self.ranks_per_worker} ranks a worker"] if self.ranks_per_worker > 1 else []
@@ -130,7 +133,7 @@ class Plan:
     @classmethod
     def of_dict(cls, held: dict[str, Any]) -> "Plan":
         faults = tuple(Fault(**fault) for fault in held["faults"])
-        return cls(**{**held, "nodes": tuple(held["nodes"]), "faults": faults})
+        return cls(**{**held, "nodes": tuple(held["nodes"]), "hosts": tuple(held["hosts"]), "faults": faults})
 
 
 # The kinds of faults, and the effects that each must have.
@@ -152,11 +155,14 @@ class Kind(NamedTuple):
 
 KINDS = {
     "kill": Kind("SIGKILL", False),
+    "crash": Kind("SIGSEGV", False),
     "stop": Kind(
         "SIGSTOP, and SIGCONT after a while",
         False,
         r"has waited \d+ s for other ranks in: [^\0]*rank {rank}: has not arrived",
     ),
+    "hold": Kind("it holds the GIL for a while", False, r"has waited \d+ s for other ranks in: "),
+    "halt": Kind("SIGSTOP for good", True, r"CollectiveTimeoutError: [^\0]*rank {rank}"),
     "slow": Kind("it sleeps in every step", False),
     "raise": Kind("an exception that is not caught", True, r"InjectedError: on purpose"),
     "nan": Kind("a NaN gradient, with CheckGradients", True, r"NotFiniteError: .*rank {rank}"),
@@ -173,6 +179,7 @@ KINDS = {
     ),
     "shm": Kind("/dev/shm is full", True, r"shared memory is too small"),
 }
+LOSSES = ("kill", "crash")  # after these the other ranks go on
 TOLD_SECONDS = 2.0  # after which a stopped rank must be reported, with the driver's ALLREDUCE_STALL_SECONDS=1
 
 
@@ -262,11 +269,15 @@ SCENARIOS = {
         15, 2, program="calls", backend="native", faults=(Fault("spoil", 1, "reduce", 20, after=True),)
     ),
     "disagreement": Plan(16, 3, program="disagreement", backend="ring", faults=(Fault("differ", 1, "op", 20),)),
+    "crash": Plan(18, 3, faults=(Fault("crash", 1, turn=20),)),
+    "hold": Plan(19, 2, goes_on=False, faults=(Fault("hold", 1, "compute", 20, delay=60.0),)),
+    "halt": Plan(20, 2, goes_on=False, faults=(Fault("halt", 1, turn=20),)),
+    "host": Plan(21, 4, hosts=(2, 2), faults=(Fault("kill", 2, turn=20), Fault("kill", 3, turn=20))),
     "term": Plan(5, 2, goes_on=False, checkpoint=7, faults=(Fault("term", 1, turn=20),)),
 }
 # Exceptions and SIGTERM have tests of their own, test_abort.py and test_terminating.py; so have losses in calls and in
 # a sharded training, test_losses.py and test_lost_ranks.py.
 SHORT = (
     "stop", "exit", "truncate", "shm", "losses in a training", "an alarm while a rank waits", "a wrong summand",
-    "disagreement",
+    "disagreement", "halt",
 )  # fmt: skip

@@ -63,6 +63,17 @@ def test_every_run_of_a_number_is_the_same_and_leaves_somebody() -> None:
     assert {fault.kind for plan in drawn for fault in plan.faults} == {"kill", "differ", *drawing.OTHERS}
 
 
+@pytest.mark.parametrize("way", [drawing.SEVERAL, drawing.HOST])
+def test_several_losses_and_the_loss_of_a_host_are_drawn(way: str) -> None:
+    for plan in (drawing.draw(number, way=way) for number in range(300)):
+        assert plan == plans.Plan.of_dict(json.loads(json.dumps(plan.as_dict())))
+        lost = {fault.rank for fault in plan.faults if fault.kind in plans.LOSSES}
+        assert 0 < len(lost) < plan.ranks
+        assert not lost & set(plan.holders)
+        first = plan.hosts[0] if plan.hosts else 0
+        assert way == drawing.SEVERAL or lost in (set(range(first)), set(range(first, plan.ranks)))
+
+
 def test_every_point_is_a_place_in_the_code() -> None:
     """Otherwise a rank that is to die at such a point would survive."""
     pytest.importorskip("torch")
