@@ -29,9 +29,7 @@ COPIED = ("sharded", "central storage")  # programs whose slices another rank ca
 EDITED = ("mirrored", "sharded", "central storage", "spare ranks")
 
 
-def draw(
-    number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int = 5, way: str = WAYS[0]
-) -> Plan:
+def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int = 5, way: str = WAYS[0]) -> Plan:
     """Return the run of a number: its faults kill between one and all but one of its ranks, or are another fault of one
     rank. way: one of WAYS."""
     chance = random.Random(number)
