@@ -13,7 +13,7 @@ from tests.backends import ON_CPU, SHARDED
 
 FEATURES, CLASSES, MOST_RANKS = 4, 3, 5
 FRAMEWORKS = {"numpy": 6, "torch": 6, "jax": 1, "keras": 1}  # how often each is drawn
-OWNERS = ("replicated", "sharded", "copies", "central", "servers", "optimizer", "sharded optimizer")
+OWNERS = ("replicated", "sharded", "copies", "central", "servers", "spare", "optimizer", "sharded optimizer")
 LOADERS = ("arrays", "whole", "divided", "stream", "shards")
 TRANSFORMS = ("ClipNorm", "Accumulate", "EMA", "SkipNotFinite", "Schedule")
 AVERAGES = ("", "Exact", "LocalSGD")
@@ -25,6 +25,7 @@ OWNER_NAMES = {
     "copies": "Sharded(copies=2)",
     "central": "CentralStorageTrainer",
     "servers": 'ParameterServerTrainer(updates="sync")',
+    "spare": "SpareReplicasTrainer(spare=0)",
     "optimizer": "MirroredOptimizer",
     "sharded optimizer": 'MirroredOptimizer(update="sharded")',
 }
@@ -221,7 +222,8 @@ def draw_case(seed: int, number: int) -> Case:
     case = replace(case, weighs=draw.random() < 0.2, uneven=draw.random() < 0.5)
     if case.owner in OPTIMIZER or case.loader == "shards":
         case = replace(case, weighs=False)
-    if "SkipNotFinite" in chosen and case.loader != "shards" and draw.random() < 0.7:
+    leaves_out = case.loader != "shards" and case.owner != "spare"  # whose steps go on without the bad row's rank
+    if "SkipNotFinite" in chosen and leaves_out and draw.random() < 0.7:
         case = replace(case, bad=draw.randrange(rows))
     if stops and (last := case.epochs * case.steps) > 1:
         resumed = draw.choice([ranks, *range(1 + (owner == "servers"), MOST_RANKS + 1)])
@@ -236,6 +238,8 @@ FOUND = [  # were wrong once
     Case("torch", "sharded optimizer", "", ("ClipNorm", "SkipNotFinite"), rows=16, seed=264, bad=4),
     # the norms of an epoch before a checkpoint were missing in the history
     Case("numpy", "servers", "", ("ClipNorm",), ranks=3, stop=1, resumed=2, rows=16, batch_size=5),
+    # the norm counted each gradient once a rank: on nodes of one rank, each rank owns all gradients
+    Case("numpy", "sharded", "", ("ClipNorm",), backend="hierarchical_copy", nodes=1),
 ]
 LINEAR = 19  # a seed with which Schedule is linear, and LocalSGD takes two steps
 
@@ -268,9 +272,9 @@ def _beginning(chosen: dict[str, Any]) -> Case:
 
 
 def can_be_written(case: Case) -> bool:
-    """Whether there are arguments for this case: central storage and servers take no average, backend and compression,
-    and the user's loop keeps the moving average and reads the batches."""
-    if case.owner in ("central", "servers"):
+    """Whether there are arguments for this case: central storage, servers and spare replicas take no average, backend
+    and compression, and the user's loop keeps the moving average and reads the batches."""
+    if case.owner in ("central", "servers", "spare"):
         return not (case.average or case.compress) and case.backend in ("auto", Case.backend)
     if case.loader == "shards" and case.weighs:
         return False

@@ -25,6 +25,7 @@ from trainers import (
     Schedule,
     Sharded,
     SkipNotFinite,
+    SpareReplicasTrainer,
     load_shards,
 )
 from trainers.callbacks import Callback
@@ -104,6 +105,8 @@ def trainer_of(case: Case, topology: allreduce.Topology) -> Any:
     if case.owner == "servers":
         servers = 1 + case.seed % (topology.size - 1)
         return ParameterServerTrainer(replica, topology, updates="sync", servers=servers)
+    if case.owner == "spare":
+        return SpareReplicasTrainer(replica, topology, spare=0)
     assert case.owner in MIRRORED
     update = {"replicated": "replicated", "sharded": "sharded", "copies": Sharded(copies=min(2, topology.size))}
     more = {"update": update[case.owner], "average": average_of(case), "compress": case.compress or None}

@@ -7,38 +7,15 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from mpi4py import MPI
-
-from tests.sequences.fits import Fit
-from tests.sequences.models import Model, State
-from trainers.recovery.terminating import Terminated
 
 HANG_SECONDS = float(os.environ.get("SEQUENCE_HANG_SECONDS", "120"))  # of one call
 
 
 class FailureError(AssertionError):
     """A call did not have its expected outcome."""
-
-
-@dataclass
-class Folder:
-    """The expected content of a checkpoint folder: the fit, and the number of steps. state: None if unknown."""
-
-    call: Fit
-    total: int
-    state: State | None
-
-
-class Side:
-    """A trainer, and the model that it trains."""
-
-    def __init__(self, name: str, trainer: Any, model: Model) -> None:
-        self.name, self.trainer, self.model = name, trainer, model
-        self.in_step = getattr(trainer, "updates", "sync") == "sync" and getattr(trainer, "spare", 0) == 0
-        self.traced = False
 
 
 class Calls:
@@ -56,17 +33,17 @@ class Calls:
         if self.verbose and self.rank == 0:
             print("  ", text, flush=True)
 
-    def call(self, name: str, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    def call(self, name: str, action: Callable[[], Any]) -> tuple[Any, Exception | None]:
         """Return the result or the error of a call, which must be of the same kind on all ranks."""
         self.calls[name] += 1
         watch = threading.Timer(HANG_SECONDS, self._hangs, [name])
         watch.daemon = True
         watch.start()
         result: Any = None
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
             result = action()
-        except (Exception, Terminated) as met:
+        except Exception as met:
             error = met
         ends = self.comm.allgather(("", "") if error is None else (type(error).__name__, str(error)))
         watch.cancel()

@@ -22,9 +22,9 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import AllReduceError, UnavailableError
 from tests import random_calls
+from tests.backends import ON_CPU
 from tests.random_calls import LENGTHS, OPS
 from tests.sequences.calls import Calls
-from tests.sequences.making import names
 
 COMPRESSIONS = ("bfloat16", "float16", "int8", "float8", "powersgd:2", allreduce.PowerSGD(2, start_powerSGD_iter=1))
 WAYS = ("traced", "bound", "submitted", "traced, bound", "traced, submitted", "again")
@@ -57,7 +57,11 @@ class Bound(NamedTuple):
 
 
 def draw_options(calls: Calls) -> Options:
-    name, compress, exact = calls.pick(*names()), None, calls.chance(0.4)
+    name, compress, exact = (
+        calls.pick(*(each for each in allreduce.available() if each in ON_CPU)),
+        None,
+        calls.chance(0.4),
+    )
     if not exact and calls.chance(0.75):
         compress = calls.pick(*COMPRESSIONS)
     per_node = random_calls.nodes_for(calls.draw, calls.size) or None

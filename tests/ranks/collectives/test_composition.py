@@ -1,5 +1,5 @@
 """A backend that is traced, or whose calls are bound or submitted, gives the bits of an equal plain one: calls of every
-kind with every option. `mpirun -n 3 python -m tests.sequences composition` makes random ones, for hours."""
+kind with every option. `mpirun -n 3 python -m tests.sequences` makes random ones, for hours."""
 
 from pathlib import Path
 from typing import Any

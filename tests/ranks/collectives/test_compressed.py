@@ -126,6 +126,8 @@ def disagree(reduce: Any) -> None:
     raised(errors.DisagreementError, lambda: reduce(np.ones(30, "float32" if rank else "float64"), "sum"))
     raised(errors.DisagreementError, lambda: reduce(np.ones(31, "float32" if rank else "int32"), "sum"))
     raised(errors.NotContiguousError, lambda: reduce(np.ones(64)[:: 1 + (rank == 0)], "sum"))
+    wrong: Any = "no array" if rank == 0 else np.ones(64)
+    raised(errors.NotAnArrayError, lambda: reduce(wrong, "sum"))
     raised(errors.UnsupportedOpError, lambda: reduce(np.ones(7), "no"))
     reduce(np.ones(7), "mean")
 

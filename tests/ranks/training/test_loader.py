@@ -98,40 +98,6 @@ def test_a_loader_trains_as_one_rank_with_all_rows(kind: str, rows: str, flat: a
         np.testing.assert_allclose([epoch.loss for epoch in history], losses, rtol=1e-5)
 
 
-class Seen(Callback):
-    """Notes the numbers of the batches that have ended."""
-
-    def __init__(self) -> None:
-        self.batches: list[int] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.batches.append(batch)
-
-
-@pytest.mark.parametrize("rows", ["divided", "whole"])
-def test_local_sgd_with_a_loader_trains_as_with_arrays(rows: str, flat: allreduce.Topology) -> None:
-    """Batches of 12, 12, 12 and 7 rows, so that the last one is short; rounds of 3 steps end after the epoch."""
-    x, y = data()
-    x, y = x[:43], y[:43]
-    batches = [(x[at : at + 12], y[at : at + 12]) for at in range(0, 43, 12)]
-    mine = [
-        tuple(side[slice(*(len(side) * each // flat.size for each in (flat.rank, flat.rank + 1)))] for side in batch)
-        for batch in batches
-    ]
-    found = []
-    for loads in (True, False):
-        seen = Seen()
-        with MirroredTrainer(network(), "ring", flat, average=LocalSGD(3)) as trainer:
-            if loads:
-                own = batches if rows == "whole" else mine
-                history = trainer.fit(Loader(own, rows=rows), epochs=EPOCHS, callbacks=[seen], progress=False)
-            else:
-                history = trainer.fit(x, y, EPOCHS, 12, shuffle=False, callbacks=[seen], progress=False)
-            assert seen.batches == [0, 1, 2, 3] * EPOCHS
-            found.append([trainer.steps, *(epoch.loss for epoch in history), *trainer.replica.state()["parameters"]])
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-7)
-
-
 def test_local_sgd_ends_when_all_loaders_have_ended(flat: allreduce.Topology) -> None:
     """A round is 3 steps, and the loaders give 4 batches and fewer."""
     x, y = data()
@@ -183,31 +149,6 @@ def test_a_short_loader_begins_again_in_the_middle_of_an_epoch(flat: allreduce.T
         trainer.fit(Loader(Source([(x, y)] * 3), rows="divided"), epochs=2, progress=False)
         assert passes == [0, 1]
         assert trainer.steps == 16
-
-
-def test_a_fit_resumes_in_the_middle_of_an_epoch(flat: allreduce.Topology, folder: Path) -> None:
-    """Loaders without a state are read again up to the step of the checkpoint. Batches without rows are no steps."""
-    divided = batches_of(flat.size, 2)
-    steps, empty = len(together(divided)), (data()[0][:0], data()[1][:0])
-    own = [each for batch in divided[flat.rank] for each in (empty, batch)]
-    found = []
-    for stops in (0, 1):
-        where, hashes = str(folder / str(stops)), []
-        for resume in (False, True)[: stops + 1]:
-            with MirroredTrainer(network(), "ring", flat) as trainer:
-                stop = [StopAt(steps + 1)] if stops and not resume else []
-                checkpoint = Checkpoint(where, "1 step")
-                history = trainer.fit(
-                    Loader(own, rows="divided"),
-                    epochs=3,
-                    progress=False,
-                    callbacks=stop,
-                    checkpoint=checkpoint,
-                    resume=resume,
-                )
-                hashes = trainer.parameters_sha256()
-        found.append((hashes, [epoch.loss for epoch in history]))
-    assert found[0] == found[1]
 
 
 def saved_steps(folder: str) -> list[int]:

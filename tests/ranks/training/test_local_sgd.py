@@ -175,29 +175,6 @@ def test_as_the_reference(world: MPI.Intracomm, flat: allreduce.Topology, case: 
     assert len(set(map(str, world.allgather([epoch.loss for epoch in history])))) == 1
 
 
-def test_an_average_in_every_step_is_the_average_of_gradients(flat: allreduce.Topology) -> None:
-    """With SGD, and batches that the ranks divide evenly."""
-    found = []
-    for options in ({}, {"average": LocalSGD(1)}):
-        with MirroredTrainer(network(), "ring", flat, **options) as trainer:
-            trainer.fit(*(each[: 10 * SIZE] for each in rows()), 3, 2 * SIZE, progress=False)
-            found.append(trainer.replica.parameters.copy())
-    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", ["auto", "shared", "hierarchical_copy", "ring"])
-def test_backends_and_compression(flat: allreduce.Topology, backend: str) -> None:
-    reference = Reference(SIZE, 3, **DILOCO)
-    reference.train(EPOCHS)
-    reference.end()
-    for compress, tolerance in ((None, 1e-4), ("bfloat16", 2e-2)):
-        options: dict[str, Any] = {"average": LocalSGD(3, outer="diloco"), "compress": compress}
-        with MirroredTrainer(network(), backend, flat, **options) as trainer:
-            fitted(trainer)
-            assert len(set(trainer.parameters_sha256())) == 1
-            np.testing.assert_allclose(trainer.replica.parameters, reference.start, rtol=tolerance, atol=tolerance)
-
-
 def test_diloco_reaches_the_accuracy_of_digits(flat: allreduce.Topology) -> None:
     digits = datasets.load("digits")
     replica = NumpyNetwork([64, 64, 32, 10], lr=0.002)

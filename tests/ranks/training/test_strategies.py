@@ -418,40 +418,6 @@ def test_any_rank_may_stop_the_training(make: Make, flat: allreduce.Topology) ->
 
 
 @few
-@pytest.mark.parametrize("strategy", ["sync", "no spare replica", "async"])
-def test_a_training_is_resumed(strategy: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
-    """From the end of an epoch; if ranks take every step together, also from the middle, with the same bits."""
-    x, y = data()
-    folder = world.bcast(str(tmp_path))
-
-    class Stops(Callback):
-        """In the middle of the third epoch."""
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.trainer.stop_training |= len(ended) == 2
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            ended.append(epoch)
-
-    def make() -> Trainer:
-        if strategy == "no spare replica":
-            return SpareReplicasTrainer(network(), flat, spare=0)
-        return ParameterServerTrainer(network(), flat, updates=strategy)
-
-    ended: list[int] = []
-    with make() as trainer:
-        trainer.fit(x, y, 4, BATCH, progress=False)
-        expected = trainer.parameters_sha256()
-    with make() as trainer:
-        trainer.fit(x, y, 4, BATCH, progress=False, checkpoint=folder, callbacks=[Stops()])
-    with make() as trainer:
-        history = trainer.fit(x, y, 4, BATCH, progress=False, checkpoint=folder, resume=True)
-        found = trainer.parameters_sha256()
-    assert [epoch.epoch for epoch in history] == [1, 2, 3, 4]
-    assert found == expected or strategy == "async"
-
-
-@few
 def test_models_move_between_strategies(flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
     """Two trainers at once, on one topology; each continues from the model of the other."""
     x, y = data()

@@ -103,17 +103,6 @@ def test_ranks_without_rows_weigh_nothing(
     assert len(set(hashes)) == 1
 
 
-def test_simulated_nodes(
-    digits: datasets.Dataset,
-    reference: tuple[NumpyNetwork, list[float]],
-    topology_of: Callable[[int], allreduce.Topology],
-) -> None:
-    mine = network()
-    with MirroredTrainer(mine, "auto", topology_of(2)) as trainer:
-        trainer.fit(digits.x_train, digits.y_train, EPOCHS, BATCH, seed=7, progress=False)
-    assert np.abs(mine.parameters - reference[0].parameters).max() < 1e-4
-
-
 def test_an_error_of_one_rank_while_a_trainer_is_made_leaves_none_behind() -> None:
     class Refuses(NumpyNetwork):
         @property
@@ -170,27 +159,6 @@ def test_validation_follows_every_epoch(digits: datasets.Dataset, flat: allreduc
     json.dumps([epoch.as_dict() for epoch in history])
 
 
-def test_saved_models_go_on_with_any_number_of_ranks(
-    digits: datasets.Dataset, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
-) -> None:
-    """Two epochs, save, load into a new trainer and without a trainer: optimizer state included."""
-    path = world.bcast(str(tmp_path / "model.npz"))  # every rank has a tmp_path of its own
-    data = (digits.x_train[:300], digits.y_train[:300])
-    mine, resumed = network(), network(seed=99)
-    with MirroredTrainer(mine, "ring", flat) as trainer, MirroredTrainer(resumed, "ring", flat) as other:
-        trainer.fit(*data, 2, progress=False)
-        trainer.save(path)
-        trainer.fit(*data, 1, progress=False)
-        other.load(path)
-        other.fit(*data, 1, progress=False)
-        hashes = other.parameters_sha256()
-    loaded = NumpyNetwork.load(path)
-    assert np.array_equal(mine.parameters, resumed.parameters)
-    assert len(set(hashes)) == 1
-    assert loaded.optimizer.steps == 6
-    assert loaded.predict(digits.x_test).shape == (360, 10)
-
-
 def test_load_errors_are_equal_on_all_ranks(flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
     path = world.bcast(str(tmp_path / "small.npz"))
     with MirroredTrainer(network(), "native", flat) as trainer:
@@ -203,46 +171,6 @@ def test_load_errors_are_equal_on_all_ranks(flat: allreduce.Topology, world: MPI
         with pytest.raises(ModelFileError, match="can't be written"):
             trainer.save("/no/such/folder/model.npz")
     assert missing.value.ranks
-
-
-BAD_FITS: dict[str, tuple[dict[str, Any], str]] = {
-    "batch": ({"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
-    "epochs": ({"epochs": -1}, "epochs must be an integer >= 0, got -1"),
-    "lengths": ({"y": np.zeros(3, np.int64)}, "the same number of rows"),
-    "features": ({"x": np.zeros((10, 3), np.float32)}, "64 features"),
-    "labels": ({"y": np.full(10, 10)}, "expected 0 to 9"),
-    "floats": ({"y": np.zeros(10, np.float32)}, "class numbers"),
-    "empty": ({"x": np.zeros((0, 64), np.float32), "y": np.zeros(0, np.int64)}, "no samples"),
-    "ragged": ({"x": [[1.0], [1.0, 2.0]]}, "fit: "),
-}
-
-
-@pytest.mark.parametrize("bad", BAD_FITS)
-@pytest.mark.parametrize("culprit", ["all", "last"])
-def test_bad_arguments_raise_everywhere(bad: str, culprit: str, flat: allreduce.Topology) -> None:
-    """All ranks raise the same error, whether all or only one have invalid arguments."""
-    changes, text = BAD_FITS[bad]
-    good = {"x": np.zeros((10, 64), np.float32), "y": np.zeros(10, np.int64), "progress": False}
-    guilty = culprit == "all" or flat.rank == flat.size - 1
-    with (
-        MirroredTrainer(network(), "native", flat) as trainer,
-        pytest.raises(ArgumentError, match=text) as caught,
-    ):
-        trainer.fit(**({**good, **changes} if guilty else good))
-    assert caught.value.ranks
-
-
-def test_ranks_with_different_data_are_told(flat: allreduce.Topology) -> None:
-    if flat.size == 1:
-        pytest.skip("one rank agrees with itself")
-    x, y = np.zeros((10, 64), np.float32), np.zeros(10, np.int64)
-    with MirroredTrainer(network(), "native", flat) as trainer:
-        with pytest.raises(DisagreementError, match=r"rank 0: fit: x float32\[10, 64\]"):
-            trainer.fit(x + flat.rank, y)
-        with pytest.raises(DisagreementError, match="batch_size=10"):
-            trainer.fit(x, y, batch_size=10 + flat.rank)
-        with pytest.raises(DisagreementError, match="validation_data=none"):
-            trainer.fit(x, y, validation_data=(x, y) if flat.rank else None)
 
 
 def test_replicas_of_different_shape_are_told(flat: allreduce.Topology) -> None:
@@ -377,24 +305,6 @@ def test_a_sharded_update_gives_the_bits_of_a_replicated_one(
     for name, array in expected.items():
         assert np.array_equal(array, found[name]), name
     assert losses == history.column("loss")
-
-
-@pytest.mark.parametrize("nodes", ["of one", "of two", "uneven"])
-def test_sharded_on_simulated_nodes(
-    nodes: str, digits: datasets.Dataset, topology_of: Callable[[Any], allreduce.Topology]
-) -> None:
-    size = MPI.COMM_WORLD.size
-    if nodes == "uneven" and size < 3:
-        pytest.skip("needs 3 ranks")
-    shape = {"of one": 1, "of two": min(2, size), "uneven": (1, size - 1)}[nodes]
-    data = (digits.x_train[:550], digits.y_train[:550])
-    plain, _ = trained("replicated", "hierarchical_copy", topology_of(shape), data)
-    for backend in ("auto", "ring"):
-        mine = network()
-        with MirroredTrainer(mine, backend, topology_of(shape), update="sharded") as trainer:
-            trainer.fit(*data, 2, BATCH, seed=7, progress=False)
-            assert len(set(trainer.parameters_sha256())) == 1
-        np.testing.assert_allclose(mine.parameters, plain.parameters, atol=1e-5)
 
 
 class OwnsEverything(TwoPhase):

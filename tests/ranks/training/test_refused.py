@@ -1,0 +1,136 @@
+"""Calls that are wrong on one rank, of every trainer: all ranks raise one named error, and the trainer goes on."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.errors import DisagreementError
+from tests.ranks.together import raised_everywhere
+from trainers import (
+    CentralStorageTrainer,
+    Checkpoint,
+    MirroredTrainer,
+    NumpyNetwork,
+    ParameterServerTrainer,
+    SpareReplicasTrainer,
+)
+from trainers.callbacks import Callback, EarlyStopping
+from trainers.errors import ArgumentError, DataError, ModelFileError
+
+JOBS = "quick 2, openmpi 1 2 3, mpich 2"
+
+SIZE = MPI.COMM_WORLD.size
+FEATURES, CLASSES = 4, 3
+X, Y = np.zeros((6, FEATURES), "float32"), np.zeros(6, int)
+TRAINERS: dict[str, Any] = {
+    "mirrored": partial(MirroredTrainer, allreduce="ring"),
+    "sharded": partial(MirroredTrainer, allreduce="shared", update="sharded"),
+    "central": CentralStorageTrainer,
+    "sync": partial(ParameterServerTrainer, updates="sync"),
+    "async": partial(ParameterServerTrainer, updates="async"),
+    "spare": partial(SpareReplicasTrainer, spare=0),
+}
+
+
+class Rows:
+    """A data set by rows. bad: a row that can't be read."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, Any]:
+        if row == self.bad:
+            raise OSError("no such row")
+        return X[row], Y[row]
+
+
+class Collects(Callback):
+    """A callback that only one rank has, although it calls the trainer on all."""
+
+    collective = True
+
+
+def fit(trainer: Any, x: Any = X, y: Any = Y, epochs: Any = 1, batch_size: Any = 2, **options: Any) -> None:
+    trainer.fit(x, y, epochs, batch_size, progress=False, **options)
+
+
+Refused = dict[str, tuple[Callable[[Any, bool], Any], Any, str]]  # by name: the call, the error and its words
+# bad: whether this rank gives the wrong argument
+ALONE: Refused = {
+    "epochs": (lambda of, bad: fit(of, epochs=-bad), ArgumentError, "epochs must be an integer >= 0, got -1"),
+    "batch": (lambda of, bad: fit(of, batch_size=2 * (not bad)), ArgumentError, "batch_size must be an integer >= 1"),
+    "features": (lambda of, bad: fit(of, X[:, bad:]), ArgumentError, "4 features"),
+    "lengths": (lambda of, bad: fit(of, y=Y[bad:]), ArgumentError, "the same number of rows"),
+    "labels": (lambda of, bad: fit(of, y=Y + CLASSES * bad), ArgumentError, "expected 0 to 2"),
+    "floats": (lambda of, bad: fit(of, y=Y.astype("float32") if bad else Y), ArgumentError, "class numbers"),
+    "empty": (lambda of, bad: fit(of, X[6 * bad :], Y[6 * bad :]), ArgumentError, "no samples"),
+    "ragged": (lambda of, bad: fit(of, [[1.0], [1.0, 2.0]] if bad else X), ArgumentError, "fit: "),
+    "number": (lambda of, bad: fit(of, 3 if bad else X), ArgumentError, "x has shape ()"),
+    "no resume": (lambda of, bad: fit(of, resume=True), ArgumentError, "resume=True needs the folder"),
+    "validation": (lambda of, bad: fit(of, validation_data=(X, Y[bad:])), ArgumentError, "the same number of rows"),
+    "callbacks": (lambda of, bad: fit(of, callbacks=5 if bad else []), ArgumentError, "callbacks"),
+    "evaluate": (lambda of, bad: of.evaluate(X[:, bad:], Y), ArgumentError, "4 features"),
+    "evaluate nothing": (lambda of, bad: of.evaluate(X[6 * bad :], Y[6 * bad :]), ArgumentError, "no samples"),
+    "predict": (lambda of, bad: of.predict(X[:, bad:]), ArgumentError, "4 features"),
+    "save": (lambda of, bad: of.save("/no/such/folder/model.npz"), ModelFileError, "can't be written"),
+    "load": (lambda of, bad: of.load("missing.npz"), ModelFileError, "missing.npz can't be read: No such file"),
+    "row": (lambda of, bad: of.fit(Rows(0 if bad else None), epochs=1, progress=False), ArgumentError, "no such row"),
+}
+DIFFERS: Refused = {
+    "epochs": (lambda of, bad: fit(of, epochs=1 + bad), DisagreementError, "epochs=2"),
+    "batch": (lambda of, bad: fit(of, batch_size=2 + bad), DisagreementError, "batch_size=3"),
+    "seed": (lambda of, bad: fit(of, seed=int(bad)), DisagreementError, "seed=1"),
+    "data": (lambda of, bad: fit(of, X + bad), DisagreementError, "rank 0: fit: x float32[6, 4]"),
+    "callbacks": (lambda of, bad: fit(of, callbacks=[Collects()] * bad), DisagreementError, "Collects"),
+    "validation": (
+        lambda of, bad: fit(of, validation_data=(X, Y) if bad else None), DisagreementError, "validation_data=none",
+    ),
+    "checkpoint": (
+        lambda of, bad: fit(of, checkpoint=Checkpoint(of.folder) if bad else None), DisagreementError, "checkpoint",
+    ),
+    "call": (lambda of, bad: of.evaluate(X, Y) if bad else of.predict(X), DisagreementError, "predict"),
+    "surviving": (lambda of, bad: of.surviving(list) if bad else of.predict(X), DisagreementError, "predict"),
+    "digest": (lambda of, bad: of.save("x") if bad else of.parameters_sha256(), DisagreementError, "parameters_sha256"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_calls_that_are_refused_on_all_ranks(
+    kind: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: Path
+) -> None:
+    if kind in ("sync", "async") and SIZE == 1:
+        pytest.skip("a server needs a worker")
+    replica = NumpyNetwork([FEATURES, 5, CLASSES], seed=1)
+    with TRAINERS[kind](replica, topology=flat) as trainer:
+        trainer.folder = os.fspath(folder)
+        before = trainer.parameters_sha256()
+        for culprits in ([SIZE - 1], range(SIZE)):
+            for name, (call, error, words) in {**ALONE, **(DIFFERS if len(culprits) < SIZE else {})}.items():
+                text = raised_everywhere(world, error, partial(call, trainer, flat.rank in culprits))
+                assert words in text, f"{name}: {text}"
+        assert trainer.parameters_sha256() == before
+        missing = [EarlyStopping("nothing")] if flat.rank == SIZE - 1 else []
+        assert "'nothing'" in raised_everywhere(world, ArgumentError, partial(fit, trainer, callbacks=missing))
+        assert len(set(trainer.parameters_sha256())) == 1  # after an epoch
+        fit(trainer)
+
+
+def test_a_fit_with_checkpoints_reads_its_rows_before_it_begins(flat: allreduce.Topology, folder: Path) -> None:
+    """Also in a fit of no epochs: a sample of the rows tells later fits whether they have the same data."""
+    with MirroredTrainer(NumpyNetwork([FEATURES, CLASSES]), "ring", flat) as trainer:
+        before = trainer.parameters_sha256()
+        with pytest.raises(DataError, match="no such row"):
+            trainer.fit(Rows(3), epochs=0, progress=False, checkpoint=str(folder))
+        assert not list(folder.glob("*"))
+        assert trainer.parameters_sha256() == before
+        trainer.fit(Rows(3), epochs=0, progress=False)  # without checkpoints no row is read
