@@ -23,7 +23,7 @@ from trainers.pytorch.hooks import Hook
 from trainers.pytorch.local_sgd import LocalSteps
 from trainers.pytorch.optimizer_group import DROPPED, OptimizerGroup, group_of
 from trainers.pytorch.options import Options, check_arguments, check_still_fit, describe, split_frozen
-from trainers.pytorch.owners import Kernels, TorchOwners
+from trainers.pytorch.owners import TorchOwners
 from trainers.pytorch.recovery import announce_policy, regroup
 from trainers.pytorch.reducer import Reducer
 from trainers.pytorch.report import Clock
@@ -141,8 +141,7 @@ class Assembly:
     def _make_owners(self, comm: MPI.Intracomm) -> TorchOwners:
         """Create the owners of the parameters. Collective."""
         options, before = self.options, vars(self).get("owners")
-        kernels = Kernels(self.optimizer, comm)
-        given = self.optimizer, self.model, self.trained, options, self.reducer, self.buffers, kernels
+        given = self.optimizer, self.model, self.trained, options, self.reducer, self.buffers
         if options.local:
             return LocalSteps(*given, before=before, backend=self.backend)
         if options.sharded is None or not self.reducer.parameters:

@@ -116,7 +116,7 @@ class LocalSteps(TorchOwners):
         An error of the plain optimizer or the closure is raised on this rank alone; its step counts nothing, and a
         program that catches the error goes on in step with the other ranks.
         """
-        self.kernels.replace_and_tell()
+        self.replace_kernels()
         loss, failed = self._take(closure)
         taken = failed is None
         if taken:

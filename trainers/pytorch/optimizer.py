@@ -3,11 +3,10 @@
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -271,24 +270,6 @@ class MirroredOptimizer(Optimizer):
         owners = self._parts.owners
         with nullcontext() if owners.kind == "replicated" else self._parts.usable():
             return owners.state_dict()
-
-    def compression_state(self) -> dict[str, np.ndarray]:
-        """Return this rank's error feedback, the values that a compression has not sent yet; {} without one. Local.
-
-        It belongs to the training state, and every rank has its own. Call it between steps. The arrays are copies.
-        """
-        return self._parts.backend.state()
-
-    def load_compression_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a result of `compression_state` of an equal optimizer; missing arrays become zero. Local: on all ranks.
-
-        Raises OptionError, and changes nothing, if the state is of another model or compression. Call it between steps.
-        """
-        self._parts.backend.load_state(state)
-
-    def reset_compression(self) -> None:
-        """Set the error feedback to zero, as in a new optimizer. Local: call it on all ranks between steps."""
-        self._parts.backend.reset()
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load a state_dict of the plain optimizer: rank 0's, which all ranks get. Collective.

@@ -85,7 +85,7 @@ class Options:
     compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", or an object of
         options (see allreduce.create). Parameters and sparse gradients are not compressed. The values that a rank has
         not sent (its error feedback) are added to its next gradients. They differ between ranks, so state_dict() lacks
-        them: each rank may save `optimizer.compression_state()`, and load it by `load_compression_state`. After a
+        them: each rank may save `optimizer.backend.state()`, and load it by `optimizer.backend.load_state`. After a
         failure the remaining ranks keep theirs. Use it for networks between nodes.
     buckets: how the gradients are cut, and whether they are reduced during backward; see Buckets.
     checks: a list of SkipNotFinite or CheckGradients, and CheckDivergence (trainers.callbacks).
@@ -144,21 +144,15 @@ class Options:
         return next((each.on_bad if isinstance(each, CheckGradients) else "skip" for each in given), None)
 
     def __str__(self) -> str:
-        """The options that must be alike on the ranks, as this rank has them."""
+        """The options that must be alike on the ranks; the same text for 25 and 25.0, and for SkipNotFinite() and
+        CheckGradients("skip")."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata.get("compared", True)}
         values["allreduce"] = getattr(self.allreduce, "name", self.allreduce)
         values["update"] = SHARDED if self.sharded == Sharded() else self.update
+        values["buckets"] = Buckets(self.buckets.overlap, float(self.buckets.mb), float(self.buckets.first_mb))
+        values["checks"] = [self.divergence, *([CheckGradients(self.on_bad)] if self.on_bad else [])]
         traced = f", average={self.average}" + ", trace=..." * (self.trace is not None)
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
-
-    @property
-    def meaning(self) -> str:
-        """The same text for equal options in any form: 25 or 25.0, SkipNotFinite() or CheckGradients("skip")."""
-        buckets = Buckets(self.buckets.overlap, float(self.buckets.mb), float(self.buckets.first_mb))
-        inspections: list[Inspection] = [self.divergence]
-        if self.on_bad is not None:
-            inspections.append(CheckGradients(self.on_bad))
-        return str(replace(self, buckets=buckets, checks=inspections))
 
     def errors(self, ranks: int) -> Iterator[OptionError]:
         """Yield the errors in the options, for an optimizer on `ranks` ranks; the first one counts. Local."""
@@ -206,7 +200,7 @@ class Options:
 def check_arguments(comm: MPI.Intracomm, optimizer: Optimizer, model: Module, options: Options) -> None:
     """Raise on all ranks when the arguments of any rank are wrong, or the ranks' options differ. Collective."""
     raise_together(comm, next(_argument_errors(optimizer, model, options, comm.size), None))
-    agree(comm, [zlib.crc32(options.meaning.encode())], str(options), None)
+    agree(comm, [zlib.crc32(str(options).encode())], str(options), None)
 
 
 def split_frozen(optimizer: Optimizer, model: Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from allreduce import notices
 from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
-from allreduce.transport.control import all_values, combine, root_value, together
+from allreduce.transport.control import all_values, each_on_all, root_value, together
 from trainers.arguments import is_integer
 from trainers.checks import check_equal
 from trainers.pytorch.options import Options
@@ -43,27 +42,6 @@ EXACT = "exact"  # the entry of a state_dict with the number of steps
 Closure = Callable[[], Any]
 
 
-class Kernels(fused.Kernels):
-    """The fused kernels of an optimizer: used only if they compute correctly on all ranks, whose CPUs may differ.
-
-    optimizer: the plain one, with the same options on all ranks. comm: a communicator of all ranks, for `agree` alone.
-    """
-
-    def __init__(self, optimizer: Optimizer, comm: MPI.Intracomm) -> None:
-        super().__init__(optimizer)
-        self._rank = comm.rank
-        self.agree(comm)
-
-    def agree(self, comm: MPI.Intracomm) -> None:
-        """Test the kernels for the optimizer's current options, and record the correct ones. Collective."""
-        self.test(lambda own: combine(comm, np.array(own, bool), "test fused kernels", MPI.LAND).tolist())
-
-    def replace_and_tell(self) -> None:
-        """Set `fused` to None in the optimizer's groups whose kernel is not correct. Local."""
-        if text := self.replace_broken():
-            notices.once(self._rank, text)
-
-
 @dataclass
 class Kept:
     """The facts that owners keep when others replace them after a failure.
@@ -83,8 +61,8 @@ class TorchOwners(Owners):
     """All ranks update all parameters by averaged gradients.
 
     plain: the user's optimizer, of `model`. trained: its parameters by name. reducer: averages their gradients.
-    buffers: restores the model's buffers when a step is left out. kernels: the fused kernels of `plain`. before: the
-    owners before a failure.
+    buffers: restores the model's buffers when a step is left out. before: the owners before a failure.
+    The constructor is collective.
     """
 
     def __init__(
@@ -95,12 +73,12 @@ class TorchOwners(Owners):
         options: Options,
         reducer: Reducer,
         buffers: Buffers,
-        kernels: Kernels,
         *,
         before: "TorchOwners | None",
     ) -> None:
         self.plain, self.model, self.trained, self.options = plain, model, trained, options
-        self.reducer, self.buffers, self.kernels = reducer, buffers, kernels
+        self.reducer, self.buffers, self.kernels = reducer, buffers, fused.Kernels(plain)
+        self._test_kernels()
         self.kept: Kept = Kept() if before is None else before.kept
 
     @property
@@ -113,12 +91,21 @@ class TorchOwners(Owners):
         """The number of steps, with those of a loaded state_dict."""
         return self.reducer.steps + self.kept.earlier
 
+    def _test_kernels(self) -> None:
+        """Learn which fused kernels of `plain` are correct on all ranks, whose CPUs may differ. Collective."""
+        self.kernels.test(partial(each_on_all, self.reducer.comm, what="test fused kernels"))
+
+    def replace_kernels(self) -> None:
+        """Set `fused` to None in the plain optimizer's groups whose kernel is not correct. Local."""
+        if text := self.kernels.replace_broken():
+            notices.once(self.reducer.comm.rank, text)
+
     # A step
 
     def step(self, closure: Closure | None) -> Any:
         """See MirroredOptimizer.step. Collective."""
         self.reducer.in_closure = closure is not None
-        self.kernels.replace_and_tell()
+        self.replace_kernels()
         try:
             loss = self._step_with(None if closure is None else partial(self._mean_loss, closure))
         finally:
@@ -274,7 +261,7 @@ class TorchOwners(Owners):
         steps = reducer.run_in_queue("loads the optimizer's state", partial(self._load, state))
         if self.options.exact and steps is not None:
             self.kept.earlier = steps - reducer.steps
-        reducer.run_in_queue("tries fused kernels", partial(self.kernels.agree, reducer.comm))
+        reducer.run_in_queue("tries fused kernels", self._test_kernels)
 
     def _load(self, state: dict[str, Any] | None) -> int | None:
         """Load rank 0's state_dict; return its number of steps, None if it has none. Runs in the queue."""

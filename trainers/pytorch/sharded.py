@@ -80,7 +80,7 @@ class ShardedOptimizer(TorchOwners):
         super().__init__(*given, before=before)
         plain, reducer, comm = self.plain, self.reducer, self.reducer.comm
         self._tensors = tensors
-        self.kernels.replace_and_tell()
+        self.replace_kernels()
         group_of = {id(each): at for at, group in enumerate(plain.param_groups) for each in group["params"]}
         self._groups = [group_of[id(each)] for each in reducer.parameters]
         self.sparse_parameters = {bucket.name: bucket.parameter for bucket in reducer.sparse}  # updated by every rank
@@ -229,7 +229,7 @@ class ShardedOptimizer(TorchOwners):
             part.grad = grad if used[block.parameter] else None
         now = {int(index) for index in np.flatnonzero(used)}
         new = {self._groups[index] for index in now - self._updated}
-        self.kernels.replace_and_tell()  # a loaded state may have set fused=True again
+        self.replace_kernels()  # a loaded state may have set fused=True again
         # Schedulers change the user's groups.
         for at, (mine, group) in enumerate(zip(self.optimizer.param_groups, self.plain.param_groups, strict=True)):
             mine.update(hyperparameters(group) | self._fused_option(at, group, mine["params"], begun=at not in new))

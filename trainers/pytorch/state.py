@@ -47,29 +47,22 @@ def comparable(
 ) -> Compared:
     """Return parameters, hyperparameters, and the optimizer's state of `stateful`, for checks.compare. Local."""
     held: dict[str, np.ndarray | str] = {f"group {at}": _text(group) for at, group in enumerate(optimizer.param_groups)}
-    held |= {name: _array(each) for name, each in parameters.items()}
-    states = ((name, optimizer.state.get(each, {})) for name, each in stateful.items())
-    return held | {f"the state of {name}": _state_text(state) for name, state in states}
+    held |= {name: _comparable(each) for name, each in parameters.items()}
+    for name, each in stateful.items():
+        state = optimizer.state.get(each, {})
+        held |= {f"the state of {name}, {key}": _comparable(value) for key, value in state.items()}
+    return held
 
 
-def _array(parameter: Parameter) -> np.ndarray:
-    whole = parameter.detach().cpu().contiguous()
+def _comparable(value: Any) -> np.ndarray | str:
+    if not isinstance(value, Tensor):
+        return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__name__
+    whole = value.detach().cpu().contiguous()
     return as_bytes(whole) if whole.dtype == torch.bfloat16 else whole.numpy()
 
 
 def _text(group: dict) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in sorted(hyperparameters(group).items()))
-
-
-def _state_text(state: Mapping[str, Any]) -> str:
-    """Describe an optimizer's state of one parameter, its tensors by their CRC."""
-    return ", ".join(f"{key}={_digest(value)}" for key, value in sorted(state.items(), key=lambda pair: str(pair[0])))
-
-
-def _digest(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"crc {zlib.crc32(as_bytes(value.detach().contiguous()).data):08x}"
-    return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__name__
 
 
 def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[Tensor], root: int = 0) -> None:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays.compression import Given
@@ -15,7 +14,7 @@ from allreduce.elastic.retry import attempt
 from allreduce.elastic.standby import JOINED
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, combine, together
+from allreduce.transport.control import all_values, each_on_all, together
 from trainers.backends import LOST_RESIDUALS, backend_for, bind_own, compress_error
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
@@ -135,11 +134,8 @@ class Mirrored(Strategy):
 
     def _divide(self) -> None:
         """Divide the state among the ranks, which all have the same one, if it is to be divided. Collective."""
-        comm = self.group.comm
         if self.replica.kernels:
-            self.replica.kernels.test(
-                lambda own: combine(comm, np.array(own, bool), "test fused kernels", MPI.LAND).tolist()
-            )
+            self.replica.kernels.test(partial(each_on_all, self.group.comm, what="test fused kernels"))
         if self._update_name == "sharded" and self.group.size > 1:
             self.core.owners = self._divided(self.core)
 

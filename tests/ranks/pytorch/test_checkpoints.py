@@ -166,7 +166,7 @@ def test_a_plain_loop_goes_on_with_the_same_bits(
 
 
 def test_the_error_feedback_of_a_compression_continues(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """With `compression_state` a second optimizer continues with the same bits, and without it with others."""
+    """With `backend.state()` a second optimizer continues with the same bits, and without it with others."""
     generator = torch.Generator().manual_seed(world.rank)
     rows = torch.randn(4, 8, 60, generator=generator)
 
@@ -178,14 +178,14 @@ def test_the_error_feedback_of_a_compression_continues(world: MPI.Intracomm, fla
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
         with MirroredOptimizer(plain, model, topology=flat, compress="int8", buckets=Buckets(False)) as optimizer:
             if state is not None:
-                optimizer.load_compression_state(state)
+                optimizer.backend.load_state(state)
             for step in steps:
                 optimizer.zero_grad()
                 model(rows[step]).square().mean().backward()
                 optimizer.step()
-            held = optimizer.compression_state()
-            optimizer.reset_compression()
-            assert optimizer.compression_state() == {}
+            held = optimizer.backend.state()
+            optimizer.backend.reset()
+            assert optimizer.backend.state() == {}
             return model.state_dict(), held
 
     half, unsent = train(range(2))

@@ -252,7 +252,8 @@ def test_unfrozen_later(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
 @pytest.mark.parametrize("option", ["update", "buckets", "checks", "allreduce"])
 def test_options_differ(world: MPI.Intracomm, flat: allreduce.Topology, option: str) -> None:
     model = model_of(3, 2)
-    value = {"update": "sharded", "buckets": Buckets(mb=7), "checks": [CheckGradients()], "allreduce": "ring"}[option]
+    checks = [CheckDivergence(1000), CheckGradients()]
+    value = {"update": "sharded", "buckets": Buckets(mb=7.0), "checks": checks, "allreduce": "ring"}[option]
     options = {option: value} if world.rank == 1 else {}
     make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, **options)  # noqa: E731
     text = raised_everywhere(world, errors.DisagreementError, make)
