@@ -19,7 +19,7 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import zeros
 from allreduce.call.call import Call
 from allreduce.call.executor import Executor
-from allreduce.call.rendezvous import Sum
+from allreduce.call.rendezvous import CWork
 from allreduce.errors import OptionError
 from allreduce.memory.allocations import Allocations
 from allreduce.topology import Topology
@@ -32,20 +32,17 @@ from allreduce.transport.layout import NodeLayout
 class Work(NamedTuple):
     """The work of calls of one signature.
 
-    run: does the work on a 1-D array. bind: returns a function, and the argument with which it does the work on one
-    array repeatedly, if there is a faster way than `run`. quiet: `run` causes no floating-point errors of NumPy, which
-    could raise on one rank alone. address: returns the address of the array. When `run` begins, the ranks of the node
+    run: does the work on a 1-D array. quiet: `run` causes no floating-point errors of NumPy, which could raise on one
+    rank alone. address: returns the address of the array. When `run` begins, the ranks of the node
     know all their addresses (`executor.addresses`). place: returns the place of the array in memory from `allocate`
-    (see Allocations.place), which must be the same on all ranks; they compare it. total: see PreparedCall; all ranks
-    have the C library.
+    (see Allocations.place), which must be the same on all ranks; they compare it. in_c: see PreparedCall.
     """
 
     run: Callable[[Any], object]
-    bind: Callable[[Any], tuple[Callable[[Any], object], Any]] | None = None
     quiet: bool = False
     address: Callable[[Any], int] | None = None
     place: Callable[[Any], tuple[int, int] | None] | None = None
-    total: Callable[[Any], Sum] | None = None
+    in_c: Callable[[Any], CWork] | None = None
 
 
 class Context:

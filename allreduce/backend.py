@@ -17,7 +17,7 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.parts import Part
 from allreduce.call import call as records
 from allreduce.call.call import REDUCING, Call, fingerprint
-from allreduce.call.executor import Executor, Observer, PreparedCall
+from allreduce.call.executor import Executor, Observer, PreparedCall, do_nothing
 from allreduce.call.queue import Future
 from allreduce.errors import (
     AllReduceError,
@@ -41,7 +41,6 @@ from allreduce.transport.control import everywhere
 SelfT = TypeVar("SelfT", bound="AllReduce")
 ResultT = TypeVar("ResultT")
 NDARRAY = np.ndarray  # one look-up in each call, not two
-_do_nothing: Callable[[Any], object] = id  # the work of a call on 0 elements or with 1 rank; the fastest such function
 MOST_KNOWN = 4096  # signatures, and trees, that are kept
 OUT_OF_STEP = (CollectiveTimeoutError, RankLeftError, RankLostError)  # after these errors the ranks can't agree
 
@@ -229,10 +228,12 @@ class AllReduce:
                 return
             call, resolved = self._checked(self._described, "all_reduce", buffer, op)
             run = self._function(call, resolved, lossless=lossless)
+            buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # not a subclass of ndarray
+            if buffer.ndim != 1:
+                run = partial(_run_flat, run)
             if call.layout == "C" and not lossless:
                 _keep(self._known, (call.shape, call.dtype, op, call.memory), run)
-            buffer = np.asarray(buffer) if isinstance(buffer, np.ndarray) else buffer  # not a subclass of ndarray
-        run(buffer if buffer.ndim == 1 else buffer.reshape(-1, order="A"))
+        run(buffer)
 
     def bind(
         self, array: Any, op: str = "mean", kind: str = "all_reduce", lossless: bool = False
@@ -255,12 +256,9 @@ class AllReduce:
         call, resolved = self._described(kind, array, op)
         array = np.asarray(array) if isinstance(array, np.ndarray) else array
         flat = array.reshape(-1, order="A")
-        work, prepared = self._prepared(call, resolved, lossless=lossless)
+        prepared = self._prepared(call, resolved, lossless=lossless)
         if prepared.place is not None:
             prepared = prepared.at(prepared.place(flat))  # the array does not move
-        if work.bind is not None:
-            run, flat = work.bind(flat)
-            prepared = prepared._replace(run=run if work.quiet else self._executor.quiet(run))
         return self._executor.prepare(prepared, flat)
 
     def submit(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Future:
@@ -643,23 +641,23 @@ class AllReduce:
         Local."""
         key = call, tree, lossless
         if key not in self._known:
-            _keep(self._known, key, self._executor.prepare(self._prepared(call, op, tree, lossless)[1]))
+            _keep(self._known, key, self._executor.prepare(self._prepared(call, op, tree, lossless)))
         return self._known[key]
 
-    def _prepared(self, call: Call, op: Op, tree: str = "", lossless: bool = False) -> tuple[Work, PreparedCall]:
-        """Return the work of a call, and the call as the executor takes it. Local."""
+    def _prepared(self, call: Call, op: Op, tree: str = "", lossless: bool = False) -> PreparedCall:
+        """Return a call as the executor takes it, with its work. Local."""
         algorithm, executor = self._algorithm, self._executor
         if lossless and self.lossy:
             algorithm, tree = algorithm.lossless, tree or "values that are not rounded"
         if not call.length or not call.dtype.itemsize or (self.size == 1 and call.kind != "sum_terms"):
-            work = Work(_do_nothing, quiet=True)
+            work = Work(do_nothing, quiet=True)
         else:
             work = algorithm.work(call, op)
             if call.memory == UNREGISTERED and algorithm.copies_unregistered:
                 notices.once(self.rank, algorithm.copies_unregistered)
         run = work.run if work.quiet else executor.quiet(work.run)
         place = work.place if self.size > 1 else None
-        return work, PreparedCall(call, run, fingerprint(call, tree), tree, place, work.address, work.total)
+        return PreparedCall(call, run, fingerprint(call, tree), tree, place, work.address, work.in_c)
 
 
 def _sum_rows(algorithm: Algorithm, indices: np.ndarray, values: np.ndarray, op: Op) -> sparse_rows.Rows:
@@ -681,6 +679,10 @@ def _sum_rows(algorithm: Algorithm, indices: np.ndarray, values: np.ndarray, op:
         sums[place] += part  # the indices of one rank are distinct
     op.finish(sums)
     return found, sums
+
+
+def _run_flat(run: Callable[[Any], None], buffer: Any) -> None:
+    run(buffer.reshape(-1, order="A"))
 
 
 def _keep(held: dict[Any, Any], key: Any, value: Any) -> None:

@@ -1,17 +1,22 @@
 """Native: the MPI library's own MPI_Allreduce, the baseline for the others."""
 
-from collections.abc import Callable
+import contextlib
+import ctypes
+import functools
 from functools import partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.algorithm import Algorithm, Work
+from allreduce import kernels
+from allreduce.algorithm import Algorithm, Context, Work
 from allreduce.arrays import chunks, dtypes, gpu
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op, numpy_operation
 from allreduce.call.call import Call
+from allreduce.call.executor import do_nothing
+from allreduce.call.rendezvous import CWork, double_word
 from allreduce.transport import cost
 from allreduce.transport.cost import Layout, Machine
 
@@ -33,6 +38,11 @@ class Native(Algorithm):
 
     sums_half = False
 
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        executor = context.executor
+        self._by_c = executor.meets and executor.orders and kernels.status() == "C" and _all_reduce() != 0
+
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
         """The faster one of recursive doubling and Rabenseifner's algorithm (Thakur, Rabenseifner and Gropp 2005),
@@ -43,11 +53,19 @@ class Native(Algorithm):
         dtype = call.dtype
         if call.kind != "all_reduce" or (call.memory == GPU and not self._takes_gpu(op, dtype)):
             return super().work(call, op)
+        run = partial(self._reduce_here, op=op)
         one_piece = call.length <= largest_piece(dtype.itemsize, op)
         direct = call.memory != GPU and dtype != dtypes.BOOL and not dtypes.is_half(dtype)
-        if not direct or not one_piece or _operation(op, dtype) is not op.mpi:
-            return Work(lambda buffer: self._reduce_here(buffer, op))
-        return self._plain(op.mpi) if op.scale is None else self._mean_of_one_piece(op.scale, dtype)
+        if not (self._by_c and direct and one_piece and _operation(op, dtype) is op.mpi):
+            return Work(run)
+        return Work(do_nothing, quiet=True, in_c=lambda _: self._in_c(call, op))
+
+    def _in_c(self, call: Call, op: Op) -> CWork:
+        """Return a call of MPI_Allreduce without Python between the rendezvous and MPI. Local."""
+        datatype = MPI.Datatype.fromcode(call.dtype.char)
+        words = [_all_reduce(), int(MPI.IN_PLACE), call.length, call.dtype.itemsize]
+        words += [datatype.handle, op.mpi.handle, self.comm.handle, double_word(op.scale), id(MPI.Exception)]
+        return CWork("meet_and_reduce", words)
 
     def reduce(self, buffer: np.ndarray, op: Op) -> None:
         if dtypes.is_half(buffer.dtype):
@@ -71,36 +89,14 @@ class Native(Algorithm):
             gpu.synchronize()
         self.reduce(buffer, op)
 
-    def _plain(self, operation: MPI.Op) -> Work:
-        """Return work that calls MPI_Allreduce directly, with nothing to decide in each call."""
-        # a sum is mpi4py's default, and two arguments cost less than three
-        named = {} if operation == MPI.SUM else {"op": operation}
-        run = partial(self.comm.Allreduce, MPI.IN_PLACE, **named)
-        return Work(run, bind=lambda buffer: (run, _specification(buffer)), quiet=True)
 
-    def _mean_of_one_piece(self, scale: float, dtype: np.dtype) -> Work:
-        """As `_plain`, for a mean."""
-        all_reduce, in_place = self.comm.Allreduce, MPI.IN_PLACE
-        factor = np.full((), scale, dtype)  # NumPy would convert a Python number in each call
-        scaled = self.context.executor.quiet(np.multiply)
-
-        def mean(buffer: np.ndarray) -> None:
-            all_reduce(in_place, buffer)
-            scaled(buffer, factor, buffer)
-
-        def bind(buffer: np.ndarray) -> tuple[Callable[[Any], None], list[Any]]:
-            def run(specification: list[Any]) -> None:
-                all_reduce(in_place, specification)
-                scaled(buffer, factor, buffer)
-
-            return run, _specification(buffer)
-
-        return Work(mean, bind, quiet=True)
-
-
-def _specification(buffer: np.ndarray) -> list[Any]:
-    """Return the buffer specification that costs mpi4py the least: it asks a memoryview, not NumPy, for the address."""
-    return [buffer.data, buffer.size, MPI.Datatype.fromcode(buffer.dtype.char)]
+@functools.cache
+def _all_reduce() -> int:
+    """Return the address of MPI_Allreduce, in a profiler or in mpi4py's MPI library; 0 if it is not found."""
+    for name in (None, MPI.__file__):
+        with contextlib.suppress(AttributeError, OSError):
+            return ctypes.cast(ctypes.CDLL(name).MPI_Allreduce, ctypes.c_void_p).value or 0
+    return 0
 
 
 def _operation(op: Op, dtype: np.dtype) -> MPI.Op:

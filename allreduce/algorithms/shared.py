@@ -7,7 +7,7 @@ If the system forbids CMA, they are copied, piece by piece, to a small staging b
 MPI: a new hybrid approach to parallel programming with MPI plus shared memory, 2013.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,8 @@ from allreduce.arrays.chunks import segments
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU
 from allreduce.arrays.ops import Op
 from allreduce.call.call import Call
-from allreduce.call.rendezvous import Sum
+from allreduce.call.executor import do_nothing
+from allreduce.call.rendezvous import CWork, double_word
 from allreduce.errors import UnavailableError
 from allreduce.transport import chunked, cost
 from allreduce.transport.control import on_all
@@ -103,12 +104,11 @@ class Shared(TwoPhase):
         if self._by_c and call.kind == "all_reduce" and kernels.sums(call.dtype, op.adds):
             if _is_copied(nbytes, call.memory == ALLOCATED, self.size):
                 compared = place if call.memory == ALLOCATED else None
-                return Work(id, quiet=True, place=compared, total=partial(self._copied, call, op))
+                return Work(do_nothing, quiet=True, place=compared, in_c=lambda _: self._copied(call, op))
             if call.memory == ALLOCATED and nbytes <= IN_PLACE_BYTES:
-                return Work(self.context.executor.fence, quiet=True, place=place, total=partial(self._placed, op=op))
+                return Work(self.context.executor.fence, quiet=True, place=place, in_c=partial(self._placed, op=op))
         if call.memory == ALLOCATED:
-            bind = partial(self._bound, call.kind, op=op)
-            return Work(partial(self._in_place, call.kind, op=op), bind, place=place)
+            return Work(partial(self._in_place, call.kind, op=op), place=place)
         run = lambda buffer: self._elsewhere(call.kind, buffer, op, self.context.executor.addresses())  # noqa: E731
         return Work(run, address=self._address, place=place)
 
@@ -133,18 +133,17 @@ class Shared(TwoPhase):
     # Short arrays, in one call of C. Copies of even calls and of odd calls have two places, so that no fence is needed
     # after the sum: no rank is more than one call ahead of another. (The idea is that of DeepSpeed's shm.cpp.)
 
-    def _copied(self, call: Call, op: Op, buffer: np.ndarray | None) -> Sum:
-        """Return the sum of all ranks' copies; each rank writes it to its own array. Local. buffer: this array; None if
-        it is not known yet."""
+    def _copied(self, call: Call, op: Op) -> CWork:
+        """Return the sum of all ranks' copies; each rank writes it to its own array. Local."""
         rows, half = [MPI.Get_address(row) for row in self._copies], self._copies.shape[1] // 2
-        outs, odd = [0 if buffer is None else MPI.Get_address(buffer)], [row + half for row in rows]
-        return Sum(call.dtype, call.length, op.scale, outs, (rows, odd), self._copies)
+        parts = [*rows, *(row + half for row in rows)]
+        return _sum(call.dtype, call.length, op, [], parts, self._copies)
 
-    def _placed(self, buffer: np.ndarray, op: Op) -> Sum:
+    def _placed(self, buffer: np.ndarray, op: Op) -> CWork:
         """Return the sum of this rank's chunk, which it writes to all ranks' arrays. Local."""
         mine, everyone = self.owned(buffer.size), self._everyone(buffer)
         parts = [MPI.Get_address(array) + mine.start * buffer.itemsize for array in everyone]
-        return Sum(buffer.dtype, mine.stop - mine.start, op.scale, parts, (parts, parts), None)
+        return _sum(buffer.dtype, mine.stop - mine.start, op, parts, [*parts, *parts])
 
     def _address(self, buffer: np.ndarray) -> int:
         """Return the address of an array for the node's ranks; 0 if they can't reach it by CMA. Local."""
@@ -157,19 +156,19 @@ class Shared(TwoPhase):
         return found[0].views(found[1], buffer)
 
     def _in_place(self, kind: str, buffer: np.ndarray, op: Op) -> None:
-        run, everyone = self._bound(kind, buffer, op)
-        run(everyone)
-
-    def _bound(
-        self, kind: str, buffer: np.ndarray, op: Op
-    ) -> tuple[Callable[[list[np.ndarray]], None], list[np.ndarray]]:
-        """Return the function that does a call of this kind on an array from `allocate`, and its argument. Local."""
+        """Do a call of this kind on an array from `allocate`."""
         everyone = self._everyone(buffer)
         if kind == "all_reduce":
-            return partial(self._reduce_in_place, op=op), everyone
-        if kind == "reduce_scatter":
-            return partial(self._reduce_scatter_in_place, buffer, op=op), everyone
-        return partial(self._all_gather_in_place, buffer), everyone
+            self._reduce_in_place(everyone, op)
+        elif kind == "reduce_scatter":
+            for block in _blocks(self.owned(buffer.size), buffer.itemsize):
+                self._combine([array[block] for array in everyone], [buffer[block]], op)
+            self._fence()
+        else:
+            for rank in self._others():
+                span = self.owned(buffer.size, rank)
+                np.copyto(buffer[span], everyone[rank][span])
+            self._fence()
 
     def _elsewhere(self, kind: str, buffer: np.ndarray, op: Op, addresses: list[int]) -> None:
         """Do a call of this kind on an array in ordinary memory. addresses: of all ranks' arrays."""
@@ -189,17 +188,6 @@ class Shared(TwoPhase):
         for block in _blocks(self.owned(everyone[0].size), everyone[0].itemsize):
             parts = [array[block] for array in everyone]
             self._combine(parts, parts, op)
-        self._fence()
-
-    def _reduce_scatter_in_place(self, buffer: np.ndarray, everyone: Sequence[np.ndarray], op: Op) -> None:
-        for block in _blocks(self.owned(buffer.size), buffer.itemsize):
-            self._combine([array[block] for array in everyone], [buffer[block]], op)
-        self._fence()
-
-    def _all_gather_in_place(self, buffer: np.ndarray, everyone: Sequence[np.ndarray]) -> None:
-        for rank in self._others():
-            span = self.owned(buffer.size, rank)
-            np.copyto(buffer[span], everyone[rank][span])
         self._fence()
 
     # Other arrays, by CMA
@@ -278,6 +266,19 @@ class Shared(TwoPhase):
             casts.combine(parts, out, op, self.workspace)
         for other in outs[1:]:
             np.copyto(other, out)
+
+
+def _sum(
+    dtype: np.dtype, length: int, op: Op, outs: list[int], parts: list[int], copies: np.ndarray | None = None
+) -> CWork:
+    """Return a sum of all ranks' parts. Local.
+
+    outs: addresses of the arrays that get it; none: the array of the call gets it, and this rank's part is a copy of
+    it, made before the ranks meet. parts: addresses of all ranks' parts in calls of even numbers, then of odd numbers.
+    copies: their memory.
+    """
+    words = [kernels.sum_address(dtype), double_word(op.scale), length, length * dtype.itemsize, len(outs)]
+    return CWork("meet_and_sum", [*words, *outs, *parts], copies)
 
 
 def _is_copied(nbytes: float, allocated: bool, ranks: int) -> bool:

@@ -29,10 +29,10 @@ from allreduce.call.rendezvous import (
     ORDERED_STORES,
     PARITIES,
     VERDICTS,
+    CWork,
     Meet,
     Row,
     Slot,
-    Sum,
     Tables,
     place_hash,
 )
@@ -46,6 +46,7 @@ from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import NamedCall, Pause, checking, wait_until
 
 Observer = Callable[[dump.Entry], object]
+do_nothing: Callable[[Any], object] = id  # the work of a call that C has done when the ranks met, or of no elements
 Place = tuple[int, int]  # of an array: an allocation's number, equal on all ranks, and the byte offset in it
 # NumPy 2 keeps np.errstate per contextvars context, NumPy 1 per thread
 ERRSTATE_PER_CONTEXT = int(np.__version__.partition(".")[0]) >= 2
@@ -61,7 +62,7 @@ class PreparedCall(NamedTuple):
 
     fingerprint: of the call, and of the tree whose arrays the buffer holds. tree: this tree in words, or "". place:
     returns the place of an array in memory from `allocate`; the ranks compare it. address: returns the address of an
-    array, which the other ranks of the node need; see `Executor.addresses`. total: returns the Sum of an array, which
+    array, which the other ranks of the node need; see `Executor.addresses`. in_c: returns the CWork of an array, which
     C does when the ranks have met, before `run`. Without a `place` the array may be None: each call names its own.
     """
 
@@ -71,7 +72,7 @@ class PreparedCall(NamedTuple):
     tree: str = ""
     place: Callable[[Any], Place | None] | None = None
     address: Callable[[Any], int] | None = None
-    total: Callable[[Any], Sum] | None = None
+    in_c: Callable[[Any], CWork] | None = None
     where: str = ""  # the place, in words
 
     def __str__(self) -> str:
@@ -181,9 +182,9 @@ class Executor:
         assert self._slot is not None
         assert self._fence is not None
         number = self._sequence = self._sequence + 1
-        if not self._fence(number):
+        if not self._fence(number, None):
             self._wait_for(self._slot.rows[number % PARITIES], number & SEQUENCE_MASK)
-            self._fence(number)  # reads again, in order
+            self._fence(number, None)  # reads again, in order
         if not (ORDERED_STORES or self.orders):
             self._topology.node.Barrier()
 
@@ -263,12 +264,12 @@ class Executor:
         """
         wait, ident, record = self.wait, get_ident, dump.record
         user, observers, call, work = wait.user, self.observers, prepared.call, prepared.run
-        fixed, aim = self._meeting(prepared, bound)
-        find, aim = self._find(prepared), aim if bound is None else None
+        fixed, find = self._meeting(prepared, bound), self._find(prepared)
         meets = self._topology.size > 1
 
         def run(flat: Any = bound) -> None:
-            begin, end, here, meet = perf_counter(), 0.0, prepared, fixed
+            begin, end = perf_counter(), 0.0
+            here, meet = prepared, fixed
             if ident() != self._thread or wait.call is not None:
                 self._wait_for_turn()
             count = wait.count + 1
@@ -278,15 +279,14 @@ class Executor:
                 wait.call = prepared  # no function call, so no thread switch, between the check above and this line
                 if find is not None:
                     here, meet = find(flat)
-                if aim is not None:
-                    aim(flat)
                 if meet is not None:
                     sequence = self._sequence = self._sequence + 1
-                    if not meet(sequence):
-                        self._compare(here.fingerprint, here, meet=meet)
+                    if not meet(sequence, flat):
+                        self._compare(here.fingerprint, here, meet=partial(meet, sequence, flat))
                 elif meets:
                     self._rendezvous(prepared, flat)
-                work(flat)
+                if work is not do_nothing:
+                    work(flat)
                 end = perf_counter()
             except BaseException as error:
                 self._handle_failure(prepared, error, flat)
@@ -338,22 +338,22 @@ class Executor:
 
     # The rendezvous
 
-    def _meeting(self, prepared: PreparedCall, array: Any) -> tuple[Meet | None, Callable[[Any], None] | None]:
-        """Return how the ranks of the only node meet in a call, if they only compare numbers. If C sums `array` there,
-        also return a function that makes it sum another one."""
+    def _meeting(self, prepared: PreparedCall, array: Any) -> Meet | None:
+        """Return how the ranks of the only node meet in a call, if they only compare numbers. array: None if it is not
+        known yet."""
         if self._slot is None or not self.orders or prepared.address is not None:
-            return None, None
-        if prepared.total is None or (array is None and prepared.place is not None):
-            return self._slot.meeting(prepared.fingerprint, self._spin), None
-        return self._slot.summing(prepared.fingerprint, self._spin, prepared.total(array))
+            return None
+        if prepared.in_c is None or (array is None and prepared.place is not None):
+            return self._slot.meeting(prepared.fingerprint, self._spin)
+        return self._slot.meeting_in_c(prepared.fingerprint, self._spin, prepared.in_c(array))
 
     def _find(self, prepared: PreparedCall) -> Callable[[Any], tuple[PreparedCall, Meet | None]] | None:
         """Return a function that returns a call at an array's place in memory from `allocate`, and how the ranks meet
         in it; None if they compare no places."""
         place = prepared.place
-        if place is None or self._meeting(prepared, None)[0] is None:
+        if place is None or self._meeting(prepared, None) is None:
             return None
-        known: dict[Place | None, tuple[PreparedCall, Any]] = {}
+        known: dict[Place | None, tuple[PreparedCall, Meet | None]] = {}
 
         def find(array: Any) -> tuple[PreparedCall, Meet | None]:
             key = place(array)
@@ -362,7 +362,7 @@ class Executor:
                 if len(known) >= MOST_PLACES:  # a program with ever new slices
                     known.clear()
                 here = prepared.at(key)
-                known[key] = found = here, self._meeting(here, array)[0]
+                known[key] = found = here, self._meeting(here, array)
             return found
 
         return find
@@ -394,7 +394,7 @@ class Executor:
         return row, mine
 
     def _compare(
-        self, fingerprint: int, text: object, error: Exception | None = None, meet: Meet | None = None
+        self, fingerprint: int, text: object, error: Exception | None = None, meet: Callable[[], bool] | None = None
     ) -> None:
         """Wait for the node's ranks; raise if the calls differ. On several nodes the leaders' verdict decides, or with
         check=False nothing does: only AGREEING is compared there. meet: this rank has entered by it."""
@@ -403,7 +403,7 @@ class Executor:
         # all ranks read the same row, so all of them agree here or none does
         alike = self._wait_for(row, mine & SEQUENCE_MASK).count(mine) == len(row.fingerprints)
         if meet is not None:
-            alike = alike and meet(self._sequence)  # which reads again, in order, and may have more to do
+            alike = alike and meet()  # which reads again, in order, and may have more to do
         elif not ORDERED_STORES and (alike or self._several):
             self._topology.node.Barrier()
         number = fingerprint >> SEQUENCE_BITS

@@ -13,7 +13,7 @@ the node knows these addresses, and sees the memory that the others have written
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -32,7 +32,7 @@ ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386
 
 POLLS = 20  # reads of the fingerprints in Python before `meet` returns False
 
-Meet = Callable[[int], bool]
+Meet = Callable[[int, Any], bool]  # the number of a rendezvous, and the array of the call
 
 
 class Row(NamedTuple):
@@ -57,7 +57,7 @@ class Slot(NamedTuple):
     rank: int
 
     def meeting(self, fingerprint: int, spin: float) -> Meet:
-        """Return the function `meet(number)` of calls with this fingerprint. Local.
+        """Return the function `meet(number, array)` of calls with this fingerprint. Local.
 
         It writes the fingerprint into the row of this number of a rendezvous, and returns True when all ranks have
         written the same one. It returns False if a rank is late, or in another call. spin: how many seconds it polls.
@@ -70,29 +70,21 @@ class Slot(NamedTuple):
         rounds = [(row, mine, mine.to_bytes(8, sys.byteorder) * size) for row, mine in numbered]
         polls = range(POLLS if spin else 1)
 
-        def meet(number: int) -> bool:
+        def meet(number: int, _: object) -> bool:
             row, mine, alike = rounds[number & SEQUENCE_MASK]
             row[rank] = mine
             return any(row.tobytes() == alike for _ in polls)
 
         return meet
 
-    def summing(self, fingerprint: int, spin: float, total: "Sum") -> tuple[Meet, Callable[[np.ndarray], None]]:
-        """Return a function as `meeting` does, which also does the sum before it returns True; and a function that
-        makes another array the only one of `total.outs`. Local. Only where all ranks have the C library."""
-        words = self._words(fingerprint, spin)
-        scale = int(np.float64(1 if total.scale is None else total.scale).view(np.int64))
-        words += [kernels.sum_address(total.dtype), scale, total.length, total.length * total.dtype.itemsize]
-        words += [total.staged is not None, len(total.outs)]
-        state = np.array([*words, *total.outs, *total.parts[0], *total.parts[1]], np.int64)
-        changed, place = memoryview(state), len(words)  # type: ignore[arg-type]
-
-        def aim(array: np.ndarray) -> None:
-            changed[place] = MPI.Get_address(array)
-
-        meet = kernels.method("meet_and_sum", state, (self.rows, total.staged))
+    def meeting_in_c(self, fingerprint: int, spin: float, work: "CWork") -> Meet:
+        """Return a function as `meeting` does, which also does `work` on the array before it returns True. Local. Only
+        with the C library."""
+        words = [*self._words(fingerprint, spin), object.__basicsize__, *work.words]
+        state = np.array([word & 2**64 - 1 for word in words], np.uint64)  # -1 too; MPICH's handles are negative
+        meet: Meet | None = kernels.method(work.function, state, (self.rows, work.keep))
         assert meet is not None
-        return meet, aim
+        return meet
 
     def _words(self, fingerprint: int, spin: float) -> list[int]:
         """Return the words of C's struct Meeting."""
@@ -100,20 +92,20 @@ class Slot(NamedTuple):
         return [*map(MPI.Get_address, rows), self.rank, len(rows[0]), fingerprint, int(spin * 1e9)]
 
 
-class Sum(NamedTuple):
-    """A sum of all ranks' parts that C does when they have met.
+class CWork(NamedTuple):
+    """The work of a call, which C does when the ranks have met.
 
-    outs: addresses of the arrays that get it. parts: addresses of all ranks' parts in calls of even numbers, and in
-    calls of odd numbers. staged: the memory of the parts if this rank's part is a copy, made before the ranks meet, of
-    the only array of `outs`.
+    function: of meeting.c. words: the 64-bit words of its struct behind `header`. keep: the memory to which they point.
     """
 
-    dtype: np.dtype
-    length: int
-    scale: float | None
-    outs: Sequence[int]
-    parts: tuple[Sequence[int], Sequence[int]]
-    staged: np.ndarray | None
+    function: str
+    words: Sequence[int]
+    keep: object = None
+
+
+def double_word(value: float | None) -> int:
+    """Return a factor as a word of C, where it is a double; None: 1."""
+    return int(np.float64(1 if value is None else value).view(np.int64))
 
 
 class FingerprintTable:

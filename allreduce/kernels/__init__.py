@@ -17,13 +17,13 @@ import ml_dtypes
 import numpy as np
 
 SWITCH = "ALLREDUCE_KERNELS"  # 0: use NumPy
-VERSION = 3  # of the library's functions; an older library beside newer code is not used
+VERSION = 4  # of the library's functions; an older library beside newer code is not used
 
 SUMMED = ("float32", "float64", "int32", "int64", "float16", "bfloat16")  # dtypes of the sums in meeting.c
 FLOAT32, FLOAT16, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
-_ONE_ARGUMENT = 8  # METH_O of Python
+_ARRAY_OF_ARGUMENTS = 0x80  # METH_FASTCALL of Python
 _ARGUMENTS = {
     "sum": (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, ctypes.c_double),
     "cast": (_POINTER, _POINTER, _SIZE),
@@ -120,7 +120,7 @@ def _definition(name: str) -> _Method | None:
     if library is None:
         return None
     address = ctypes.cast(getattr(library, name), _POINTER).value
-    return _Method(name.encode(), address, _ONE_ARGUMENT, None)
+    return _Method(name.encode(), address, _ARRAY_OF_ARGUMENTS, None)
 
 
 def _fit(*arrays: np.ndarray) -> bool:

@@ -1,9 +1,10 @@
 /* The rendezvous of a node's ranks in shared memory: allreduce/call/rendezvous.py describes it, and has the same in
- * Python. A short sum (allreduce/algorithms/shared.py) is done with it.
+ * Python. A short sum (allreduce/algorithms/shared.py) or MPI_Allreduce (native.py) is done with it.
  *
- * Python calls these functions as builtin functions, which takes a fifth of the time of a call by ctypes. The few names
- * of Python's stable ABI that they need are declared here, so no header of Python is needed. They return
- * within some microseconds, because Python waits for a rank that is later, and hold the GIL, but for longer sums.
+ * Python calls these functions as builtin functions, which takes a fifth of the time of a call by ctypes. Each takes the
+ * number of the rendezvous and the array of the call, or None. They wait only some microseconds for a rank that is later,
+ * then Python waits. Functions that may take longer release the GIL. The few names of Python's stable ABI that they need
+ * are declared here, so no header of Python is needed.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -12,6 +13,9 @@
 
 typedef struct _object PyObject;
 extern PyObject *PyBool_FromLong(long value);
+extern PyObject *PyLong_FromLong(long value);
+extern void PyErr_SetObject(PyObject *type, PyObject *value);
+extern void Py_DecRef(PyObject *object);
 extern long long PyLong_AsLongLong(PyObject *number);
 extern void *PyLong_AsVoidPtr(PyObject *number);
 extern void *PyEval_SaveThread(void);
@@ -62,43 +66,101 @@ static int enter(const Meeting *meeting, int64_t sequence)
 
 /* Meet the other ranks in the rendezvous of this number. Returns whether all ranks are in the same call: False if one
  * is late. meeting: the address of a Meeting. */
-PyObject *meet(PyObject *meeting, PyObject *number)
+PyObject *meet(PyObject *meeting, PyObject *const *arguments, ptrdiff_t count)
 {
-    return PyBool_FromLong(enter(PyLong_AsVoidPtr(meeting), PyLong_AsLongLong(number)));
+    (void)count;
+    return PyBool_FromLong(enter(PyLong_AsVoidPtr(meeting), PyLong_AsLongLong(arguments[0])));
+}
+
+/* Return the address of a NumPy array's elements: PyArray_DATA of NumPy's C interface, the first field behind Python's,
+ * of `header` bytes. */
+static void *data(PyObject *array, int64_t header)
+{
+    return *(void **)((char *)array + header);
 }
 
 typedef struct {
     Meeting meeting;
+    int64_t header; /* bytes of a PyObject */
     void (*sum)(const void *const *parts, size_t count, void *const *outs, size_t copies, size_t size, double scale);
     double scale;
     int64_t length, nbytes;
-    int64_t staged; /* whether this rank's part is a copy of its array, the only one of `outs` */
-    int64_t copies; /* the number of `outs` */
+    int64_t copies; /* the number of `outs`; 0: the only one is the array of the call, and this rank's part is a copy */
     void *addresses[]; /* `outs`, then all ranks' parts in calls of even numbers, then in those of odd numbers */
 } Sum;
 
-static int enter_and_sum(const Sum *sum, int64_t sequence)
+static int enter_and_sum(const Sum *sum, int64_t sequence, void *array)
 {
-    int64_t size = sum->meeting.size;
-    void *const *outs = sum->addresses, *const *parts = outs + sum->copies + size * (sequence & 1);
-    if (sum->staged)
-        memcpy(parts[sum->meeting.rank], outs[0], sum->nbytes);
+    int64_t size = sum->meeting.size, copies = sum->copies;
+    void *const *outs = sum->addresses, *const *parts = outs + copies + size * (sequence & 1);
+    if (copies == 0) {
+        outs = &array, copies = 1;
+        memcpy(parts[sum->meeting.rank], array, sum->nbytes);
+    }
     if (!enter(&sum->meeting, sequence))
         return 0;
-    sum->sum((const void *const *)parts, size, outs, sum->copies, sum->length, sum->scale);
+    sum->sum((const void *const *)parts, size, outs, copies, sum->length, sum->scale);
     return 1;
 }
 
 /* As `meet`; if all ranks are there, write the sum of their parts to `outs`. A rank that was told False calls it again
  * when all are there. call: the address of a Sum. */
-PyObject *meet_and_sum(PyObject *call, PyObject *number)
+PyObject *meet_and_sum(PyObject *call, PyObject *const *arguments, ptrdiff_t count)
 {
     const Sum *sum = PyLong_AsVoidPtr(call);
-    int64_t sequence = PyLong_AsLongLong(number), done;
+    int64_t sequence = PyLong_AsLongLong(arguments[0]), done;
+    void *array = data(arguments[1], sum->header);
+    (void)count;
     if (sum->nbytes <= LONG_BYTES)
-        return PyBool_FromLong(enter_and_sum(sum, sequence));
+        return PyBool_FromLong(enter_and_sum(sum, sequence, array));
     void *thread = PyEval_SaveThread();
-    done = enter_and_sum(sum, sequence);
+    done = enter_and_sum(sum, sequence, array);
     PyEval_RestoreThread(thread);
     return PyBool_FromLong(done);
+}
+
+typedef struct {
+    Meeting meeting;
+    int64_t header; /* bytes of a PyObject */
+    /* MPI_Allreduce; MPI's handles are pointers or ints */
+    int (*all_reduce)(const void *in_place, void *array, int length, intptr_t type, intptr_t op, intptr_t comm);
+    const void *in_place;
+    int64_t length, itemsize;
+    intptr_t type, op, comm;
+    double scale;    /* of a mean, of float or double; 1: nothing to multiply */
+    PyObject *error; /* the exception of mpi4py */
+} Reduction;
+
+static int reduce(const Reduction *call, void *array)
+{
+    int error = call->all_reduce(call->in_place, array, (int)call->length, call->type, call->op, call->comm);
+    if (error || call->scale == 1)
+        return error;
+    if (call->itemsize == sizeof(double)) {
+        for (int64_t i = 0; i < call->length; i++)
+            ((double *)array)[i] *= call->scale;
+    } else {
+        float scale = (float)call->scale;
+        for (int64_t i = 0; i < call->length; i++)
+            ((float *)array)[i] *= scale;
+    }
+    return 0;
+}
+
+/* As `meet`; if all ranks are there, MPI reduces their arrays. Raises the error of MPI. call: the address of a
+ * Reduction. */
+PyObject *meet_and_reduce(PyObject *call, PyObject *const *arguments, ptrdiff_t count)
+{
+    const Reduction *reduction = PyLong_AsVoidPtr(call);
+    int64_t sequence = PyLong_AsLongLong(arguments[0]);
+    void *array = data(arguments[1], reduction->header), *thread = PyEval_SaveThread();
+    int met = enter(&reduction->meeting, sequence), error = met ? reduce(reduction, array) : 0;
+    (void)count;
+    PyEval_RestoreThread(thread);
+    if (error == 0)
+        return PyBool_FromLong(met);
+    PyObject *code = PyLong_FromLong(error);
+    PyErr_SetObject(reduction->error, code);
+    Py_DecRef(code);
+    return NULL;
 }

@@ -27,7 +27,7 @@ class Working(allreduce.Algorithm):
 
 
 def working(monkeypatch: pytest.MonkeyPatch, work: Callable[..., object]) -> allreduce.AllReduce:
-    monkeypatch.setattr("allreduce.backend._do_nothing", work)
+    monkeypatch.setattr("allreduce.backend.do_nothing", work)
     return allreduce.create(Working)
 
 

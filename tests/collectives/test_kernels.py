@@ -1,5 +1,6 @@
 """The C library has the bits of NumPy: sums and casts of 16-bit floats, and codes of 8 bits."""
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from allreduce import kernels
 from allreduce.arrays import casts, ops, quantize
@@ -132,15 +134,51 @@ def test_ranks_meet(spin: float, by_numpy: Callable[[], None]) -> None:
         found: list[object] = []
         for number, others in ((1, 1), (1, 2), (2, 2), (5, 5), (7, 3), (7, 5)):
             words[number % 2, ::2] = fingerprint | others & 3
-            found += [meet(number), words.tolist()]
+            found += [meet(number, None), words.tolist()]
         words[1, 0] = fingerprint ^ 8
-        return [*found, meet(7)]
+        return [*found, meet(7, None)]
 
     fingerprint = (1 << 61) + 4
     found = run()
     assert found[::2] == [True, False, True, True, True, False, False]
     by_numpy()
     assert run() == found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_call_of_mpi_in_the_rendezvous(dtype: str, length: int) -> None:
+    """The mean has the bits of NumPy, a sum is left as MPI has made it, and an error of MPI is raised."""
+    if kernels.status() != "C":
+        pytest.skip(f"arrays are computed by {kernels.status()}")
+    words, seen, codes = np.zeros((2, 1), np.int64), [], [0, 0, MPI.ERR_OP]
+    arguments = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, *[ctypes.c_ssize_t] * 3]
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
+    def all_reduce(*found: int) -> int:
+        seen.append(found)
+        return codes[len(seen) - 1]
+
+    nothing = memoryview(np.zeros(1, np.int64))
+    even, odd = (rendezvous.Row(memoryview(row), nothing, nothing) for row in words)
+    slot = rendezvous.Slot(None, 0, 0, (even, odd), 0)  # type: ignore[arg-type]
+    address = ctypes.cast(all_reduce, ctypes.c_void_p).value
+    with np.errstate(all="ignore"):
+        array = hostile(length, 1).astype(dtype)
+    before = array.copy()
+    for number, scale in enumerate([None, 1 / 3, 1 / 3]):
+        made = [address, -1, length, array.itemsize, 3, 4, 5, rendezvous.double_word(scale), id(MPI.Exception)]
+        meet = slot.meeting_in_c(1 << 2, 0.0, rendezvous.CWork("meet_and_reduce", made))
+        if codes[number]:
+            with pytest.raises(MPI.Exception) as caught:
+                meet(number, array)
+            assert caught.value.Get_error_code() == MPI.ERR_OP
+        else:
+            assert meet(number, array)
+        with np.errstate(all="ignore"):
+            same_bits(array, before * array.dtype.type(1 / 3) if number else before)
+    whole = 2**64 - 1, array.ctypes.data or None, length, 3, 4, 5
+    assert seen == [whole] * 3
 
 
 def test_arrays_that_no_kernel_takes_are_left_alone() -> None:

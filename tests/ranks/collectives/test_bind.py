@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,7 +69,7 @@ def test_a_failed_call_keeps_its_array(flat: allreduce.Topology, op: str, monkey
         raise ValueError("on purpose")
 
     with allreduce.create("native", flat) as reduce:
-        monkeypatch.setattr(reduce._algorithm, "comm", SimpleNamespace(Allreduce=fail))
+        monkeypatch.setattr(reduce._algorithm, "work", lambda *_: allreduce.Work(fail))
         array = np.ones(3)
         bound = reduce.bind(array, op)
         with pytest.raises(ValueError, match="on purpose") if SIZE > 1 else nullcontext():

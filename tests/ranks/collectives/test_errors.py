@@ -494,7 +494,7 @@ def test_a_call_that_failed_half_way_is_the_last(
             raise raised
 
         monkeypatch.setattr(reduce._algorithm, "work", lambda *_: allreduce.Work(fail))
-        monkeypatch.setattr("allreduce.backend._do_nothing", fail)  # of one rank
+        monkeypatch.setattr("allreduce.backend.do_nothing", fail)  # of one rank
         with pytest.raises(seen):
             reduce(np.ones(10), "sum")
         with pytest.raises(errors.BrokenError, match="failed part-way"):
