@@ -30,7 +30,6 @@ log = logging.getLogger("trainers")
 
 NO_STRUCTURE = {"tuple": [["float32", []], ["float32", []]]}  # before any batch was read
 KEPT = 3  # batches: the previous one, because a step is taken again after a failure; the current and the next one
-TOLD = 9  # cursors, of which those of the last checkpoints may be sought
 
 
 class LoaderBatches(BatchSource):
@@ -74,10 +73,9 @@ class LoaderBatches(BatchSource):
         self._taken = 0  # batches taken since the loader's first pass began, or with no limit since the last one
         self._epoch, self._start = 0, 0  # the epoch, and the steps before it
         self._read = 0  # the number of the epoch's batches that were read; -1 if `begin` goes to the right batch
-        # the last batches by their step, None after the end, each with its place if `saves`
-        self._kept: dict[int, tuple[Data | None, Place | None]] = {}
-        self._told: dict[tuple[int, int], Place] = {}  # the last places that were told, by epoch and step
-        self._target: Place | None = None  # the place to which `begin` goes
+        self._kept: dict[int, Data | None] = {}  # the last batches by their step, None after the end
+        # if `saves`: their places by epoch and step, and the place of a checkpoint to which `begin` goes
+        self._places: dict[tuple[int, int], Place] = {}
         self._sizes: list[int]  # as far as the ranks know them
         super().__init__([], part, parts)
         if limit is None:
@@ -150,6 +148,7 @@ class LoaderBatches(BatchSource):
             nowhere = self._read < 0  # this rank has joined after the last batch of the epoch before
             self._start, self._epoch, self._read = self.total(epoch, 0), epoch, 0
             self._kept.clear()
+            self._places.clear()
             self._sizes = []
             self.seen.clear()
             if self.limit is None and not self._reader.once:
@@ -214,14 +213,16 @@ class LoaderBatches(BatchSource):
             self._go_to(self._epoch, step)
         while self._read <= step:
             number = self._read
-            place = self._reader.tell() if self._saves else None
+            if self._saves:
+                self._places[self._epoch, number] = self._reader.tell()
+                self._places.pop((self._epoch, number - KEPT), None)
             within = self.limit is None or number < self.limit
             data = self._take(f"batch {number + 1} of epoch {self._epoch + 1}") if within else None
             sum = 0 if self._divided or data is None else checksum(data)
-            self._kept[number], self.seen[number] = (data, place), (0 if data is None else row_count(data), sum)
+            self._kept[number], self.seen[number] = data, (0 if data is None else row_count(data), sum)
             self._kept.pop(number - KEPT, None)
             self._read += 1
-        return self._kept[step][0]
+        return self._kept[step]
 
     def _take(self, where: str) -> Data | None:
         data = self._reader.read(where, again=self.limit is not None)
@@ -235,16 +236,12 @@ class LoaderBatches(BatchSource):
 
     def tell(self, epoch: int, step: int) -> Cursor:
         place = None if self._idle else self._place_of(epoch, step)
-        if place is not None:
-            self._told.setdefault((epoch, step), place)
-            while len(self._told) > TOLD:
-                del self._told[next(iter(self._told))]
         own = {} if place is None else place.pack()
         return Cursor(epoch, step, self.total(epoch, step), {"sizes": list(self._sizes)}, own)
 
     def _place_of(self, epoch: int, step: int) -> Place | None:
         """Return the place of a step; None if this rank has read on, in a round of local SGD that a failure ended."""
-        place = self._target or (self._kept.get(step, (None, None))[1] if epoch == self._epoch else None)
+        place = self._places.get((epoch, step))
         if place is None:  # its batch has not been read
             return None if epoch == self._epoch and step != self._read else self._reader.tell()
         return place._replace(now=generator_states()) if self._reader.keeps_generators else place
@@ -256,9 +253,8 @@ class LoaderBatches(BatchSource):
             sizes = []
         if not 0 <= step <= total or len(sizes) < step:
             raise CheckpointError("the checkpoint does not tell the rows of the batches: it is damaged, or of arrays")
-        self._told = {at: place for at, place in self._told.items() if at <= (epoch, step)}  # the others come again
-        target = self._told.get((epoch, step))
-        if target is None and own and not self._idle:
+        target = None
+        if own and not self._idle:
             try:
                 target = Place.unpack(own)
             except (KeyError, TypeError, ValueError) as error:
@@ -266,13 +262,14 @@ class LoaderBatches(BatchSource):
                     "the checkpoint is damaged, or of a former version: it does not tell the place of this rank in its "
                     f"loader ({error!r}); train again from the beginning, in another folder"
                 ) from error
-        self._target, self.how_resumed = target, ""
+        self.how_resumed = ""
         if target is not None and target.state is not None:
             self.how_resumed = "the loaders continue from their states"
         elif target.skip if target is not None else not self._idle and (step or (total and self.limit)):
             self.how_resumed = "the loaders are read again up to there"
         if target is not None or (self._epoch, epoch, step) != (0, 0, 0) or self._read > 1:
             self._kept.clear()
+            self._places = {} if target is None else {(epoch, step): target}
             self._read = -1
         self._epoch, self._start = epoch, total - step
         self.seen.clear()
@@ -283,7 +280,7 @@ class LoaderBatches(BatchSource):
         DataError or CheckpointError."""
         self._kept.clear()
         self._epoch, self._read = epoch, step
-        target, self._target = self._target, None
+        target = self._places.pop((epoch, step), None)
         if self._idle:
             return
         reader, count = self._reader, step if self.limit is None else self._start + step

@@ -217,18 +217,17 @@ def test_a_fit_goes_back_to_the_newest_attempt_at_a_step() -> None:
     batches = LoaderBatches(Source(), "divided", None, None, 0, 1, 0, saves=True)
     batches.meet(lambda value, _: [value])
 
-    def read() -> np.ndarray:
-        """Return batch 2, of whose place a checkpoint is told."""
+    def read() -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return batch 2, and its place as a checkpoint has it."""
         for step in range(3):
             batches.learn(step, batches.begin(0, step))
-        batches.tell(0, 2)
-        return batches.share(0, 2, 0).x
+        return batches.share(0, 2, 0).x, batches.tell(0, 2).own
 
-    first = read()
+    first, _ = read()
     batches.seek(Cursor(0, 0, 0, {"sizes": []}, {}))
-    second = read()
+    second, place = read()
     assert not np.array_equal(first, second)
-    batches.seek(Cursor(0, 2, 2, {"sizes": [2, 2]}, {}))
+    batches.seek(Cursor(0, 2, 2, {"sizes": [2, 2]}, place))
     batches.begin(0, 2)
     assert np.array_equal(batches.share(0, 2, 0).x, second)
 
