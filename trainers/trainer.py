@@ -226,9 +226,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             strategy.rule.use(StepOptions.of(options))
             strategy.rule.keep_average(trains=epochs > 0)
             mirror(strategy)
-            saver = together(
-                group.comm, partial(make_saver, strategy, batches, checkpoint, resume, validate is not None)
-            )
+            saver = together(group.comm, partial(make_saver, strategy, batches, checkpoint, resume))
             return Fit(
                 strategy,
                 batches,

@@ -8,7 +8,7 @@ from trainers import Checkpoint, MirroredTrainer, NumpyNetwork, datasets
 data = datasets.load("digits")
 network = NumpyNetwork([data.features, 32, len(data.classes)])
 network.scale_input(data.shift, data.scale)
-checkpoint = Checkpoint("run", every="10 minutes", keep=3, best="validation_loss")
+checkpoint = Checkpoint("run", every="10 minutes", keep=3)
 with MirroredTrainer(network) as trainer:
     test = data.x_test, data.y_test
     history = trainer.fit(

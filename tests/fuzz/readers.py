@@ -251,8 +251,7 @@ def _checkpoints() -> "st.SearchStrategy[Any]":
         whole, members, said = files.checkpoint_members(Path(folder))
     names = [f"checkpoint-{number:08d}.npz" for number in (1, 2, 3)] + [
         "checkpoint-99999999999999999999.npz",
-        "best.npz",
-        ".best.npz.01234567",
+        ".checkpoint-00000001.npz.01234567",
     ]
     ours = {HEADER: _text_array([files.model_header()])}
 

@@ -219,18 +219,6 @@ def test_files_get_the_users_umask(tmp_path: Path, name: str, umask: int) -> Non
     assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o666 & ~umask
 
 
-def test_the_best_checkpoint_gets_the_users_umask(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_links(*_: object) -> None:
-        raise OSError("no links")
-
-    monkeypatch.setattr(os, "link", no_links)
-    path = checkpoint.path_of(str(tmp_path), 3)
-    checkpoint.write(path, files.saved())
-    checkpoint.keep_as_best(path)
-    assert stat.S_IMODE((tmp_path / checkpoint.BEST).stat().st_mode) == 0o666 & ~umask
-    assert checkpoint.read(str(tmp_path / checkpoint.BEST)).progress.total == 3
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_links_that_others_have_laid_are_not_followed(tmp_path: Path, name: str) -> None:
     """A user of the same folder (/tmp, say) who guesses a temporary name can't make us write elsewhere."""
@@ -292,10 +280,10 @@ def test_a_log_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_the_name_of_a_leftover_stays(tmp_path: Path) -> None:
-    (tmp_path / ".best.npz.01234567").mkdir()
-    (tmp_path / ".best.npz.76543210").write_bytes(b"part")
+    (tmp_path / ".checkpoint-00000001.npz.01234567").mkdir()
+    (tmp_path / ".checkpoint-00000001.npz.76543210").write_bytes(b"part")
     checkpoint.clean(str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == [".best.npz.01234567"]
+    assert [path.name for path in tmp_path.iterdir()] == [".checkpoint-00000001.npz.01234567"]
 
 
 # Messages

@@ -1,7 +1,6 @@
 """Checkpoints on one rank: the user's options, the thread that writes, copies, random states."""
 
 import json
-import math
 import random
 import threading
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 
 from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
 from trainers.cli.options import parse
-from trainers.data import Batches
 from trainers.errors import ArgumentError, CheckpointError
 from trainers.files import checkpoint, model_file
 from trainers.files.checkpoint import EVENTS, Progress
@@ -46,8 +44,6 @@ def test_every_that_makes_no_sense(every: Any) -> None:
     [
         {"keep": 0},
         {"keep": True},
-        {"mode": "best"},
-        {"best": None},
         {"folder": ""},
         {"folder": "a\0b"},
         {"same_data": 1},
@@ -56,14 +52,6 @@ def test_every_that_makes_no_sense(every: Any) -> None:
 def test_other_arguments_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="Checkpoint"):
         Checkpoint(**{"folder": "run", **options})
-
-
-def test_the_best_is_the_lowest_loss_and_the_highest_of_others() -> None:
-    lowest = {
-        name: Checkpoint(Path("run"), best=name).lowest_is_best for name in ("loss", "validation_loss", "accuracy")
-    }
-    assert lowest == {"loss": True, "validation_loss": True, "accuracy": False}
-    assert Checkpoint("run", best="accuracy", mode="min").lowest_is_best
 
 
 def test_a_checkpoint_is_written_while_the_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +169,7 @@ def fitted(folder: str, epochs: int, *callbacks: Callback, **options: Any) -> Hi
     x = np.random.default_rng(3).normal(size=(20, 4)).astype("float32")
     with MirroredTrainer(NumpyNetwork([4, 3, 2], seed=1), "ring") as trainer:
         options = {"progress": False, "callbacks": callbacks, **options}
-        return trainer.fit(x, x[:, :2].argmax(1), epochs, 10, checkpoint=Checkpoint(folder, best="loss"), **options)
+        return trainer.fit(x, x[:, :2].argmax(1), epochs, 10, checkpoint=folder, **options)
 
 
 def test_a_training_that_changes_its_folder_writes_where_it_began(
@@ -207,16 +195,6 @@ def test_what_a_rank_can_not_go_on_with_is_named(damage: dict[str, np.ndarray], 
     checkpoint.write(path, replace(whole, local=[{**whole.local[0], **damage} if damage else {}]))
     with pytest.raises(CheckpointError, match="is damaged, or of another model: a rank can't load its own"):
         fitted(str(tmp_path), 3, resume=True)
-
-
-def test_an_epoch_that_measured_nothing_is_not_the_best_for_ever() -> None:
-    epochs = [
-        Epoch(number, 1.0, {}, 1.0, 1.0, 0.0, {"loss": loss}) for number, loss in enumerate((math.nan, 2.0, 3.0, 1.0))
-    ]
-    with MirroredTrainer(NumpyNetwork([4, 3, 2]), "ring") as trainer:
-        batches = Batches(np.zeros((9, 4), "float32"), np.zeros(9), 3, 0, 1)
-        saver = Saver(trainer, batches, Checkpoint("run", best="val_loss"), False, ["validation_loss"])
-        assert [saver.is_best(History(epochs[: count + 1])) for count in range(4)] == [False, True, False, True]
 
 
 def test_two_trainings_do_not_write_to_one_folder_at_once(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import logging
 import math
 import os
 import re
-import secrets
-import shutil
 import zipfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -23,15 +21,14 @@ import numpy as np
 
 from trainers.errors import CheckpointError, ModelFileError, UnusableError
 from trainers.files import model_file
-from trainers.files.model_file import CHECKPOINT, HEADER, check_numbers, header_of, model_in, replacing, sync_folder
+from trainers.files.model_file import CHECKPOINT, HEADER, check_numbers, header_of, model_in, replacing
 
 log = logging.getLogger("trainers")
 
 FORMAT = 3  # 1: random states in another form; 2: `Progress.values` without the rows that took part in no update
 LOCAL, MEASURED, SHARED = f"{CHECKPOINT}.rank", f"{CHECKPOINT}.measured", f"{CHECKPOINT}.shared."
 NAME = re.compile(r"checkpoint-(\d{8,18})\.npz")
-TEMPORARY = re.compile(r"\.(checkpoint-\d{8,18}|best)\.npz\.[0-9a-f]{8}")  # of a killed writer; see `replacing`
-BEST = "best.npz"
+TEMPORARY = re.compile(r"\.checkpoint-\d{8,18}\.npz\.[0-9a-f]{8}")  # of a killed writer; see `replacing`
 
 
 BEGIN, STEPS, EVALUATION, EVENTS, SAVE = range(5)  # the stages of an epoch; BEGIN: the fit has not called train_begin
@@ -258,22 +255,6 @@ def prune(folder: str, total: int, keep: int) -> None:
                 os.unlink(path)
         except OSError as error:
             raise CheckpointError(f"the old checkpoint {path} can't be removed: {error.strerror or error}") from error
-
-
-def keep_as_best(path: str) -> None:
-    """Link or copy a checkpoint to best.npz in its folder, where `prune` does not remove it. Raises CheckpointError."""
-    best = os.path.join(os.path.dirname(path), BEST)
-    temporary = f"{os.path.dirname(best)}/.{BEST}.{secrets.token_hex(4)}"
-    try:
-        try:
-            os.link(path, temporary)
-            os.replace(temporary, best)
-            sync_folder(os.path.dirname(best))
-        except OSError:  # not every file system has links
-            with open(path, "rb") as source, replacing(best, durable=True) as file:
-                shutil.copyfileobj(source, file)
-    except OSError as error:
-        raise CheckpointError(f"the best checkpoint can't be written to {best}: {error.strerror or error}") from error
 
 
 _locked: set[int] = set()  # the handles of the folders that this process has locked

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ from trainers.state.adopt import RATES, adopt_whole
 from trainers.state.owners import INNER
 from trainers.strategies.interface import Strategy
 from trainers.watching.callback import Callbacks
-from trainers.watching.history import VALIDATED, VALIDATION, Epoch, History
+from trainers.watching.history import Epoch
 
 log = logging.getLogger("trainers")
 
@@ -46,7 +46,6 @@ UNITS = {"step": "steps", "steps": "steps", "epoch": "epochs", "epochs": "epochs
 SECONDS = {
     "s": 1, "second": 1, "seconds": 1, "min": 60, "minute": 60, "minutes": 60, "h": 3600, "hour": 3600, "hours": 3600,
 }  # fmt: skip
-MODES = ("auto", "min", "max")
 SHOWN = {"steps_per_epoch": "steps of the Loader"}  # settings that have another name in files
 
 
@@ -57,12 +56,8 @@ class Checkpoint:
     folder: a folder for this training alone; created if missing. Only rank 0 uses it. Rank 0 also needs memory for a
         copy of the model and the optimizer's state, from which a thread writes.
     every: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours". A checkpoint is also written at the
-        end of the training, and when a callback stops it.
+        end of the training, and when a callback stops it. `ModelCheckpoint(save_best_only=True)` keeps the best model.
     keep: how many of the newest checkpoints stay.
-    best: a name in the history ("loss", "accuracy", "validation_loss", ...): the checkpoint of the epoch in which it
-        was best is kept as best.npz.
-    mode: whether the lowest ("min") or the highest ("max") is the best; "auto": the lowest loss or error, the highest
-        of anything else.
     same_data: whether a resumed training must have the same rows in the same order; some rows are compared. False:
         other rows are accepted, as many as before; and loaders with rows="divided" on another number of ranks, also in
         the middle of their rows.
@@ -76,8 +71,6 @@ class Checkpoint:
     folder: str
     every: str = "epoch"
     keep: int = 3
-    best: str = ""
-    mode: str = "auto"
     same_data: bool = True
 
     def __post_init__(self) -> None:
@@ -86,15 +79,6 @@ class Checkpoint:
         object.__setattr__(self, "folder", os.fspath(self.folder))
         period(self.every)
         require(integer_error("Checkpoint: keep", self.keep, 1), flag_error("Checkpoint: same_data", self.same_data))
-        if self.mode not in MODES or not isinstance(self.best, str):
-            raise ArgumentError(
-                f"Checkpoint(best={self.best!r}, mode={self.mode!r}): give a name in the history, and one of "
-                f"{', '.join(MODES)}"
-            )
-
-    @property
-    def lowest_is_best(self) -> bool:
-        return self.mode == "min" or (self.mode == "auto" and self.best.endswith(("loss", "error")))
 
 
 def period(every: str) -> tuple[float, str]:
@@ -118,20 +102,13 @@ class Saver:
     """Writes the checkpoints of a fit, and loads the one from which it resumes.
 
     batches: of the fit. resume: whether to resume from the newest checkpoint in the folder.
-    names: the names in the fit's history; `checkpoint.best` must be one of them.
-
-    Raises ArgumentError, on this rank.
     """
 
-    def __init__(
-        self, strategy: Strategy, batches: BatchSource, checkpoint: Checkpoint, resume: bool, names: Collection[str]
-    ) -> None:
+    def __init__(self, strategy: Strategy, batches: BatchSource, checkpoint: Checkpoint, resume: bool) -> None:
         self._strategy, self._group = strategy, strategy.group
         self._folder, self._keep = os.path.abspath(checkpoint.folder), checkpoint.keep
         self._resumes = resume
         self._count, self._unit = period(checkpoint.every)
-        self._watched = VALIDATED + checkpoint.best[4:] if checkpoint.best.startswith(VALIDATION) else checkpoint.best
-        self._sign = 1 if checkpoint.lowest_is_best else -1
         self._batches, self._settings = batches, batches.settings
         self._data, self._same_data = _fingerprint(batches, strategy.replica), checkpoint.same_data
         self._writer = ThreadPoolExecutor(1, "writes checkpoints")
@@ -146,11 +123,6 @@ class Saver:
         self._since = time.monotonic()
         self._overdue = False  # whether one is due at the next step, because a rank has failed; on all ranks
         self._has_lock = False  # whether this rank, rank 0, has locked the folder
-        if self._watched and self._watched not in names:
-            raise ArgumentError(
-                f"Checkpoint(best={checkpoint.best!r}): this fit measures {', '.join(names)}"
-                + ("" if any(name.startswith(VALIDATED) for name in names) else "; it has no validation_data")
-            )
 
     @property
     def _chief(self) -> bool:
@@ -345,13 +317,7 @@ class Saver:
             asked = root_value(self._group.comm, self.is_time(), "learn whether a checkpoint is due")
         return self.due(self._batches.total(epochs, 0), asked)
 
-    def is_best(self, history: History) -> bool:
-        """Whether the last epoch is the best so far. Local, the same on all ranks."""
-        epochs = [epoch.as_dict() for epoch in history] if self._watched else []
-        values = [self._sign * epoch[self._watched] for epoch in epochs if self._watched in epoch]
-        return bool(values) and values[-1] < min((value for value in values[:-1] if value == value), default=math.inf)
-
-    def save(self, progress: Progress, callbacks: Callbacks, best: bool = False) -> None:
+    def save(self, progress: Progress, callbacks: Callbacks) -> None:
         """Collect a checkpoint on rank 0, and start writing it in a thread. Collective.
 
         progress: the position, to which this adds the facts about the training. callbacks: this rank's.
@@ -370,7 +336,7 @@ class Saver:
             local = [model_file.unpack(each) for each in gathered]
             local[0] |= watching  # not packed: it may be large, and does not change
             saved = Saved(type(replica).__name__, saved_config(replica), state, progress, local, shared)
-            self._writing = self._writer.submit(self._write, saved, best)
+            self._writing = self._writer.submit(self._write, saved)
 
         together(self._group.comm, lambda: start() if self._chief else None)
         self._overdue = False
@@ -402,12 +368,10 @@ class Saver:
         own |= random_state()
         return model_file.pack(own if self._chief else own | watching), watching
 
-    def _write(self, saved: Saved, best: bool) -> None:
+    def _write(self, saved: Saved) -> None:
         """Write a checkpoint, and remove the oldest ones. In the writer's thread."""
         path = files.path_of(self._folder, saved.progress.total)
         files.write(path, saved)
-        if best:
-            files.keep_as_best(path)
         files.prune(self._folder, saved.progress.total, self._keep)
 
     def check(self) -> None:
@@ -453,17 +417,15 @@ def _fingerprint(batches: BatchSource, replica: Replica) -> Fingerprint:
 
 
 def make_saver(
-    strategy: Strategy, batches: BatchSource, checkpoint: Checkpoint | str | None, resume: bool, validates: bool
+    strategy: Strategy, batches: BatchSource, checkpoint: Checkpoint | str | None, resume: bool
 ) -> Saver | None:
     """Create the Saver for the arguments of `fit`; None without a checkpoint. Raises ArgumentError, on this rank."""
     if checkpoint is None:
         if resume:
             raise ArgumentError("resume=True needs the folder of the checkpoints: give checkpoint=...")
         return None
-    names = strategy.replica.metrics
-    names += tuple(f"{VALIDATED}{name}" for name in names if validates)
     given = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    return Saver(strategy, batches, given, resume, names)
+    return Saver(strategy, batches, given, resume)
 
 
 def check_arrays(path: str, saved: Saved) -> None:

@@ -600,7 +600,7 @@ class Fit:
                 self._save(number + 1)
         saver.finish()
 
-    def _save(self, number: int, step: int = 0, best: bool = False) -> None:
+    def _save(self, number: int, step: int = 0) -> None:
         """Write a checkpoint after `step` steps of an epoch, with the learning rates from before the fit.
 
         Collective.
@@ -612,7 +612,7 @@ class Fit:
         progress = self.snapshot(number, step)
         if step:
             progress.seconds += time.perf_counter() - self._since
-        self.saver.save(progress, self.callbacks, best)
+        self.saver.save(progress, self.callbacks)
 
     def _save_between(self, number: int, step: int) -> None:
         """Write a checkpoint before `step` of an epoch, if one is due or the training stops here. Collective."""
@@ -628,15 +628,14 @@ class Fit:
         return self.strategy.cut_short or (self.stopped and self.progress.step < self.batches.steps)
 
     def _save_after(self, number: int) -> None:
-        """Write a checkpoint after an epoch, if one is due or the epoch is the best or the last. Collective."""
+        """Write a checkpoint after an epoch, if one is due or the epoch is the last. Collective."""
         saver = self.saver
         assert saver is not None
         if self._cut_short:
             return
-        best = saver.is_best(self.history)
         last = number + 1 == self._epochs or self.strategy.stop_training
-        if saver.due_after(number + 1) or best or last:
-            self._save(number + 1, best=best)
+        if saver.due_after(number + 1) or last:
+            self._save(number + 1)
 
 
 def _in_words(logs: Mapping[str, Any]) -> str:
