@@ -391,7 +391,7 @@ def test_a_config_makes_it_again(flat: allreduce.Topology) -> None:
 
 
 def _central(topology: allreduce.Topology) -> AllReduce:
-    return allreduce.create(Central, topology, root=SIZE - 1)
+    return allreduce.create(Central, topology, roots=[SIZE - 1])
 
 
 MADE: dict[str, tuple[type[Algorithm], Callable[[allreduce.Topology], AllReduce]]] = {

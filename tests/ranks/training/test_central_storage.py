@@ -12,7 +12,7 @@ import allreduce
 import allreduce.errors
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork, datasets
 from trainers.errors import ArgumentError
-from trainers.strategies.central_storage import CopyingOwner
+from trainers.strategies.few_owners import CopyingOwner
 from trainers.strategies.sharded import SliceOwners
 from trainers.watching.callback import Callback
 
