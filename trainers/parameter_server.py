@@ -5,19 +5,21 @@ from collections.abc import Sequence
 from allreduce.topology import Topology
 from trainers.arguments import known_only
 from trainers.replica import Replica
-from trainers.strategies.servers.strategy import AsynchronousServers, Options, ParameterServers, SynchronousServers
+from trainers.strategies.few_owners import FewOwners
+from trainers.strategies.servers.options import Options
+from trainers.strategies.servers.strategy import AsynchronousServers
 from trainers.trainer import Trainer
 
 
-class ParameterServerTrainer(Trainer[ParameterServers]):
+class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
     """Training with the parameters sharded over servers, and gradients from workers. A rank is a server, or belongs to
     a worker; usually a worker has one rank.
 
     The flat parameters are cut into one slice per server, of equal bytes, so large arrays are split. Each server holds
     the optimizer's state of its slice.
 
-    updates="sync": a step waits for all workers, and their ranks divide the batch: the training of MirroredTrainer, to
-    float tolerance, and the same bits in every run.
+    updates="sync": a step waits for all workers, which divide the batch: the training of MirroredTrainer, to float
+    tolerance, and the same bits in every run.
 
     updates="async": a server applies each gradient as it comes (J. Dean et al.: Large scale distributed deep networks,
     2012). The batches are those of MirroredTrainer, each divided into as many parts as there are workers. Each part
@@ -31,11 +33,11 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
     The first server enforces the bound on staleness exactly; other servers may exceed it by the number of gradients in
     flight.
 
-    ranks_per_worker=2: the ranks of a worker divide the worker's rows, sum their gradients by an AllReduce, and have
+    ranks_per_worker=2, with updates="async": the ranks of a worker divide the worker's rows, sum their gradients by an AllReduce, and have
     equal parameters; the first of them speaks with the servers. So servers have half as many gradients to receive, and
     a part of a batch is as large as that of two ranks. Each rank of a worker calls its batch callbacks.
 
-    The history has `staleness` (how many gradients were 0, 1, 2, ... updates stale at the first server) and `dropped`.
+    The history of updates="async" has `staleness` (how many gradients were 0, 1, 2, ... updates stale at the first server) and `dropped`.
     Callbacks that change the optimizer (its learning rate) must be given to the servers too. Buffers that are not
     averaged (batch norm's statistics) are saved from rank 0, so make rank 0 a worker if the model has any.
     """
@@ -58,7 +60,7 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
     ) -> None:
         """Make the replicas equal, and move their parameters and gradients into memory of the trainer. Collective.
 
-        replica: this rank's copy of the model, that updates slices, on the CPU; servers need one too.
+        replica: this rank's copy of the model, on the CPU; servers need one too. With updates="async" it updates slices.
         topology: the ranks that train together; all ranks by default.
         servers: the number of servers, which are the last ranks; or their ranks. All other ranks are workers.
         stale: how servers treat a gradient whose parameters have been updated since it was computed. The staleness is
@@ -74,19 +76,16 @@ class ParameterServerTrainer(Trainer[ParameterServers]):
         allreduce: the name of the backend that sums the gradients of a worker's ranks.
         on_failure: as in MirroredTrainer: with "continue", a worker continues without one of its ranks, and the other
             workers take over the rows of a worker without ranks. The failure of a server ends the training; resume it
-            from its last checkpoint.
+            from its last checkpoint. With updates="sync" and several servers another rank has a backup of each slice,
+            and the other servers continue.
 
         Raises ArgumentError or DisagreementError on all ranks, and frees what it created.
         """
         asynchronous = stale, max_staleness, warm_up, learning_rate
         options = Options(servers, updates, *asynchronous, ranks_per_worker, allreduce)
-        kind = SynchronousServers if updates == "sync" else AsynchronousServers
+        kind = FewOwners if updates == "sync" else AsynchronousServers
         super().__init__(kind(replica, type(self).__name__, options), topology, on_failure)
-
-    @property
-    def updates(self) -> str:
-        """Whether servers wait for all workers ("sync") or apply each gradient as it comes ("async")."""
-        return self.strategy.updates
+        self.updates = updates
 
     @property
     def servers(self) -> tuple[int, ...]:

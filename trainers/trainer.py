@@ -385,7 +385,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
 
         `change` is called on every rank, or, if the ranks of a node share one copy of the parameters, on one rank of
         each node, while the others wait. An error in it is raised on all ranks. If a rank fails meanwhile, the
-        remaining ranks call it again, on the parameters as they were. Trainers with servers have no edit.
+        remaining ranks call it again, on the parameters as they were. Asynchronous servers and spare replicas have no
+        edit.
         """
         strategy: Any = self.strategy
         if not isinstance(strategy, Mirrored):

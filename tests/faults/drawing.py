@@ -58,6 +58,9 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
     if program.endswith("servers"):
         most = min([ranks - 2, *hosts[1:]])  # all on one host
         plan = replace(plan, servers=chance.choice(range(1, most + 1)))
+    if program == "synchronous servers" and plan.servers > 1:
+        plan = replace(plan, copies=2)
+    if program == "asynchronous servers":
         plan = replace(plan, ranks_per_worker=min(chance.choice((1, 1, 2, 2, 3)), ranks - plan.servers))
     if program.startswith("spare "):
         plan = replace(plan, spares=chance.randrange(program == "spare ranks", ranks - 1))
@@ -140,7 +143,7 @@ def _points(plan: Plan) -> tuple[str, ...]:
     """Return the points that this program reaches if no rank fails."""
     module = plan.kind.module
     points = {"calls": REDUCE_POINTS, "loop": (*STEP_POINTS, "backward")}.get(module, STEP_POINTS)
-    if not plan.kind.backends and plan.program != "central storage":
+    if not plan.kind.backends and plan.program not in ("central storage", "synchronous servers"):
         points = SERVED_POINTS + REDUCE_POINTS * (plan.ranks_per_worker > 1)
     if module == "training":
         points += CALL_POINTS

@@ -125,15 +125,18 @@ def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
     others can."""
     lost = {fault.rank for fault in happened if fault.kind in LOSSES}
     if lost & set(plan.holders):
-        return "RankLostError: a server has failed"
+        return "RankLostError: (a server has|all servers have) failed"
     workers = set(range(plan.ranks - plan.servers))
+    servers = set(range(plan.ranks)) - workers
     remade = any(fault.point == "mirror" for fault in happened)  # perhaps in the making: then other ranks are servers
-    left_alone = "RankLostError: all workers have failed|leaves no worker" if remade or workers <= lost else ""
+    left_alone = "RankLostError: all (workers|servers) have failed|leaves no worker"
+    if not plan.servers or not (remade or workers <= lost or servers <= lost):
+        left_alone = ""
     if plan.copies > 1 and len(lost) > 1 and not plan.checkpoint:  # one may have kept the other's slice
-        return "RankLostError: a rank that failed in .* had the only copy of a part"
+        return "RankLostError: a rank that failed in .* had the only copy of a part" + (left_alone and f"|{left_alone}")
     if plan.program == "spare ranks" and set(range(plan.ranks - plan.spares)) <= lost:
         return "RankLostError: all working ranks have failed"
-    return left_alone if plan.servers else ""
+    return left_alone
 
 
 def _refused(left: dict[int, Notes], happened: Sequence[Fault]) -> tuple[str, str]:

@@ -32,10 +32,7 @@ POINTS = {
         (f"{PROGRAMS}.loop", "forward"),
     ],
     "backward": [(f"{PROGRAMS}.loop", "backward")],
-    "push": [
-        ("trainers.strategies.servers.mailbox:Client", "push"),
-        ("trainers.strategies.servers.strategy:SynchronousServers", "reduce"),
-    ],
+    "push": [("trainers.strategies.servers.mailbox:Client", "push")],
     "reply": [
         ("trainers.strategies.servers.mailbox:Mailbox", "reply"),
         ("trainers.strategies.servers.service:ServerStrategy", "_broadcast_parameters"),

@@ -34,7 +34,7 @@ from trainers.files.model_file import CHECKPOINT, HEADER
 from trainers.fit import checkpointing
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.strategies.servers.mailbox import ASK, PUSH, Header
-from trainers.strategies.servers.strategy import CHOICES
+from trainers.strategies.servers.options import CHOICES
 from trainers.watching.csv_logger import CSVLogger
 
 from . import files, peers

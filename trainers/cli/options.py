@@ -31,7 +31,7 @@ from trainers.replicas.numpy.categories import network_of
 from trainers.replicas.numpy.network import ACTIVATIONS, NumpyNetwork
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.spare_replicas import SpareReplicasTrainer
-from trainers.strategies.servers.strategy import CHOICES as SERVER_CHOICES
+from trainers.strategies.servers.options import CHOICES as SERVER_CHOICES
 from trainers.trainer import Trainer
 
 EXAMPLES = """examples:
@@ -390,7 +390,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="divide: the servers divide the learning rate by the number of workers",
         ),
         Option(
-            "ranks_per_worker", "N", integer(1), default=1, strategies=(SERVERS,),
+            "ranks_per_worker", "N", integer(1), default=1, strategies=(SERVERS,), needs=ASYNC,
             help="the ranks of a worker: they divide its rows and sum their gradients, and one of them speaks with the "
             "servers",
         ),

@@ -105,13 +105,16 @@ def deal_tensors(
 
     backend: reduces the buffers, and decides which rank owns which chunk. comm: of all ranks; the transfers use it.
     tensors: for each buffer the slices of its tensors, one after the other, which cover it. itemsizes: of the buffers.
-    Chunks that end between tensors everywhere are the shares.
+    Chunks that end between tensors everywhere are the shares. A rank without a chunk gets no tensors.
     """
     lengths, node_index = [slices[-1].stop for slices in tensors], backend.topology.node_index
     owned = list(map(backend.owned, lengths))
     mine = [[each.start, each.stop] for each in owned]
     everyone = all_values(comm, [node_index, mine], "learn which chunks the ranks own")
-    team = _team(node_index, lengths, everyone)
+    owns = [any(start < stop for start, stop in of_rank) for _, of_rank in everyone]
+    team = [rank for rank in _team(node_index, lengths, everyone) if owns[rank]]
+    if comm.rank not in team:
+        return [Share(()) for _ in tensors]
     chunks = [[slice(*everyone[rank][1][number]) for rank in team] for number in range(len(lengths))]
     ends = [{0, *(each.stop for each in slices)} for slices in tensors]
     if all({chunk.start, chunk.stop} <= of for of, chunks_of in zip(ends, chunks, strict=True) for chunk in chunks_of):

@@ -70,8 +70,12 @@ class FewOwners(Mirrored):
         return f"{self.name}({type(self.replica).__name__}, {options})"
 
     def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
-        error = replica_error(self.replica, self) or self._placement.error(self.replica, ranks)
-        return error or super().argument_error(ranks, goes_on)
+        replica = self.replica
+        if error := replica_error(replica, self) or self._placement.error(replica, ranks):
+            return error
+        if self._placement.serve and replica.device != "cpu":
+            return ArgumentError(f"{self.describe()} works on the CPU, and this replica is on {replica.device}")
+        return super().argument_error(ranks, goes_on)
 
     @property
     def rebuildable(self) -> bool:  # type: ignore[override]

@@ -149,7 +149,7 @@ class First(Policy):
 class SpareReplicas(ServerStrategy):
     """The strategy of SpareReplicasTrainer. spare: the number of ranks for which a step does not wait."""
 
-    synchronous = rates_follow_batches = False  # the chief sets the rates of the step that it takes
+    rates_follow_batches = False  # the chief sets the rates of the step that it takes
     thread = "serve"
 
     def __init__(self, replica: Replica, name: str, spare: int) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a job in which workers, and at last a server, kill themselves, and the others continue.
+"""One rank of a job in which servers and workers kill themselves, and the others continue.
 
     mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.served
 
@@ -21,34 +21,14 @@ Moment = tuple[str, int, int]
 OPTIONS: dict[str, Any] = {"transforms": [ClipNorm(1.0), EMA(0.9), Schedule("cosine", warmup=3)], "progress": False}
 
 
-class DyingSender:
-    """A communicator on which the rank dies when it sends its second message."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm, self._sent = comm, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def Isend(self, *message: Any) -> MPI.Request:  # noqa: N802, as mpi4py names it
-        self._sent += 1
-        if self._sent == 2:
-            die()
-        return self._comm.Isend(*message)
-
-
 class WorkersDeath(Deaths):
-    """Makes this worker die: ("push", epoch, batch): after it has pushed its gradients to the first server, and to no
-    other; ("part", epoch, 0): while it computes, in that epoch or later, because parts are dealt to whichever worker
-    asks first."""
+    """Makes this worker die: ("part", epoch, 0): while it computes, in that epoch or later, because parts are dealt to
+    whichever worker asks first."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         event, epoch, _ = self.moment or ("", 0, 0)
         if event == "part" and self.epoch >= epoch:
             die()
-        if self.moment == ("push", self.epoch, batch):
-            strategy = self.trainer.strategy
-            strategy._messages = DyingSender(strategy._messages)
         super().on_train_batch_begin(batch)
 
 
@@ -90,7 +70,7 @@ def without_its_server() -> None:
 
 if __name__ == "__main__":
     # Each moment is of the ranks that are left: the servers are the last ones, and rank 0 dies among others.
-    trained("sync", ParameterServerTrainer, {0: ("push", 1, 2)}, servers=2, updates="sync")
+    trained("sync", ParameterServerTrainer, {4: ("batch_end", 1, 2)}, servers=2, updates="sync")
     trained("async", ParameterServerTrainer, {1: ("part", 1, 0), 0: ("epoch_end", 3, 0)}, servers=2)
     trained("spare", SpareReplicasTrainer, {2: ("batch_end", 2, 1)}, spare=0)
     if MPI.COMM_WORLD.Shrink().rank == 0:

@@ -36,7 +36,7 @@ def trained(name: str, make: Callable[..., Any], deaths: dict[int, Moment], rows
 
 if __name__ == "__main__":
     # Each moment is of the ranks that are left: the servers are the last ones, and rank 0 dies among others.
-    trained("sync", ParameterServerTrainer, {0: ("push", 1, 2)}, "divided", servers=2, updates="sync")
+    trained("sync", ParameterServerTrainer, {0: ("batch_begin", 1, 2)}, "divided", servers=2, updates="sync")
     trained("async, whole", ParameterServerTrainer, {1: ("part", 1, 0)}, "whole", servers=2)
     trained("async", ParameterServerTrainer, {0: ("part", 1, 0)}, "divided")
     trained("spare", SpareReplicasTrainer, {2: ("batch_end", 2, 1)}, "divided", spare=0)

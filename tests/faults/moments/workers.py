@@ -11,9 +11,9 @@ from tests.faults.moments.served import alone, trained
 from trainers import ParameterServerTrainer
 
 if __name__ == "__main__":
-    # Of the workers (0, 1), (2, 3) and (4), the first one's leader dies, then the whole last worker.
+    # The first and the last of five workers of one rank die.
     deaths = {0: ("batch_begin", 1, 2), 4: ("batch_end", 3, 1)}
-    trained("sync", ParameterServerTrainer, deaths, updates="sync", ranks_per_worker=2)
+    trained("sync", ParameterServerTrainer, deaths, updates="sync")
     # Of the workers (0, 1) and (2), a rank that is no leader dies, then the whole last worker.
     deaths = {1: ("part", 1, 0), 2: ("epoch_end", 3, 0)}
     trained("async", ParameterServerTrainer, deaths, ranks_per_worker=2)

@@ -74,6 +74,28 @@ def test_synchronous_training_is_that_of_mirrored_replicas(
 
 
 @pytest.mark.skipif(SIZE < 2, reason="a server and a worker")
+def test_synchronous_servers_update_whole_tensors(flat: allreduce.Topology) -> None:
+    """Of an optimizer that reads whole tensors each server gets some; the worker gets none."""
+    x, y = data()
+    states = []
+    for servers in (0, SIZE - 1):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 20, bias=False), nn.Linear(20, 8, bias=False), nn.Linear(8, 3, bias=False))
+        made = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.Muon(module.parameters(), lr=0.02))
+        trainer: Trainer
+        if servers:
+            trainer = ParameterServerTrainer(made, flat, servers=servers, updates="sync")
+            assert flat.rank > 0 or trainer.strategy.owners.own_part == slice(0, 0)
+        else:
+            trainer = MirroredTrainer(made, "ring", flat)
+        with trainer:
+            trainer.fit(x, y, 2, 24, progress=False)
+        states.append(made.state())
+    for name, array in states[0].items():
+        np.testing.assert_allclose(array, states[1][name], rtol=1e-2, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.skipif(SIZE < 2, reason="a server and a worker")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_asynchronous_training_of_a_module(
     dtype: Any, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path

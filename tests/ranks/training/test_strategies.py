@@ -513,9 +513,8 @@ def test_a_rank_that_is_gone_after_an_agreement_is_missed(
 
 
 @served
-@pytest.mark.parametrize("updates", ["sync", "async"])
 def test_servers_are_abandoned_in_the_middle_of_their_construction(
-    updates: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+    flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the remaining ranks do when one fails there."""
     made: list[ServerStrategy] = []
@@ -527,7 +526,7 @@ def test_servers_are_abandoned_in_the_middle_of_their_construction(
     monkeypatch.setattr(ServerStrategy, "_make_endpoints", fails)
     mine = network()
     with pytest.raises(RankLostError, match="a rank has failed"):
-        ParameterServerTrainer(mine, topology=flat, updates=updates)
+        ParameterServerTrainer(mine, topology=flat)
     bound = made[0]._parameters
     made[0].abandon()
     assert not np.shares_memory(mine.parameters, bound)

@@ -2,7 +2,6 @@
 ranks."""
 
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,36 +20,6 @@ JOBS = "openmpi 1 2 3 5"
 SHAPES = [(servers, ranks) for servers in (1, 2) for ranks in (2, 3) if ranks <= SIZE - servers]
 several = pytest.mark.skipif(SIZE < 3, reason="a server, and a worker of two ranks")
 few = pytest.mark.skipif(SIZE != 3, reason="what happens on three ranks happens on more")
-
-
-def in_step(topology: allreduce.Topology, servers: int, ranks: int, **options: Any) -> ParameterServerTrainer:
-    return ParameterServerTrainer(
-        network(), topology, servers=servers, updates="sync", ranks_per_worker=ranks, **options
-    )
-
-
-@several
-@pytest.mark.parametrize("per_node", [None, 2])
-@pytest.mark.parametrize(("servers", "ranks"), SHAPES)
-def test_a_synchronous_training_is_that_of_mirrored_replicas(
-    servers: int, ranks: int, per_node: int | None, topology_of: Any
-) -> None:
-    """per_node: with simulated nodes a worker may span nodes; its parameters are then sent."""
-    x, y = data()
-    topology = topology_of(per_node)
-    with MirroredTrainer(network(), "ring", topology) as trainer:
-        expected = trainer.fit(x, y, 3, BATCH, progress=False, validation_data=(x, y))
-        state = trainer.replica.state()
-    with in_step(topology, servers, ranks) as trainer:
-        workers = trainer.ranks_of_workers
-        history = trainer.fit(x, y, 3, BATCH, progress=False, validation_data=(x, y))
-        assert len(set(trainer.parameters_sha256())) == 1
-    assert sorted(rank for each in workers for rank in each) == list(range(SIZE - servers)) == list(trainer.workers)
-    assert len(workers) == -(-(SIZE - servers) // ranks)
-    for name in ("loss", "accuracy", "validation_loss"):
-        np.testing.assert_allclose(history.column(name), expected.column(name), rtol=1e-4)
-    for name, array in trainer.replica.state().items():  # the optimizer's too, on every rank
-        np.testing.assert_allclose(array, state[name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 class Checksums(Callback):
@@ -104,7 +73,7 @@ def test_the_ranks_of_an_asynchronous_worker_have_equal_parameters(
 @several
 def test_a_replica_has_memory_of_its_own_when_the_trainer_is_closed(flat: allreduce.Topology) -> None:
     x, y = data()
-    with in_step(flat, 1, 2) as trainer:
+    with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
         trainer.fit(x, y, 1, BATCH, progress=False)
     parameters = trainer.replica.parameters
     parameters[:] = flat.rank  # the ranks of a worker shared these
@@ -114,15 +83,14 @@ def test_a_replica_has_memory_of_its_own_when_the_trainer_is_closed(flat: allred
 
 
 @few
-@pytest.mark.parametrize("updates", ["sync", "async"])
-def test_a_worker_computes_the_gradient_of_its_parts_as_one_rank(updates: str, flat: allreduce.Topology) -> None:
+def test_a_worker_computes_the_gradient_of_its_parts_as_one_rank(flat: allreduce.Topology) -> None:
     """A single worker's training is that of one rank: if a part has fewer rows than ranks, with weights of rows, with
     clipping and a moving average."""
     x, y = data()
     options = {"transforms": [Accumulate(2), ClipNorm(0.05), EMA(0.9)], "sample_weight": np.linspace(0, 2, len(x))}
     for rows, given in ((BATCH, {}), (1, {}), (BATCH, options)):
         common: dict[str, Any] = {"progress": False, "validation_data": (x, y), **given}
-        with ParameterServerTrainer(network(), flat, updates=updates, ranks_per_worker=2) as trainer:
+        with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
             history = trainer.fit(x, y, 2, rows, **common)
         with MirroredTrainer(network(), topology=allreduce.Topology(MPI.COMM_SELF)) as alone:
             expected = alone.fit(x, y, 2, rows, **common)
@@ -155,12 +123,11 @@ def stop(trainer: Any) -> None:
 
 
 @few
-@pytest.mark.parametrize("updates", ["sync", "async"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_and_a_stop_of_one_rank_reach_all(updates: str, rank: int, flat: allreduce.Topology) -> None:
+def test_an_error_and_a_stop_of_one_rank_reach_all(rank: int, flat: allreduce.Topology) -> None:
     """Of the leader, and of the other rank of the worker."""
     x, y = data()
-    with ParameterServerTrainer(network(), flat, updates=updates, ranks_per_worker=2) as trainer:
+    with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
         with pytest.raises(OSError, match="the disk is full") as caught:
             trainer.fit(x, y, 9, BATCH, callbacks=[Acts(fail)] if flat.rank == rank else [], progress=False)
         assert caught.value.ranks == tuple(range(SIZE))  # type: ignore[attr-defined]
@@ -171,11 +138,9 @@ def test_an_error_and_a_stop_of_one_rank_reach_all(updates: str, rank: int, flat
 
 
 @few
-@pytest.mark.parametrize("updates", ["sync", "async"])
-def test_divergence_is_told_on_all_ranks(updates: str, flat: allreduce.Topology) -> None:
+def test_divergence_is_told_on_all_ranks(flat: allreduce.Topology) -> None:
     x, y = data()
-    options: dict[str, Any] = {"updates": updates, "ranks_per_worker": 2}
-    trainer = ParameterServerTrainer(network("sgd", lr=1e30), flat, **options)
+    trainer = ParameterServerTrainer(network("sgd", lr=1e30), flat, ranks_per_worker=2)
     with trainer, pytest.raises(DivergedError) as caught:
         trainer.fit(x, y, 5, BATCH, progress=False)
     assert caught.value.ranks == tuple(range(SIZE))
@@ -188,6 +153,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"allreduce": "ring"}, "allreduce='ring' has no use with ranks_per_worker=1"),
     ({"allreduce": "rign", "ranks_per_worker": 2}, "allreduce='rign' is unknown"),
     ({"allreduce": "nccl", "ranks_per_worker": 2}, "nccl"),
+    ({"updates": "sync", "ranks_per_worker": 2}, 'ranks_per_worker has no use with updates="sync"'),
 ]
 
 
@@ -202,38 +168,9 @@ def test_options_that_make_no_sense_are_refused_on_all_ranks(
 
 
 @few
-def test_a_training_is_resumed_with_workers_of_another_size(
-    flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
-) -> None:
-    """From the middle of an epoch: with workers of the same size with the same bits."""
+def test_workers_of_several_ranks_refuse_loaders(flat: allreduce.Topology) -> None:
     x, y = data()
-    folder = world.bcast(str(tmp_path))
-    with in_step(flat, 1, 2) as trainer:
-        trainer.fit(x, y, 4, BATCH, progress=False)
-        expected = trainer.parameters_sha256()
-    state = trainer.replica.state()
-    for ranks in (2, 1):
-        given: dict[str, Any] = {"progress": False, "checkpoint": f"{folder}/{ranks}"}
-        with in_step(flat, 1, 2) as trainer:
-            trainer.fit(x, y, 4, BATCH, callbacks=[Acts(stop)], **given)
-        with in_step(flat, 1, ranks) as trainer:
-            history = trainer.fit(x, y, 4, BATCH, resume=True, **given)
-            assert [epoch.epoch for epoch in history] == [1, 2, 3, 4]
-            assert ranks == 1 or trainer.parameters_sha256() == expected
-        for name, array in trainer.replica.state().items():
-            np.testing.assert_allclose(array, state[name], rtol=1e-3, atol=1e-5, err_msg=name)
-
-
-@few
-def test_synchronous_workers_take_loaders_and_asynchronous_ones_refuse_them(flat: allreduce.Topology) -> None:
-    x, y = data()
-    first = [(x[start : start + BATCH], y[start : start + BATCH]) for start in range(0, len(x), BATCH)]
-    loader = [(rows[flat.rank :: 2], labels[flat.rank :: 2]) for rows, labels in first] if flat.rank < 2 else None
-    with in_step(flat, 1, 2) as trainer:
-        expected = trainer.fit(x, y, 2, BATCH, shuffle=False, progress=False)
-    with in_step(flat, 1, 2) as trainer:
-        history = trainer.fit(Loader(loader, rows="divided"), epochs=2, progress=False)
-    np.testing.assert_allclose(history.column("loss"), expected.column("loss"), rtol=1e-4)
+    loader = [(x[flat.rank :: 2], y[flat.rank :: 2])] if flat.rank < 2 else None
     with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
         with pytest.raises(ArgumentError, match='use ranks_per_worker=1, or updates="sync"'):
             trainer.fit(Loader(loader, rows="divided"), epochs=2, progress=False)

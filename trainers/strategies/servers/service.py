@@ -42,17 +42,16 @@ class ServerStrategy(Strategy, Owners):
 
     servers: the ranks that hold the parameters, in the order of their slices. workers: the ranks of each worker. Its
         first rank, the leader, speaks with the servers.
-    uses_mailbox: whether servers receive messages in any order, through a Mailbox.
     measures: the number of metrics (float64) in each message.
-    thread: the task of the second thread while this rank computes: "": no thread; "ask": requests the next part and
-        its parameters (without MPI threads this is done after the computation); "serve": runs the server (needs MPI
-        threads), and a rank requests its next part when it has pushed its gradients.
+    thread: the task of the second thread while this rank computes: "ask": requests the next part and its parameters
+        (without MPI threads this is done after the computation); "serve": runs the server (needs MPI threads), and a
+        rank requests its next part when it has pushed its gradients.
     """
 
+    synchronous = False
     mirrors = "epoch"
     kind = "servers"
-    uses_mailbox = True
-    thread = ""
+    thread: str
 
     def __init__(self, replica: Replica, name: str, measures: int) -> None:
         super().__init__(replica, name)
@@ -131,7 +130,7 @@ class ServerStrategy(Strategy, Owners):
     def _make_endpoints(self) -> None:
         """Create this rank's queue, mailbox and client. Collective."""
         topology, rank = self.group.topology, self.group.rank
-        self._queue = self._make_queue() if self.thread else None
+        self._queue = self._make_queue()
         self._set_part()
         self._messages: MPI.Intracomm = topology.private()
         self._make_speakers()
@@ -144,9 +143,8 @@ class ServerStrategy(Strategy, Owners):
                 self._shard = Shard(self.replica, self.rule, self._parameters, self._gradients, part)
             length = part.stop - part.start
             waiter = self._overlapped_waiter if self.thread == "serve" else self._waiter
-            if self.uses_mailbox:
-                self._mailbox = Mailbox(self._messages, waiter, self.leaders, self._measures, length, self._dtype)
-        if self.uses_mailbox and rank in self.leaders:
+            self._mailbox = Mailbox(self._messages, waiter, self.leaders, self._measures, length, self._dtype)
+        if rank in self.leaders:
             ahead = self._overlapped_waiter if self.thread == "ask" else self._waiter
             ends = self._messages, self._waiter, ahead
             self._client = Client(*ends, self.servers, self._slices, self._measures, self._dtype)
