@@ -70,7 +70,7 @@ def test_a_run(mpirun: JobRunner, tmp_path: Path) -> None:
     assert len(result["runs"]) == 2 * len(runs)
     steps, parameters = 15, 64 * 16 + 16 + 16 * 10 + 10
     gradients = 4e-6 * parameters * steps  # MB that a worker sends in an epoch; as much comes back
-    for name, times in (("mirrored", 2 * 2 * 2 / 3), ("central storage", 4), ("1 server, sync", 3)):  # sync: broadcast
+    for name, times in (("mirrored", 2 * 2 * 2 / 3), ("central storage", 4), ("1 server, sync", 4)):
         assert runs[name]["megabytes"] == pytest.approx(times * gradients, rel=0.1), name
     assert sum(runs["1 server, async"]["staleness"]) == 2 * 2 * steps
     for each in result["runs"]:
