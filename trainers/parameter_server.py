@@ -33,11 +33,13 @@ class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
     The first server enforces the bound on staleness exactly; other servers may exceed it by the number of gradients in
     flight.
 
-    ranks_per_worker=2, with updates="async": the ranks of a worker divide the worker's rows, sum their gradients by an AllReduce, and have
-    equal parameters; the first of them speaks with the servers. So servers have half as many gradients to receive, and
-    a part of a batch is as large as that of two ranks. Each rank of a worker calls its batch callbacks.
+    ranks_per_worker=2, with updates="async": the ranks of a worker divide the worker's rows, sum their gradients by an
+    AllReduce, and have equal parameters; the first of them speaks with the servers. So servers have half as many
+    gradients to receive, and a part of a batch is as large as that of two ranks. Each rank of a worker calls its batch
+    callbacks.
 
-    The history of updates="async" has `staleness` (how many gradients were 0, 1, 2, ... updates stale at the first server) and `dropped`.
+    With updates="async" the history has `staleness` (how many gradients were 0, 1, 2, ... updates stale at the first
+    server) and `dropped`.
     Callbacks that change the optimizer (its learning rate) must be given to the servers too. Buffers that are not
     averaged (batch norm's statistics) are saved from rank 0, so make rank 0 a worker if the model has any.
     """
@@ -60,7 +62,7 @@ class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
     ) -> None:
         """Make the replicas equal, and move their parameters and gradients into memory of the trainer. Collective.
 
-        replica: this rank's copy of the model, on the CPU; servers need one too. With updates="async" it updates slices.
+        replica: this rank's copy of the model, on the CPU; servers need one too. For "async" it updates slices.
         topology: the ranks that train together; all ranks by default.
         servers: the number of servers, which are the last ranks; or their ranks. All other ranks are workers.
         stale: how servers treat a gradient whose parameters have been updated since it was computed. The staleness is
