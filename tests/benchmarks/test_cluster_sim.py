@@ -98,6 +98,7 @@ def test_grid(rig: Rig) -> None:
         assert each["cases"] > 100 * len(each["backends"])
 
 
+@pytest.mark.expensive
 def test_training(rig: Rig, tmp_path: Path) -> None:
     if not (launch.ROOT / "trainers" / "__main__.py").exists():
         pytest.skip("trainers has no command line in this checkout")
@@ -157,6 +158,7 @@ for name in ("ring", "hierarchical_copy"):
 """
 
 
+@pytest.mark.expensive
 def test_halves_cross_the_network_as_halves(rig: Rig) -> None:
     """By the counters of the first host's interface."""
     job = rig("2x1", "1gbit", "--", "python", "-c", WIRE)
@@ -196,6 +198,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.expensive
 def test_the_store_of_a_process_group_listens_on_the_network_of_the_hosts(rig: Rig) -> None:
     pytest.importorskip("torch")
     job = rig("2+1", "1gbit", "--", "python", "-c", STORE)

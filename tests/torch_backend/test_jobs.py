@@ -156,23 +156,6 @@ def test_without_multithreaded_mpi_operations_run_in_the_caller(mpirun: JobRunne
 
 
 @needs_torch
-def test_an_exception_on_one_rank_ends_the_job_with_its_traceback(mpirun: JobRunner) -> None:
-    job = mpirun(
-        2,
-        code("""
-            import allreduce.torch_backend
-            dist.init_process_group("allreduce")
-            if dist.get_rank() == 1:
-                raise ValueError("only here")
-            dist.all_reduce(torch.ones(3))
-        """),
-    )
-    assert job.returncode != 0
-    assert "rank 1 of 2: Traceback" in job.stderr
-    assert "ValueError: only here" in job.stderr
-
-
-@needs_torch
 def test_a_rank_that_leaves_is_missed(mpirun: JobRunner) -> None:
     """Without the time-out, which is half an hour by default. Messages of several threads raise an error in each
     thread; so does a collective.

@@ -525,6 +525,7 @@ topology.close()
 """
 
 
+@pytest.mark.expensive
 @pytest.mark.skipif(sys.platform != "linux", reason="counts open files by /proc")
 def test_a_topology_does_not_connect_all_pairs(mpirun: JobRunner) -> None:
     """Over TCP, as between hosts, every pair of ranks that communicate needs a socket on each side."""

@@ -35,7 +35,7 @@ from trainers.errors import ArgumentError
 MPI = pytest.mark.parametrize("mpi", launch.MPIS)
 
 
-@pytest.mark.parametrize(("mpi", "data"), [("openmpi", "digits"), ("mpich", "digits"), ("openmpi", "iris")])
+@pytest.mark.parametrize(("mpi", "data"), [("openmpi", "digits"), ("mpich", "iris")])
 def test_four_ranks_reach_the_accuracy(mpi: str, data: str, mpirun: JobRunner, tmp_path: Path) -> None:
     args = ["-m", "trainers", "--data", data, "--json", tmp_path / "result.json", "--save", tmp_path / "model.npz"]
     job = mpirun(4, args, mpi=mpi)
@@ -58,13 +58,6 @@ def test_four_ranks_reach_the_accuracy(mpi: str, data: str, mpirun: JobRunner, t
     loaded, tested = NumpyNetwork.load(str(tmp_path / "model.npz")), datasets.load(data)
     assert (loaded.predict(tested.x_test).argmax(axis=1) == tested.y_test).mean() == result["test_accuracy"]
     assert {file.name for file in tmp_path.iterdir()} == {"result.json", "model.npz"}
-
-
-def test_simulated_nodes_and_a_named_backend(mpirun: JobRunner) -> None:
-    args = ["-m", "trainers", "--data", "iris", "--epochs", "1", "--ranks-per-node", "1,2"]
-    job = mpirun(3, [*args, "--allreduce", "hierarchical_copy"])
-    assert job.returncode == 0, job.stderr
-    assert "3 ranks on 2 simulated nodes (1+2), on cpu\nallreduce: hierarchical_copy (as given)" in job.stdout
 
 
 def test_a_training_goes_on_with_other_data_when_that_is_asked_for(tmp_path: Path) -> None:
@@ -99,13 +92,57 @@ def test_one_rank_needs_no_mpirun_and_tests_a_saved_model(tmp_path: Path) -> Non
     assert "epoch " not in tested
 
 
-def test_classes_are_told_and_a_mistyped_one_is_warned_of_once(mpirun: JobRunner, tmp_path: Path) -> None:
+RUINED = ["--optimizer", "sgd", "--lr", "1e30"]
+RUNS = {
+    "nodes": ["--data", "iris", "--epochs", "1", "--ranks-per-node", "1,2", "--allreduce", "hierarchical_copy"],
+    "classes": ["--data", "set.csv", "--epochs", "1"],
+    "json": ["--data", "iris", "--epochs", "2", "--update", "sharded", "--json", "-"],
+    "help": ["--help"],
+    "diverges": RUINED,
+    "diverges at last": [*RUINED, "--epochs", "1", "--batch-size", "2000", "--json", "result.json"],
+    "no classifier": ["--load", "model.npz"],
+    "truncated": ["--data", "truncated"],
+}
+
+
+@pytest.mark.jobs
+def test_lines_and_what_is_printed_once(tmp_path: Path) -> None:
+    """In one job; whatever one rank prints, the others do not print again."""
     labels = ["yes", "no"] * 20 + ["Yes"]
     (tmp_path / "set.csv").write_text("".join(f"{row},{row % 2},{label}\n" for row, label in enumerate(labels)))
-    job = mpirun(2, ["-m", "trainers", "--data", "set.csv", "--epochs", "1"], cwd=tmp_path)
-    assert job.returncode == 0, job.stderr
-    assert "3 classes\nrows of each class: Yes: 1, no: 20, yes: 20\n" in job.stdout
-    assert job.stderr.count("the classes 'Yes' (1 row) and 'yes' (20 rows) differ only in case or spaces") == 1
+    NumpyNetwork([64, 10], loss="mean_squared_error").save(str(tmp_path / "model.npz"))
+    cut = tmp_path / "truncated"
+    cut.mkdir()
+    (cut / "train-images-idx3-ubyte").write_bytes(bytes.fromhex("00000803 0000000a 0000001c 0000001c 00"))
+    (cut / "train-labels-idx1-ubyte").write_bytes(bytes.fromhex("00000801 00000002 0001"))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    found = in_one_job(3, [("trainers.cli.main", line, str(tmp_path)) for line in RUNS.values()], tmp_path)
+    codes = {name: {rank["code"] for rank in ranks} for name, ranks in zip(RUNS, found, strict=True)}
+    out, err = (
+        {name: "".join(rank[stream] for rank in ranks) for name, ranks in zip(RUNS, found, strict=True)}
+        for stream in ("stdout", "stderr")
+    )
+    well = {name: {0} for name in ("nodes", "classes", "json", "help")}
+    assert codes == well | {"diverges": {1}, "diverges at last": {1}, "no classifier": {2}, "truncated": {2}}, err
+    assert "3 ranks on 2 simulated nodes (1+2), on cpu\nallreduce: hierarchical_copy (as given)" in out["nodes"]
+    assert "3 classes\nrows of each class: Yes: 1, no: 20, yes: 20\n" in out["classes"]
+    result = json.loads(out["json"])  # a dash is no file name, and messages for people are not mixed with the JSON
+    assert (result["update"], len(result["history"])) == ("sharded", 2)
+    assert f"allreduce: {result['allreduce_used']}" in err["json"]
+    assert sum(line.startswith("epoch ") for line in err["json"].splitlines()) == 2
+    assert out["help"].count("usage: python -m trainers") == 1
+    assert "mpirun -n 4 python -m trainers --data digits" in out["help"]
+    for name, told in (
+        ("diverges", "error: the loss became nan in epoch 1, step 2: lower the learning rate"),
+        ("diverges at last", "error: the loss of the test data is nan: lower the learning rate"),  # after its only step
+        ("no classifier", "its loss is mean_squared_error; this program trains classifiers only"),
+        ("truncated", "train-images-idx3-ubyte is truncated: its header says 7856 bytes"),
+    ):
+        assert err[name].count(told) == 1, err[name]
+        assert "Warning" not in err[name]
+        assert "Traceback" not in err[name]
+    assert "epoch" not in out["no classifier"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "cases", "outcomes"])
 
 
 BAD = {
@@ -226,7 +263,7 @@ def test_strategies_and_an_evaluator(tmp_path: Path) -> None:
     assert found[4][0]["stderr"].count("error: the loss became nan in epoch 1, step 2") == 1
 
 
-@pytest.mark.parametrize(("bad", "mpi"), [("option", "openmpi"), ("backend", "openmpi"), ("backend", "mpich")])
+@pytest.mark.parametrize(("bad", "mpi"), [("option", "openmpi"), ("backend", "mpich")])
 def test_bad_arguments_end_the_job_with_one_line(bad: str, mpi: str, mpirun: JobRunner) -> None:
     """By the parser, and by an agreement of the ranks."""
     args, text = BAD[bad]
@@ -245,87 +282,12 @@ def test_tf_config_that_does_not_describe_the_job_ends_with_one_line(mpirun: Job
     assert "Traceback" not in job.stderr
 
 
-def test_a_truncated_file_ends_with_one_line(mpirun: JobRunner, tmp_path: Path) -> None:
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(bytes.fromhex("00000803 0000000a 0000001c 0000001c 00"))
-    (tmp_path / "train-labels-idx1-ubyte").write_bytes(bytes.fromhex("00000801 00000002 0001"))
-    job = mpirun(2, ["-m", "trainers", "--data", tmp_path], mpi="mpich")
-    assert job.returncode == 2
-    assert job.stderr.count("train-images-idx3-ubyte is truncated: its header says 7856 bytes") == 1
-    assert "Traceback" not in job.stderr
-
-
-def test_divergence_ends_with_one_line(mpirun: JobRunner) -> None:
-    args = ["-m", "trainers", "--optimizer", "sgd", "--lr", "1e30"]
-    job = mpirun(3, args)
-    assert job.returncode == 1
-    assert job.stderr.count("error: the loss became nan in epoch 1, step 2: lower the learning rate") == 1
-    assert "Warning" not in job.stderr
-    assert "Traceback" not in job.stderr
-
-
-def test_divergence_in_the_last_step_is_told_too(mpirun: JobRunner, tmp_path: Path) -> None:
-    """One step, whose loss is that of the initial model; its update ruins the model."""
-    args = ["-m", "trainers", "--optimizer", "sgd", "--lr", "1e30", "--epochs", "1", "--batch-size", "2000"]
-    job = mpirun(2, [*args, "--json", tmp_path / "result.json"])
-    assert job.returncode == 1
-    assert job.stderr.count("error: the loss of the test data is nan: lower the learning rate") == 1
-    assert "Warning" not in job.stderr
-    assert "Traceback" not in job.stderr
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_is_no_classifier_is_refused_at_once(mpirun: JobRunner, tmp_path: Path) -> None:
-    NumpyNetwork([64, 10], loss="mean_squared_error").save(str(tmp_path / "model.npz"))
-    job = mpirun(2, ["-m", "trainers", "--load", tmp_path / "model.npz"])
-    assert job.returncode == 2
-    assert job.stderr.count("its loss is mean_squared_error; this program trains classifiers only") == 1
-    assert "epoch" not in job.stdout
-
-
 def test_results_on_the_standard_output(mpirun: JobRunner) -> None:
     before = os.lstat("/dev/stdout").st_ino
     job = mpirun(1, ["-m", "trainers", "--data", "iris", "--epochs", "1", "--json", "/dev/stdout"])
     assert job.returncode == 0, job.stderr
     assert '"test_accuracy": ' in job.stdout
     assert os.lstat("/dev/stdout").st_ino == before
-
-
-def test_json_alone_on_the_standard_output(mpirun: JobRunner, tmp_path: Path) -> None:
-    """A dash is not a file name, and the JSON is not mixed with messages for people."""
-    args = ["-m", "trainers", "--data", "iris", "--epochs", "2", "--update", "sharded", "--json", "-"]
-    job = mpirun(2, args, timeout=60, cwd=tmp_path)
-    assert job.returncode == 0, job.stderr
-    result = json.loads(job.stdout)
-    assert (result["update"], len(result["history"])) == ("sharded", 2)
-    assert f"allreduce: {result['allreduce_used']}" in job.stderr
-    assert sum(line.startswith("epoch ") for line in job.stderr.splitlines()) == 2
-    assert not list(tmp_path.iterdir())
-
-
-RAISES = """
-import sys
-import numpy as np
-from trainers import MirroredTrainer, NumpyNetwork
-class Faulty(NumpyNetwork):
-    calls = 0
-    def gradients(self, x, y, share):
-        self.calls += 1
-        if trainer.rank == 1 and self.calls == 7:
-            raise ValueError("a fault of this rank")
-        return super().gradients(x, y, share)
-trainer = MirroredTrainer(Faulty([4, 3]), sys.argv[1])
-trainer.fit(np.zeros((1000, 4), np.float32), np.zeros(1000, np.int64), 100, 100)
-"""
-
-
-@pytest.mark.parametrize(("mpi", "backend"), [("openmpi", "shared"), ("mpich", "ring")])
-def test_an_exception_in_an_epoch_ends_the_job(mpi: str, backend: str, mpirun: JobRunner, tmp_path: Path) -> None:
-    (tmp_path / "raises.py").write_text(RAISES)
-    job = mpirun(3, [tmp_path / "raises.py", backend], mpi=mpi)
-    assert job.returncode != 0
-    assert "rank 1 of 3: Traceback" in job.stderr
-    assert "ValueError: a fault of this rank" in job.stderr
-    assert "rank 0 of 3" not in job.stderr
 
 
 @pytest.mark.jobs
@@ -383,13 +345,6 @@ def _wait_for(condition: Any, seconds: float) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.05)
-
-
-def test_help_teaches_on_one_rank_only(mpirun: JobRunner) -> None:
-    job = mpirun(2, ["-m", "trainers", "--help"])
-    assert job.returncode == 0
-    assert job.stdout.count("usage: python -m trainers") == 1
-    assert "mpirun -n 4 python -m trainers --data digits" in job.stdout
 
 
 def test_defaults_depend_on_the_data() -> None:
