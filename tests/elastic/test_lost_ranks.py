@@ -59,7 +59,7 @@ def test_the_rows_of_lost_ranks_are_missing(mpirun: JobRunner) -> None:
 
 def test_a_rank_that_is_lost_in_local_sgd_costs_at_most_a_round(mpirun: JobRunner) -> None:
     """With fragments, and a round that no end of an epoch ends."""
-    came = training(mpirun, 4, "local", "way=streamed", "looks=no", "rows=whole")
+    came = training(mpirun, 4, "local")
     assert (came["ranks"], came["lost"], came["steps"]) == (1, [[0], [2], [1]], 6 * 5)
     assert len(set(came["sha256"])) == 1
     begun = [text for text in came["told"] if text.startswith("batch_begin")]

@@ -106,11 +106,9 @@ def local(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
     after an epoch that has ended in the middle of a round."""
     moments = {0: ("batch_begin", 1, 2), 2: ("batch_end", 3, 4), 1: ("epoch_end", 4, 0)}
     deaths = Deaths(moments.get(ranks.rank))
-    deaths.reads_model = options["looks"] == "yes"
-    given: dict[str, Any] = {"average": LocalSGD(4, outer="diloco")}
-    if options["way"] == "streamed":
-        given |= {"average": LocalSGD(4, outer="diloco", fragments=2, delay=1, alpha=0.5)}
-    return trained(ranks, given, deaths, rows=options.get("rows"))
+    deaths.reads_model = False  # so that no end of an epoch ends a round
+    streamed = LocalSGD(4, outer="diloco", fragments=2, delay=1, alpha=0.5)
+    return trained(ranks, {"average": streamed}, deaths, rows="whole")
 
 
 def sharded(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
