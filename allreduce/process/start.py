@@ -1,8 +1,11 @@
 """Starts MPI, which all other modules of this package need: called first when `allreduce` is imported."""
 
+import ctypes
 import faulthandler
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from allreduce.errors import OptionError
 from allreduce.process import children, daemon, variables
@@ -33,6 +36,7 @@ def start() -> None:
         if ULFM in os.environ:  # ranks may fail, and Open MPI's finalize waits for all ranks of the host
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
             _leave_out_collectives()
+            _load_before_mpi()
         import_mpi()
     except (ImportError, RuntimeError) as error:
         _end_a_command(error)
@@ -56,6 +60,14 @@ def _leave_out_collectives() -> None:
     given = os.environ.get(COLL, "^hcoll,portals4")
     if given.startswith("^") and "han" not in given[1:].split(","):
         os.environ[COLL] = f"{given},han"
+
+
+def _load_before_mpi() -> None:
+    """Load the C library, if there is one, in front of Open MPI, for its functions in kernels/communicators.c. It has no
+    effect if the program has imported mpi4py.MPI before."""
+    for path in Path(__file__).parents[1].glob("kernels/library*.so"):
+        with suppress(OSError):  # of another machine
+            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
 
 
 def import_mpi() -> None:

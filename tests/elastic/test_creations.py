@@ -1,0 +1,85 @@
+"""allreduce/kernels/communicators.c, before a stand-in for Open MPI: a failure that is reported while a communicator is
+created waits until it has been created. Open MPI itself would crash (ompi_comm_revoke_local)."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from allreduce import kernels
+from allreduce.process import start
+
+STAND_IN = r"""
+#include <stdbool.h>
+#include <stdio.h>
+int ompi_comm_nextcid(void *c, void *p, void *b, const void *x, const void *y, bool f, int m) {
+    return printf("number %ld %d%d\n", (long)c, f, m), 0;
+}
+bool ompi_comm_revoke_local(void *c, bool only) { return printf("revoke %ld %d\n", (long)c, only), true; }
+int mca_coll_base_comm_select(void *c) { return printf("select %ld\n", (long)c), (long)c == 9; }
+int mca_coll_base_comm_unselect(void *c) { return printf("unselect %ld\n", (long)c), 0; }
+"""
+RUN = """
+import ctypes, sys
+stand_in = ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+library = ctypes.CDLL(sys.argv[2])
+number = lambda comm: library.ompi_comm_nextcid(ctypes.c_void_p(comm), None, None, None, None, True, 4)
+revoke = lambda comm, only: library.ompi_comm_revoke_local(ctypes.c_void_p(comm), only) & 1
+select = lambda comm: library.mca_coll_base_comm_select(ctypes.c_void_p(comm))
+unselect = lambda comm: library.mca_coll_base_comm_unselect(ctypes.c_void_p(comm))
+for step in sys.argv[3].split("; "):
+    result = eval(step)
+    ctypes.CDLL(None).fflush(None)
+    print("->", result, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "printed"),
+    [
+        # MPI was loaded before the library, which so knows of no communicator: all goes through
+        ("revoke(1, True)", "revoke 1 1; -> 1"),
+        ("select(1); revoke(1, True)", "select 1; -> 0; revoke 1 1; -> 1"),
+        # put off, and said once
+        (
+            "select(1); number(2); revoke(2, True); revoke(2, True); select(2); revoke(2, False)",
+            "select 1; -> 0; number 2 14; -> 0; -> 1; -> 0; select 2; revoke 2 1; -> 0; revoke 2 0; -> 1",
+        ),
+        (
+            "select(1); number(2); revoke(2, True); revoke(2, False); select(2)",
+            "select 1; -> 0; number 2 14; -> 0; -> 1; -> 1; select 2; revoke 2 0; -> 0",
+        ),
+        # its creation was given up; another communicator has the same address
+        (
+            "select(1); number(2); revoke(2, True); number(2); select(2)",
+            "select 1; -> 0; number 2 14; -> 0; -> 1; number 2 14; -> 0; select 2; -> 0",
+        ),
+        (
+            "select(1); select(2); unselect(2); number(2); revoke(2, True)",
+            "select 1; -> 0; select 2; -> 0; unselect 2; -> 0; number 2 14; -> 0; -> 1",
+        ),
+        # its creation has failed
+        ("select(1); number(9); revoke(9, True); select(9)", "select 1; -> 0; number 9 14; -> 0; -> 1; select 9; -> 1"),
+    ],
+)
+def test_a_revocation_waits_for_the_communicator(steps: str, printed: str, tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or not kernels.files():
+        pytest.skip("no compiler, or no library")
+    (tmp_path / "stand_in.c").write_text(STAND_IN)
+    stand_in = tmp_path / "libmpi.so.40"
+    options = ["-shared", "-fPIC", "-Wl,-soname,libmpi.so.40", "-o", stand_in]
+    subprocess.run([compiler, *options, tmp_path / "stand_in.c"], check=True)
+    command = [sys.executable, "-c", RUN, stand_in, kernels.files()[0], steps]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split("\n")[:-1] == printed.split("; "), done.stderr
+
+
+def test_the_library_stands_before_mpi_under_ulfm(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(start.ctypes, "CDLL", lambda path, mode: loaded.append(path) or mode == os.RTLD_GLOBAL)
+    start._load_before_mpi()
+    assert loaded == [str(path) for path in kernels.files()]
