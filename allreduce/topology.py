@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from allreduce import machine, notices
 from allreduce.arrays.arguments import is_integer, is_number
-from allreduce.errors import ClosedError, CopyError, DisagreementError, OptionError, UnavailableError
+from allreduce.errors import ClosedError, CommunicationError, CopyError, DisagreementError, OptionError, UnavailableError
 from allreduce.health import abort, dump
 from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
 from allreduce.process import children, launcher
@@ -556,6 +556,9 @@ class Topology:
                 made = cls(left, nodes_left(ranks_per_node, previous, comm.size), timeout)
             except Exception as error:
                 if ulfm.lost(error) is None and not (ulfm.may_be_failure(error) and left.size != tried):
+                    if isinstance(error, MPI.Exception):
+                        text = f"MPI can't create the communicators of the {left.size} surviving ranks: {error}"
+                        raise CommunicationError(text) from error
                     raise
             tried = left.size
             done = ulfm.agree(left, made is not None)

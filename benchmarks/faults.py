@@ -1,6 +1,7 @@
 """Runs the fault tests of tests/faults, which kill ranks of real jobs. Needs a checkout.
 
-python -m benchmarks.faults --runs 300      the same as python -m tests.faults --runs 300, from any folder
+python -m benchmarks.faults --runs 300              the same as python -m tests.faults --runs 300, from any folder
+python -m benchmarks.faults --hours 1 --mtbf 30     one training, of which a rank is killed every 30 s on average
 """
 
 import importlib

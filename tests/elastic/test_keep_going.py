@@ -29,6 +29,8 @@ starts=$(wc -l <"$CALLS")
 next=$(sed -n "${{starts}}p" "$PLAN")
 [[ $next != *checkpoint* ]] || echo "$starts" >"$RUN/checkpoint-$starts"
 [[ $next != *told* ]] || echo "rank 2 of 4: ValueError: broken" >>"$ALLREDUCE_JOB_LOG"
+[[ $next != *began* ]] || echo "rank 0 of 4: began" >>"$ALLREDUCE_JOB_LOG"
+[[ $next != *ended* ]] || echo "rank 0 of 4: ended" >>"$ALLREDUCE_JOB_LOG"
 [[ $next != *asleep* ]] || {{ trap 'exit 7' TERM INT; touch "$RUN/asleep"; while :; do sleep 0.05; done; }}
 exit "${{next##* }}"
 """
@@ -81,6 +83,9 @@ def pretended(tmp_path: Path) -> Pretended:
         (["checkpoint 137", "0"], ["--same-ranks"], 0, "4 4", "+ mpirun -n 4"),
         (["checkpoint 9", "5", "6", "7", "0"], [], 7, "4 3 2 1", "3 starts in a row have written no checkpoint: giv"),
         (["5", "0"], ["--attempts", "1"], 5, "4", "1 starts in a row have written no checkpoint: giving up"),
+        # with ULFM mpirun returns 0 though all ranks were killed, or have crashed
+        (["began checkpoint 0", "began ended 0"], [], 0, "4 3", "+ mpirun -n 3"),
+        (["began 0", "0"], ["--attempts", "1"], 137, "4", "1 starts in a row have written no checkpoint: giving up"),
         (["checkpoint 1", "2", "0"], [], 2, "4 3", "the program refuses its arguments: giving up (exit code 2)"),
     ],
 )  # fmt: skip

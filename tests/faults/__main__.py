@@ -2,6 +2,7 @@
 
     python -m tests.faults --runs 1000 --seed 1       a table: injected, survived, hung, wrong, seconds, work lost
     python -m tests.faults --only 1000017             repeats one run, by its number in the output
+    python -m tests.faults --hours 1 --mtbf 30        one training under random kills: speed, lost work, memory
     python -m tests.faults --scenarios                one run of every kind of fault, also damaged checkpoints, a full
                                                            /dev/shm, and wrong sums, which must be detected
 
@@ -20,6 +21,12 @@ another fault: SIGSTOP and SIGCONT, SIGTERM, an exception, sys.exit(0), ranks th
     wrong      the job ended without an error, with another result
     MPI's own  a known defect of Open MPI ended the job (see DEFECTS_OF_MPI in judging.py)
     ended      the job ended, in another error or without a message
+
+--hours: ranks of one training are killed at random, every --mtbf seconds on average. Of its --most-ranks ranks two are
+standby ranks, which replace the first ones. When the last rank was killed, the training is restarted from its newest
+checkpoint. It prints the steps a second with kills and without, the seconds of recoveries and restarts, the steps that
+were done again or lost, and the memory and the open descriptors of the oldest process. It ends at once, with exit code
+1, if a job ends that should have gone on. A minute of it: --hours 0.02 --mtbf 5.
 
 The seconds are those from the kill until the last remaining rank has finished a step, or a call, without the failed
 rank; if ranks differ, until the last rank has raised the error. The files and the output of a bad run are kept in
@@ -44,7 +51,7 @@ from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-from tests.faults import drawing, jobs, judging, plans  # noqa: E402
+from tests.faults import drawing, jobs, judging, plans, soak  # noqa: E402
 from tests.faults.judging import ENDED, HUNG, OF_MPI, OUTCOMES, WRONG, Injected, Judged  # noqa: E402
 from tests.faults.plans import Plan  # noqa: E402
 from trainers.datasets.parser import Parser  # noqa: E402
@@ -54,6 +61,8 @@ SEED_RUNS = 1_000_000  # numbers from one seed to the next
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    if options.hours:
+        return soak.main(options)
     drawn = _plans(options)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no job outlives this
     begin = time.monotonic()
@@ -97,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="without progress, after which a job is said to hang (default: 120)",
     )
+    add("--hours", type=float, metavar="H", help="one long training under random kills instead, for H hours")
+    add("--mtbf", type=float, default=30, metavar="S", help="of --hours: seconds between two kills (default: 30)")
     add("--keep", default="faults", metavar="DIR", help="where what is bad is kept (default: ./faults)")
     add("--json", metavar="FILE", help="write all runs as JSON")
     return parser

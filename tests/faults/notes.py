@@ -9,6 +9,8 @@ from typing import Any
 from allreduce.topology import Topology
 from allreduce.transport import processes
 
+STOP = "stop"  # the file that ends a soak
+
 
 class Notes:
     """The notes of one rank in a folder; `add` may be called from any thread."""

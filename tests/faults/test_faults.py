@@ -12,7 +12,7 @@ import pytest
 
 from tests import launch
 from tests.conftest import JobRunner, lacking
-from tests.faults import drawing, jobs, judging, notes, plans, points
+from tests.faults import drawing, jobs, judging, notes, plans, points, soak
 from tests.faults.programs import model
 
 
@@ -117,3 +117,28 @@ def test_sigterm_after_the_fit_ends_its_rank(tmp_path: Path, printed: str, outco
     for rank in (0, 2):
         notes.Notes(tmp_path, rank).add("end", ranks=[0, 2])
     assert judging.judge(plan, jobs.Ended(0, printed, {}, 1.0), tmp_path).outcome == outcome
+
+
+def test_the_report_of_a_soak_counts_what_kills_have_cost(tmp_path: Path) -> None:
+    """Two jobs of two ranks: rank 1 is killed in the first, where rank 0 does a step again; the second resumes."""
+    attempts = [soak.Attempt(tmp_path / str(number), begin) for number, begin in enumerate((0.0, 20.0))]
+    every = {"memory": 100.0, "files": 20, "ranks": [0, 1]}
+    for attempt, rank, moment, step, done in (
+        (0, 0, 10.0, 0, 1), (0, 1, 10.0, 0, 1), (0, 0, 12.0, 200, 202), (1, 0, 25.0, 150, 1), (1, 0, 30.0, 400, 251),
+    ):  # fmt: skip
+        attempts[attempt].folder.mkdir(exist_ok=True)
+        after = {"ranks": [0], "memory": 104.0} if moment == 12.0 else {}
+        note = {"what": "at", "time": moment, "step": step, "done": done, **every, **after}
+        with open(notes.path_of(attempts[attempt].folder, rank), "a") as file:
+            file.write(json.dumps(note) + "\n")
+    with open(notes.path_of(attempts[1].folder, 0), "a") as file:
+        file.write(json.dumps({"what": "end", "time": 31.0, "hashes": ["a", "a"]}) + "\n")
+    attempts[0].kills.append((1, 11.5))
+    report = soak.report(attempts[0], attempts, 2)
+    assert report["steps a second, without kills"] == "100.0"
+    assert report["steps a second, with kills and restarts"] == "20.0 (20%)"
+    assert report["recoveries"] == "1, median 0.500 s, longest 0.500 s"
+    assert report["restarts, seconds to the first step"] == "1, median 5.000 s, longest 5.000 s"
+    assert report["steps done again after recoveries"] == "1"
+    assert report["steps lost at restarts"] == "50"
+    assert report["bits at the end"] == "equal on 1 ranks"

@@ -1,0 +1,181 @@
+"""A soak: one long training, of which a rank is killed now and then. What does it cost, and does anything grow?
+
+The ranks of a job are killed at random, with --mtbf seconds between two kills on average. Standby ranks replace the
+first ones; then the job continues on fewer ranks. When its last rank was killed, it is started again from its newest
+checkpoint. The same training without kills comes first, for a tenth of the time.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tests import launch
+from tests.faults import jobs, notes
+from tests.faults.notes import STOP
+from tests.faults.plans import Plan
+
+SPARES = 2
+CALM_SECONDS = 20.0  # of the training without kills, at least; its start is a part of it
+LOOK_SECONDS = 0.05
+END_SECONDS = 60.0  # for the end of a job that is told to stop
+
+
+@dataclass
+class Attempt:
+    """One job. kills: the rank and the time of each. why: why it ended, if it should not have."""
+
+    folder: Path
+    begin: float
+    kills: list[tuple[int, float]] = field(default_factory=list)
+    why: str = ""
+
+    def notes(self, ranks: int) -> list[list[dict[str, Any]]]:
+        """Return the positions that each rank has noted."""
+        return [[note for note in notes.read(self.folder, rank) if note["what"] == "at"] for rank in range(ranks)]
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run a soak, and print what it has found. Returns 1 if a job ended that should have gone on."""
+    chance, seconds = random.Random(options.seed), options.hours * 3600
+    with tempfile.TemporaryDirectory(prefix="soak", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        calm = _attempt(folder / "calm" / "0", options, time.monotonic() + max(CALM_SECONDS, seconds / 10), None)
+        until, attempts = time.monotonic() + seconds, list[Attempt]()
+        while time.monotonic() < until and not any(attempt.why for attempt in attempts):
+            attempts.append(_attempt(folder / "kills" / str(len(attempts)), options, until, chance))
+            print(f"job {len(attempts)}: {len(attempts[-1].kills)} kills {attempts[-1].why}", flush=True)
+        found = report(calm, attempts, options.most_ranks)
+        bad = [attempt for attempt in (calm, *attempts) if attempt.why]
+        for attempt in bad:
+            print((attempt.folder / "output").read_text(errors="replace")[-3000:])
+    print("\n".join(f"{title:50}{value}" for title, value in found.items()))
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if bad else 0
+
+
+def _attempt(folder: Path, options: argparse.Namespace, until: float, chance: random.Random | None) -> Attempt:
+    """Run one job until its last rank was killed, or until a time. chance: draws the kills; None: there are none."""
+    folder.mkdir(parents=True)
+    attempt = Attempt(folder, time.monotonic())
+    ranks = options.most_ranks
+    command = [*jobs.launcher(Plan(0, ranks)), sys.executable, "-m", "tests.faults.programs.soak", folder, SPARES]
+    with (
+        open(folder / "output", "wb") as output,
+        launch.started([str(each) for each in command], output, subprocess.STDOUT) as job,
+    ):
+        attempt.why = _drive(job, attempt, options, until, chance)
+    return attempt
+
+
+def _drive(
+    job: "subprocess.Popen[bytes]",
+    attempt: Attempt,
+    options: argparse.Namespace,
+    until: float,
+    chance: random.Random | None,
+) -> str:
+    """Kill ranks of a job; return why it has ended, if it should not have."""
+    left, noted, size = set(range(options.most_ranks)), time.monotonic(), 0
+    due = noted + chance.expovariate(1 / options.mtbf) if chance else float("inf")
+    while left:
+        now = time.monotonic()
+        if now > until:
+            (attempt.folder / STOP).touch()
+        grown = sum(path.stat().st_size for path in attempt.folder.glob("notes.*"))
+        noted, size = (now, grown) if grown != size else (noted, size)
+        if (code := job.poll()) is not None:
+            return "" if (attempt.folder / STOP).exists() and code == 0 else f"ended with exit code {code}: see below"
+        if now - noted > options.limit:
+            return f"no rank has finished a step for {options.limit:.0f} s"
+        if chance and now > due and now < until:
+            rank = chance.choice(sorted(left))
+            if pids := jobs.pids(attempt.folder, rank):
+                os.kill(pids[0], signal.SIGKILL)
+                attempt.kills.append((rank, time.monotonic()))
+                left.discard(rank)
+            due = now + chance.expovariate(1 / options.mtbf)
+        time.sleep(LOOK_SECONDS)
+    job.wait(END_SECONDS)
+    return ""
+
+
+def report(calm: Attempt, attempts: Sequence[Attempt], ranks: int) -> dict[str, str]:
+    """Return the findings in words, by their titles."""
+    quiet, _ = _speed([calm], ranks)
+    speed, lost = _speed(attempts, ranks)
+    waits = [wait for attempt in attempts for wait in _recoveries(attempt, ranks)]
+    starts = [min(mine[0]["time"] for mine in attempt.notes(ranks) if mine) - attempt.begin for attempt in attempts[1:]]
+    redone = sum(max(map(_redone, attempt.notes(ranks))) for attempt in attempts)
+    oldest = max((mine for attempt in attempts for mine in attempt.notes(ranks) if mine), key=_age)
+    hashes = [set(note["hashes"]) for note in _ends(attempts[-1], ranks) if "hashes" in note]
+    return {
+        "steps a second, without kills": f"{quiet:.1f}",
+        "steps a second, with kills and restarts": f"{speed:.1f} ({speed / quiet:.0%})",
+        "kills": f"{sum(len(attempt.kills) for attempt in attempts)} in {len(attempts)} jobs",
+        "recoveries": _times(waits),
+        "restarts, seconds to the first step": _times(starts),
+        "steps done again after recoveries": str(redone),
+        "steps lost at restarts": str(lost),
+        "the oldest process": f"{_age(oldest):.0f} s, {len({tuple(note['ranks']) for note in oldest}) - 1} recoveries",
+        "its memory, MiB": _grown(oldest, "memory"),
+        "its open descriptors": _grown(oldest, "files"),
+        "bits at the end": f"equal on {len(hashes)} ranks" if len(set().union(*hashes)) == 1 else str(hashes),
+        "jobs that ended by themselves": str([attempt.why for attempt in (calm, *attempts) if attempt.why] or "none"),
+    }
+
+
+def _ends(attempt: Attempt, ranks: int) -> Iterator[dict[str, Any]]:
+    for rank in range(ranks):
+        yield from (note for note in notes.read(attempt.folder, rank) if note["what"] == "end")
+
+
+def _speed(attempts: Sequence[Attempt], ranks: int) -> tuple[float, int]:
+    """Return the steps a second from the first step to the last, and the steps that were lost at restarts."""
+    all_notes = [[note for mine in attempt.notes(ranks) for note in mine] for attempt in attempts]
+    times = [note["time"] for each in all_notes for note in each]
+    steps = [(min(note["step"] for note in each), max(note["step"] for note in each)) for each in all_notes if each]
+    lost = sum(max(0, before[1] - after[0]) for before, after in pairwise(steps))
+    return (max(last for _, last in steps) - steps[0][0]) / (max(times) - min(times)), lost
+
+
+def _recoveries(attempt: Attempt, ranks: int) -> Iterator[float]:
+    """Yield the seconds from each kill of a working rank to the first step of the others."""
+    every = sorted((note for mine in attempt.notes(ranks) for note in mine), key=lambda note: note["time"])
+    for rank, killed in attempt.kills:
+        before = [note for note in every if note["time"] < killed]
+        after = [note["time"] for note in every if note["time"] > killed and rank not in note["ranks"]]
+        if before and after and rank in before[-1]["ranks"]:
+            yield after[0] - killed
+
+
+def _redone(mine: Sequence[dict[str, Any]]) -> int:
+    """Return how many steps a rank has done more than once; a rank that joins begins where the others are."""
+    return sum(after["done"] - before["done"] - (after["step"] - before["step"]) for before, after in pairwise(mine))
+
+
+def _age(mine: Sequence[dict[str, Any]]) -> float:
+    return float(mine[-1]["time"] - mine[0]["time"])
+
+
+def _grown(mine: Sequence[dict[str, Any]], what: str) -> str:
+    """Return the first value after a tenth of a process's life, and the last one."""
+    return f"{mine[len(mine) // 10][what]:.0f}, at its end {mine[-1][what]:.0f}"
+
+
+def _times(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "0"
+    return f"{len(seconds)}, median {statistics.median(seconds):.3f} s, longest {max(seconds):.3f} s"
