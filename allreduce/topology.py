@@ -12,7 +12,14 @@ from mpi4py import MPI
 
 from allreduce import machine, notices
 from allreduce.arrays.arguments import is_integer, is_number
-from allreduce.errors import ClosedError, CommunicationError, CopyError, DisagreementError, OptionError, UnavailableError
+from allreduce.errors import (
+    ClosedError,
+    CommunicationError,
+    CopyError,
+    DisagreementError,
+    OptionError,
+    UnavailableError,
+)
 from allreduce.health import abort, dump
 from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
 from allreduce.process import children, launcher
