@@ -12,7 +12,7 @@ from allreduce.backend import AllReduce, Config
 from allreduce.errors import OptionError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import combine, on_all
-from trainers.replica import Replica
+from trainers.replica import Replica, attach
 
 # A training that is repeated or resumed gives the same bits, so "auto" measures nothing that could change them.
 SETTINGS_OF_AUTO = {"measure": False}
@@ -142,7 +142,8 @@ def exact_error(backend: Any, compress: Given) -> str:
 
 def bind_own(replica: Replica, gradients: Any = None) -> None:
     """Bind a replica to these gradients, or its own, and its parameters to memory of their own. Local."""
-    replica.attach(
+    attach(
+        replica,
         None if replica.keeps_memory else allocate_own(replica),
         allocate_own(replica) if gradients is None else gradients,
     )

@@ -2,12 +2,11 @@
 
 import copy
 import functools
-import importlib
 import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from trainers.data import Data, Tree, named, row_count
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
-from trainers.transforms.average import AVERAGE, Average, Spans, on_device, on_host
+from trainers.transforms.average import AVERAGE, Average, Spans, put_in, read, set_arrays
 
 Slices = slice | tuple[slice, ...]
 """A part of the parameters: a slice; or several slices in order, of a replica with `whole_tensors`."""
@@ -31,6 +30,20 @@ class Kernels(Protocol):
 
         agree: takes whether each gives right results on this rank's CPU, and returns whether it does on all ranks.
         """
+
+
+class OptimizerState(Protocol):
+    """The state of a framework's optimizer, of all parameters or of a slice: see trainers.replicas.flat."""
+
+    elementwise: tuple[str, ...]
+
+    def pack(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]: ...
+
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None: ...
+
+    def elements(self, name: str, part: Slices) -> np.ndarray: ...
 
 
 class Hold:
@@ -52,7 +65,7 @@ class Replica(ABC):
     gradient_length, gradient_dtype: of the buffers that `bind` takes.
     memory: the flat parameters: the array that `bind` got; None if they are in the framework's own arrays.
     keeps_memory: whether the parameters may stay in the framework's memory, because that is faster, where no other rank
-        updates them: `bind` then gets None for the parameters, and `arrays` and `put` must be written.
+        updates them: `bind` then gets None for the parameters, and the replica has `arrays` and `put`.
     elementwise: names in `others` of arrays with one number for each parameter, in the order of the parameters.
         After updates of one slice, only that slice of these arrays is up to date; the trainer gathers the rest.
     updated: names in `others` of the entries that an update changes: the elementwise arrays, and step counts.
@@ -76,12 +89,26 @@ class Replica(ABC):
     scores: what the outputs of `predict` are for an export: "probabilities" or "logits" of classes; "" if unknown.
     columns: what was learned of the table with the rows (`datasets.load(...).columns`), None without a table. It is
         saved with the model, so that `Trainer.predict` takes tables of the same kind.
+    statistics: the number of gradients after those of the trained parameters; they are averaged too.
     shapes: of the parameters by name, in their order, to compare models; may be empty.
+    config: the arguments from which this replica can be rebuilt, as JSON types, for `save`.
+    optimizer_state: the state of the optimizer, if it is not in `others`; see trainers.replicas.flat.
+    whole_tensors: the slices of the parameters that the tensors occupy, if a rank can update only whole tensors; () if
+        it can update any slice, or none.
     unseeded: why the random numbers that `gradients` draws can't be seeded, as text. "": they are those of Python,
         NumPy and PyTorch.
     kernels: fast implementations, of which the ranks use those that give right results on the CPUs of all ranks.
 
     A replica may have these methods, which are None here:
+    arrays(): the parameters as 1-D arrays on the device, one after the other; views where possible. They are one array
+        where they are in the memory of `bind`.
+    put(spans, values): sets the parameters in these slices to a 1-D array of their values, one slice after the other.
+    slice_error(): why `update` can't update any slice of the parameters, as text; "" if it can.
+    undo(): undoes the changes of the last `gradients` to anything but the gradients (statistics, random state). Does
+        nothing after `update` or `refresh`.
+    edit(change): calls `change()`, by which the user changes the model in place, and takes the change into the bound
+        memory. Not needed if the model's parameters are views of that memory.
+    state_error(state): why this state is of another model, as text; "" if it may be loaded.
     counted(y): the weight that the loss counts in rows with these targets, if the loss `counts`. The loss of a batch is
         then the sum of the rows' weighted losses, divided by the weight of the whole batch, of all ranks. So
         `gradients` and `evaluate` still divide by the number of rows, and the caller divides the sums by the mean
@@ -127,9 +154,19 @@ class Replica(ABC):
     probabilities: bool = False
     scores: str = ""
     columns: Columns | None = None
+    statistics: int = 0
     shapes: Mapping[str, tuple[int, ...]] = {}
+    config: Mapping[str, Any] = {}
+    optimizer_state: OptimizerState | None = None
+    whole_tensors: tuple[slice, ...] = ()
     unseeded: str = ""
     kernels: Kernels | None = None
+    arrays: Callable[[], Sequence[Any]] | None = None
+    put: Callable[[Spans, Any], None] | None = None
+    slice_error: Callable[[], str] | None = None
+    undo: Callable[[], None] | None = None
+    edit: Callable[[Callable[[], object]], None] | None = None
+    state_error: Callable[[Mapping[str, np.ndarray]], str] | None = None
     counted: Callable[[Any], float] | None = None
     stage: Callable[[Data], Data] | None = None
     versions: Callable[[], Mapping[str, int]] | None = None
@@ -147,25 +184,6 @@ class Replica(ABC):
             bound before.
         """
 
-    def attach(self, parameters: Any, gradients: Any) -> None:
-        """Call `bind`, after checks. Raises ArgumentError if the memory, or a replica of the user's, does not fit."""
-        self._check_buffers(parameters, gradients)
-        if isinstance(parameters, np.ndarray) and not type(self).__module__.startswith("trainers."):
-            _check_bound(self, parameters, gradients)
-        self.bind(parameters, gradients)
-        self.memory = self.memory if parameters is None else parameters  # for None `bind` has set it
-
-    def _check_buffers(self, parameters: Any, gradients: Any) -> None:
-        """Raise ArgumentError if a buffer has another shape or dtype than the gradients."""
-        for what, buffer in (("parameter", parameters), ("gradient", gradients)):
-            if buffer is not None and (
-                buffer.shape != (self.gradient_length,) or str(buffer.dtype) != self.gradient_dtype
-            ):
-                raise ArgumentError(
-                    f"the {what} buffer must be 1-D, {self.gradient_dtype}, of {self.gradient_length} elements, not "
-                    f"{buffer.dtype} of shape {buffer.shape}"
-                )
-
     @abstractmethod
     def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
         """Overwrite the bound buffer with `share` times the gradient of the mean loss over these rows.
@@ -179,22 +197,6 @@ class Replica(ABC):
         sequence; it is valid until the next call.
         """
 
-    def undo(self) -> None:  # noqa: B027, nothing to do where `gradients` changes nothing but gradients
-        """Undo the changes of the last `gradients` to anything but the gradients (statistics, random state).
-
-        Does nothing after `update` or `refresh`.
-        """
-
-    @property
-    def whole_tensors(self) -> tuple[slice, ...]:
-        """The slices of the parameters that the tensors occupy, if a rank can update only whole tensors; () if it can
-        update any slice, or none."""
-        return ()
-
-    def slice_error(self) -> str:
-        """Return why `update` can't update any slice of the parameters, as text; "" if it can."""
-        return ""
-
     @abstractmethod
     def update(self, part: Slices = ALL) -> None:
         """Update the parameters in a part of the bound memory with the gradients there. Equal input must give equal
@@ -204,34 +206,7 @@ class Replica(ABC):
             step); several slices only with `whole_tensors`.
         """
 
-    @property
-    def parameter_count(self) -> int:
-        """The number of trained parameters. Gradients after them are statistics, which are averaged too."""
-        return self.gradient_length
-
-    # The moving average of the parameters
-
-    def arrays(self) -> Sequence[Any]:
-        """Return the parameters as 1-D arrays on the device, one after the other; views where possible. They are one
-        array where they are in the memory of `bind`."""
-        if self.memory is None:
-            kind = importlib.import_module("cupy" if self.device == "cuda" else "numpy")
-            self.attach(*kind.zeros((2, self.gradient_length), self.gradient_dtype))
-        return [self.memory[: self.parameter_count]]
-
-    def put(self, spans: Spans, values: Any) -> None:
-        """Set the parameters in these slices to a 1-D array of their values, one slice after the other."""
-        self.arrays()  # binds memory if there is none yet
-        put(self.memory, spans, on_device(values, self.memory))
-        self.refresh()
-
-    def read(self, flat: Any) -> None:
-        """Copy all parameters into `flat`, on the host or on their device."""
-        start = 0
-        for each in self.arrays():
-            flat[start : start + len(each)] = on_host(each) if isinstance(flat, np.ndarray) else each
-            start += len(each)
-
+    @final
     def use_average(self, part: Slices | None = None) -> None:
         """Put the average in the place of the parameters, or of those in a slice, until `use_parameters`.
 
@@ -244,6 +219,7 @@ class Replica(ABC):
             )
         self.average.use(spans_in(self, part))
 
+    @final
     def use_parameters(self) -> None:
         """Undo `use_average`, if it was called."""
         if self.average is not None:
@@ -262,11 +238,6 @@ class Replica(ABC):
     def learning_rates(self, rates: Sequence[float]) -> None:
         raise ArgumentError(f"{type(self).__name__} has no learning rate that can be set")
 
-    def edit(self, change: Callable[[], object]) -> None:
-        """Call `change()`, by which the user changes the model in place, and take the change into the bound memory.
-        By default the model's parameters must be views of that memory."""
-        change()
-
     def refresh(self) -> None:  # noqa: B027, nothing to do where parameters are views
         """Reload the bound parameters into the model, after other replicas have updated their slices."""
 
@@ -282,6 +253,12 @@ class Replica(ABC):
         """Return one row of output for each row of `x`, on the host; a tuple or a dict if the model has several
         outputs. No rows give an array of shape (0, ...)."""
 
+    @final
+    @property
+    def parameter_count(self) -> int:
+        """The number of trained parameters. Gradients after them are statistics, which are averaged too."""
+        return self.gradient_length - self.statistics
+
     # The state
 
     def others(self) -> dict[str, np.ndarray]:
@@ -295,33 +272,24 @@ class Replica(ABC):
     def load_others(self, state: Mapping[str, np.ndarray]) -> None:  # noqa: B027, nothing to do without others
         """Load a result of `others`, after the parameters have been loaded."""
 
+    @final
     def state(self) -> dict[str, np.ndarray]:
         """Return all state that is equal on all ranks and is saved, as host arrays: "parameters", the 1-D array of all
         trained parameters, `others`, and the moving average, if there is one."""
-        return self.snapshot({})
+        return snapshot_of(self, {})
 
-    def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """Return a copy of `state` without the entries named in `without`.
-
-        memory: name -> array. Its arrays are overwritten where shape and dtype match, and replaced otherwise; they are
-            the copy.
-        """
-        held, shape = {}, (self.parameter_count,)
-        if "parameters" not in without:
-            dtype = np.dtype("float32" if self.gradient_dtype == "bfloat16" else self.gradient_dtype)
-            held["parameters"] = reserved(memory, "parameters", shape, dtype)
-            self.read(held["parameters"])
-        held |= copied({name: array for name, array in self.others().items() if name not in without}, memory)
-        if self.average is not None and AVERAGE not in without:
-            held[AVERAGE] = self.average.whole(reserved(memory, AVERAGE, shape, self.average.array.dtype))
-        return held
-
+    @final
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Load a result of `state` of an equal model. Raises ModelFileError if it is of another model.
 
         A state without an average begins it with its parameters, if a fit keeps one.
         """
-        here = {"parameters": (self.parameter_count,), **self._other_shapes()}
+        if self.state_error and (text := self.state_error(state)):
+            raise ModelFileError(text)
+        here: dict[str, tuple[int, ...]] = {"parameters": (self.parameter_count,)}
+        here |= {name: array.shape for name, array in self.others().items()}
+        if self.optimizer_state is not None:
+            here |= self.optimizer_state.shapes()
         if AVERAGE in state:
             here[AVERAGE] = here["parameters"]
         there = {name: array.shape for name, array in state.items()}
@@ -331,35 +299,12 @@ class Replica(ABC):
                 raise ModelFileError(f"the saved model is another one: {name} is {shapes}")
         decay = None if self.average is None else self.average.decay
         self.average = None
-        self._load_all(state)
+        if self.optimizer_state is not None:
+            self.optimizer_state.load(state)
+        set_arrays(self, (slice(0, self.parameter_count),), np.array(state["parameters"]))
+        self.load_others({name: state[name] for name in self.others()})
         if AVERAGE in state or decay is not None:
             self.average = Average(self, state.get(AVERAGE), decay)
-
-    def _other_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the entries of the state, besides the parameters and the average."""
-        return {name: array.shape for name, array in self.others().items()}
-
-    def _load_all(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a checked state, without its average."""
-        self.put((slice(0, self.parameter_count),), np.array(state["parameters"]))
-        self.load_others({name: state[name] for name in self.others()})
-
-    @property
-    def sliced(self) -> tuple[str, ...]:
-        """The names in `state` of the arrays, besides "parameters", with one number for each parameter."""
-        return self.elementwise + (AVERAGE,) * (self.average is not None)
-
-    @property
-    def changing(self) -> tuple[str, ...]:
-        """The names in `state` of the entries, besides "parameters", that a step changes."""
-        return self.updated + (AVERAGE,) * (self.average is not None)
-
-    def elements(self, name: str, part: Slices) -> np.ndarray:
-        """Return the elements `part` of the state entry `name`, one of `sliced`, one slice after the other."""
-        part = clipped(part, 0, self.parameter_count)
-        if self.average is not None and name == AVERAGE:
-            return self.average.elements(slices_of(part))
-        return taken(self.others()[name], part)
 
     def local_state(self) -> dict[str, np.ndarray]:
         """Return the state that differs between ranks, as host arrays: random state, buffers that are not averaged.
@@ -373,10 +318,6 @@ class Replica(ABC):
         if state:
             raise ModelFileError(f"{type(self).__name__} has no local state, got {sorted(state)}")
 
-    def config(self) -> dict[str, Any]:
-        """Return the arguments from which this replica can be rebuilt, as JSON types, for `save`."""
-        return {}
-
     def check(  # noqa: B027, a replica may take anything
         self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False
     ) -> None:
@@ -386,10 +327,12 @@ class Replica(ABC):
             should then be cheap. A replica whose `check` lacks this argument is not asked.
         """
 
+    @final
     def save(self, path: str) -> None:
         """Write the model to `path` (.npz, no pickle). Writes a temporary file and renames it."""
         model_file.write(path, type(self).__name__, saved_config(self), self.state())
 
+    @final
     def restore(self, path: str) -> None:
         """Load the state and the columns from `path`, which `save` wrote. Raises ModelFileError."""
         load_saved(self, path, *model_file.read(path, type(self).__name__))
@@ -418,16 +361,73 @@ def taken(flat: np.ndarray, part: Slices) -> np.ndarray:
 
 def put(flat: Any, part: Slices, values: Any) -> None:
     """Set the elements of a part of a 1-D array, as `taken` returns them."""
-    start = 0
-    for each in slices_of(part):
-        flat[each] = values[start : start + each.stop - each.start]
-        start += each.stop - each.start
+    put_in(flat, slices_of(part), values)
 
 
 def single(part: Slices) -> slice:
     """Return the slice of a part that is one slice."""
     assert not isinstance(part, tuple), "only a replica with whole_tensors updates several slices"
     return part
+
+
+def attach(replica: Replica, parameters: Any, gradients: Any) -> None:
+    """Call `bind`, after checks. Raises ArgumentError if the memory, or a replica of the user's, does not fit."""
+    check_buffers(replica, parameters, gradients)
+    if isinstance(parameters, np.ndarray) and not type(replica).__module__.startswith("trainers."):
+        _check_bound(replica, parameters, gradients)
+    replica.bind(parameters, gradients)
+    replica.memory = replica.memory if parameters is None else parameters  # for None `bind` has set it
+
+
+def check_buffers(replica: Replica, parameters: Any, gradients: Any) -> None:
+    """Raise ArgumentError if a buffer has another shape or dtype than the gradients."""
+    for what, buffer in (("parameter", parameters), ("gradient", gradients)):
+        if buffer is not None and (
+            buffer.shape != (replica.gradient_length,) or str(buffer.dtype) != replica.gradient_dtype
+        ):
+            raise ArgumentError(
+                f"the {what} buffer must be 1-D, {replica.gradient_dtype}, of {replica.gradient_length} elements, not "
+                f"{buffer.dtype} of shape {buffer.shape}"
+            )
+
+
+def snapshot_of(
+    replica: Replica, memory: dict[str, np.ndarray], without: Collection[str] = ()
+) -> dict[str, np.ndarray]:
+    """Return a copy of the state of a replica without the entries named in `without`.
+
+    memory: name -> array. Its arrays are overwritten where shape and dtype match, and replaced otherwise; they are the
+        copy.
+    """
+    held, shape = {}, (replica.parameter_count,)
+    if "parameters" not in without:
+        dtype = np.dtype("float32" if replica.gradient_dtype == "bfloat16" else replica.gradient_dtype)
+        held["parameters"] = reserved(memory, "parameters", shape, dtype)
+        read(replica, held["parameters"])
+    held |= copied({name: array for name, array in replica.others().items() if name not in without}, memory)
+    if replica.average is not None and AVERAGE not in without:
+        held[AVERAGE] = replica.average.whole(reserved(memory, AVERAGE, shape, replica.average.array.dtype))
+    return held if replica.optimizer_state is None else held | replica.optimizer_state.pack(memory, without)
+
+
+def sliced_entries(replica: Replica) -> tuple[str, ...]:
+    """Return the names in the state of the arrays, besides "parameters", with one number for each parameter."""
+    return tuple(replica.elementwise) + (AVERAGE,) * (replica.average is not None)
+
+
+def changing_entries(replica: Replica) -> tuple[str, ...]:
+    """Return the names in the state of the entries, besides "parameters", that a step changes."""
+    return tuple(replica.updated) + (AVERAGE,) * (replica.average is not None)
+
+
+def elements_of(replica: Replica, name: str, part: Slices) -> np.ndarray:
+    """Return the elements `part` of the state entry `name`, one of `sliced_entries`, one slice after the other."""
+    part, state = clipped(part, 0, replica.parameter_count), replica.optimizer_state
+    if replica.average is not None and name == AVERAGE:
+        return replica.average.elements(slices_of(part))
+    if state is None or name not in state.elementwise:
+        return taken(replica.others()[name], part)
+    return state.elements(name, part)
 
 
 def spans_in(replica: Replica, part: Slices | None) -> Spans | None:
@@ -455,7 +455,7 @@ COLUMNS = "columns"  # their name in the config of a model file
 
 def saved_config(replica: Replica) -> dict[str, Any]:
     """Return the config of a replica and its columns, as they are in a model file."""
-    config = replica.config()
+    config = dict(replica.config)
     return config if replica.columns is None else {**config, COLUMNS: replica.columns.as_dict()}
 
 
@@ -470,7 +470,7 @@ def load_saved(replica: Replica, path: str, saved: dict[str, Any], state: dict[s
 
 def check_config(replica: Replica, path: str, saved: dict[str, Any]) -> None:
     """Raise ModelFileError if the config `saved` in `path` differs from the replica's in one of its `essentials`."""
-    here = replica.config()
+    here = replica.config
     for name in replica.essentials:
         if saved.get(name) != here[name]:
             raise ModelFileError(
@@ -495,7 +495,7 @@ def saved_columns(path: str) -> Columns | None:
 def check_divisible(replica: Replica, whole: bool) -> None:
     """Raise ArgumentError if a rank can't update a slice of this replica alone. whole: the slices that ranks update
     begin and end between `whole_tensors`, if there are any."""
-    if not (whole and replica.whole_tensors) and (reason := replica.slice_error()):
+    if not (whole and replica.whole_tensors) and replica.slice_error and (reason := replica.slice_error()):
         raise ArgumentError(reason)
 
 
@@ -510,6 +510,10 @@ FORMER = {  # methods that replicas of earlier versions could have -> their form
     "copy": "write __deepcopy__(self, memo)",
     "trust": "set the attribute `kernels` to an object with the method test(agree)",
     "shapes": "set the attribute `shapes`",
+    "config": "set the attribute `config`",
+    "snapshot": "others() and load_others(state) are enough",
+    "elements": "others() and `elementwise` are enough",
+    "read": "arrays() is enough",
 }
 
 
@@ -579,6 +583,12 @@ def gradients_of(replica: Replica, data: Data, share: float) -> Any:
     """Call `replica.gradients` with rows, and their weights if they have any."""
     x, y, *weights = data
     return replica.gradients(x, y, share, *weights)
+
+
+def undo_batch(replica: Replica) -> None:
+    """Undo the last `gradients` of a replica; see Replica.undo."""
+    if replica.undo:
+        replica.undo()
 
 
 def weight_of(replica: Replica, y: Tree) -> float:

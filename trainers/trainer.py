@@ -42,7 +42,7 @@ from trainers.group import GroupOwner, RankGroup, gather_rows
 from trainers.options.transforms import EMA, Accumulate, SkipNotFinite, Transform, chosen
 from trainers.recovery.recovery import Call, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
-from trainers.replica import Hold
+from trainers.replica import Hold, changing_entries, snapshot_of
 from trainers.state.adopt import complete, mirror
 from trainers.strategies.interface import Strategy
 from trainers.strategies.mirrored import Mirrored
@@ -534,7 +534,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         replica = self.replica
 
         def described() -> str:
-            held = np.ascontiguousarray(replica.snapshot({}, without=replica.changing)["parameters"])
+            held = np.ascontiguousarray(snapshot_of(replica, {}, without=changing_entries(replica))["parameters"])
             return f"{call}: {type(replica).__name__}, parameters #{zlib.crc32(held.view(np.uint8).data):08x}"
 
         self.group.agree(together(self.group.comm, described))

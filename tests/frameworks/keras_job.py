@@ -32,7 +32,7 @@ from trainers import (
 )
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.keras import AverageMetrics, MirroredOptimizer, StartFromFirstRank, shard
-from trainers.replica import copy_of
+from trainers.replica import attach, copy_of
 from trainers.replicas.keras import KerasReplica
 
 topology = allreduce.Topology()
@@ -341,8 +341,8 @@ def check_replica(folder: Path) -> None:
     assert ours.gradients(X[:0], Y[:0], 0.0) == [0.0, 0.0]
     assert not buffer.any()
     assert ours.predict(X[:0]).shape == (0, 4)
-    ours.attach(*np.zeros((2, ours.gradient_length), "float32"))
-    ours.attach(None, buffer)  # as after a sharded fit
+    attach(ours, *np.zeros((2, ours.gradient_length), "float32"))
+    attach(ours, None, buffer)  # as after a sharded fit
     ours.gradients(X, Y, 1.0)
     buffer[ours.parameter_count :] *= 2  # as other ranks change the averages
     ours.update()

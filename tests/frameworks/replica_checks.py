@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from trainers import CentralStorageTrainer, LocalSGD, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
-from trainers.replica import Replica
+from trainers.replica import Replica, attach, elements_of, sliced_entries, snapshot_of
 from trainers.transforms import average
 
 
@@ -39,10 +39,10 @@ def check_slices(whole: Replica, first: Replica, second: Replica, x: np.ndarray,
     ours, theirs = whole.state(), first.state()
     np.testing.assert_allclose(memory, ours["parameters"], rtol=2e-5, atol=1e-6)
     assert set(ours) == set(theirs)
-    for entry in whole.sliced:
+    for entry in sliced_entries(whole):
         for replica, part in parts.items():
-            np.testing.assert_allclose(replica.elements(entry, part), ours[entry][part], rtol=1e-4, atol=1e-6)
-            theirs[entry][part] = replica.elements(entry, part)
+            np.testing.assert_allclose(elements_of(replica, entry, part), ours[entry][part], rtol=1e-4, atol=1e-6)
+            theirs[entry][part] = elements_of(replica, entry, part)
     first.bind(np.empty_like(memory), np.empty_like(memory))
     first.load_state(theirs)
     for replica in (whole, first):
@@ -57,9 +57,9 @@ def check_own_memory(replica: Replica, x: np.ndarray) -> None:
     """A replica that is bound to no parameters leaves the memory of a trainer, which other ranks share or which is
     freed."""
     memory, slopes, own = np.zeros((3, replica.gradient_length), replica.gradient_dtype)
-    replica.attach(memory, slopes)
-    state, outputs = replica.snapshot({}), replica.predict(x)
-    replica.attach(None, own)
+    attach(replica, memory, slopes)
+    state, outputs = snapshot_of(replica, {}), replica.predict(x)
+    attach(replica, None, own)
     memory[:] = slopes[:] = np.nan
     np.testing.assert_array_equal(replica.predict(x), outputs)
     for name, array in replica.state().items():
@@ -67,7 +67,9 @@ def check_own_memory(replica: Replica, x: np.ndarray) -> None:
     replica.load_state(state)
     replica.update()
     assert np.isnan([memory, slopes]).all()
-    np.testing.assert_array_equal(replica.arrays()[0], replica.state()["parameters"][: len(replica.arrays()[0])])
+    np.testing.assert_array_equal(
+        average.arrays_of(replica)[0], replica.state()["parameters"][: len(average.arrays_of(replica)[0])]
+    )
 
 
 def check_average(replica: Replica, x: np.ndarray) -> None:
@@ -114,9 +116,9 @@ def check_edits(
         replica = make()
         with (STRATEGIES | {"local": local})[kind](replica, topology) as trainer:
             trainer.fit(x, y, 1, 25, progress=False)
-            before = replica.snapshot({})
+            before = snapshot_of(replica, {})
             trainer.edit(partial(halve, replica))
-            after = replica.snapshot({})
+            after = snapshot_of(replica, {})
             for name, array in before.items():
                 if name == "parameters" or (name.startswith(("model.", "module.")) and array.dtype.kind == "f"):
                     np.testing.assert_array_equal(after[name], array / 2, err_msg=f"{kind}: {name}")

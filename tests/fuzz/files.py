@@ -101,13 +101,13 @@ def network() -> NumpyNetwork:
 def model() -> dict[str, bytes]:
     made = network()
     return {
-        "model": npy(model_file.header_of("NumpyNetwork", made.config())),
+        "model": npy(model_file.header_of("NumpyNetwork", made.config)),
         **{name: npy(np.asarray(array)) for name, array in made.state().items()},
     }
 
 
 def model_header() -> dict[str, Any]:
-    return json.loads(str(model_file.header_of("NumpyNetwork", network().config())))  # type: ignore[no-any-return]
+    return json.loads(str(model_file.header_of("NumpyNetwork", network().config)))  # type: ignore[no-any-return]
 
 
 def saved(total: int = 3, step: int = 1) -> checkpoint.Saved:
@@ -127,7 +127,7 @@ def saved(total: int = 3, step: int = 1) -> checkpoint.Saved:
         values=np.zeros((step, len(made.metrics) + 1)),
     )
     local = [{"random": np.arange(3), "watching.step": np.array(1)}, {"random": np.arange(3)}]
-    return checkpoint.Saved("NumpyNetwork", made.config(), dict(made.state()), progress, local)
+    return checkpoint.Saved("NumpyNetwork", made.config, dict(made.state()), progress, local)
 
 
 def checkpoint_members(folder: Path) -> tuple[bytes, dict[str, bytes], dict[str, Any]]:

@@ -230,7 +230,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, name: str, kind: str) -> No
 def saved(path: Path, config: dict[str, Any] | None = None, **arrays: Any) -> str:
     """Write a model file of NumpyNetwork([4, 3]) with adam, some of its entries replaced."""
     network = NumpyNetwork([4, 3])
-    header = {"format": 1, "kind": "NumpyNetwork", "config": {**network.config(), **(config or {})}}
+    header = {"format": 1, "kind": "NumpyNetwork", "config": {**network.config, **(config or {})}}
     np.savez(path, model=np.array(json.dumps(header)), **{**network.state(), **arrays})  # type: ignore[arg-type]
     return str(path)
 

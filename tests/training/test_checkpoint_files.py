@@ -25,7 +25,7 @@ def saved(total: int = 7, **progress: Any) -> Saved:
     local = [{"random": np.arange(3, dtype=np.uint8)}, {}]
     progress |= {"history": [{"epoch": 1}], "values": np.array([[0.5, 0.25]])}
     made = Progress(epoch=2, step=1, total=total, ranks=2, **progress)
-    return Saved("NumpyNetwork", network.config(), network.state(), made, local)
+    return Saved("NumpyNetwork", network.config, network.state(), made, local)
 
 
 def written(folder: Path, *totals: int) -> list[str]:

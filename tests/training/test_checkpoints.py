@@ -18,6 +18,7 @@ from trainers.files.checkpoint import EVENTS, Progress
 from trainers.files.values import encode
 from trainers.fit import checkpointing
 from trainers.fit.checkpointing import Saver, period
+from trainers.replica import snapshot_of
 from trainers.watching.callback import Callback
 from trainers.watching.history import Epoch, History
 
@@ -108,11 +109,11 @@ def test_a_progress_is_entries_of_a_state() -> None:
 
 def test_a_snapshot_does_not_change_and_its_memory_is_used_again() -> None:
     network, memory = NumpyNetwork([4, 3, 2]), {}
-    first = network.snapshot(memory)
+    first = snapshot_of(network, memory)
     place, before = first["parameters"].ctypes.data, network.parameters.copy()
     network.parameters += 1
     assert np.array_equal(first["parameters"], before)
-    again = network.snapshot(memory, without=["sizes"])
+    again = snapshot_of(network, memory, without=["sizes"])
     assert set(first) - set(again) == {"sizes"}
     assert again["parameters"].ctypes.data == place
     assert np.array_equal(again["parameters"], network.parameters)
@@ -144,7 +145,7 @@ def test_torch_snapshots_are_states(tmp_path: Path) -> None:
     replica = TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters()))
     memory: dict[str, np.ndarray] = {}
     for _ in range(2):
-        state, copy = replica.state(), replica.snapshot(memory)
+        state, copy = replica.state(), snapshot_of(replica, memory)
         assert list(state) == list(copy)
         for name, array in state.items():
             assert array.dtype == copy[name].dtype

@@ -23,7 +23,7 @@ def write(folder: Path, total: int, seed: int = 0, sizes: tuple[int, ...] = (4, 
     progress = checkpoint.Progress(
         epoch=total // 2, step=total % 2, total=total, ranks=1, values=np.zeros((total % 2, 2))
     )
-    saved = checkpoint.Saved("NumpyNetwork", network.config(), network.state(), progress, [{}])
+    saved = checkpoint.Saved("NumpyNetwork", network.config, network.state(), progress, [{}])
     folder.mkdir(exist_ok=True)
     checkpoint.write(checkpoint.path_of(str(folder), total), saved)
     return network

@@ -142,7 +142,7 @@ def test_gradients_of_embedded_categories_are_right() -> None:
 def test_a_model_without_columns_loads_as_before(tmp_path: Path) -> None:
     network = NumpyNetwork([4, 3])
     path = str(tmp_path / "old.npz")
-    model_file.write(path, "NumpyNetwork", network.config(), network.state())  # as versions without columns wrote it
+    model_file.write(path, "NumpyNetwork", network.config, network.state())  # as versions without columns wrote it
     assert load_network(path).columns is None
     assert NumpyNetwork.load(path).sizes == [4, 3]
     with pytest.raises(ModelFileError, match=r"another kind \(NumpyNetwork\); expected CategoryNetwork"):
@@ -153,7 +153,7 @@ def test_a_model_without_columns_loads_as_before(tmp_path: Path) -> None:
 def test_a_model_file_with_damaged_columns_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     network, path = NumpyNetwork([1, 2]), str(tmp_path / "model.npz")
     columns = Columns([Number("a", 0.0, 1.0, False)], "b", ["x", "y"]).as_dict() | change
-    model_file.write(path, "NumpyNetwork", {**network.config(), "columns": columns}, network.state())
+    model_file.write(path, "NumpyNetwork", {**network.config, "columns": columns}, network.state())
     with pytest.raises(ModelFileError, match="damaged"):
         load_network(path)
 
@@ -161,7 +161,7 @@ def test_a_model_file_with_damaged_columns_is_refused(change: dict[str, Any], tm
 @pytest.mark.parametrize("embedded", [[[1]], [[5, 2, 3]], "ab", {"a": 1}, [[5, -2]], None])
 def test_a_model_file_with_damaged_categories_is_refused(embedded: Any, tmp_path: Path) -> None:
     network, path = CategoryNetwork([6, 2], embedded=[(5, 2)]), str(tmp_path / "model.npz")
-    model_file.write(path, "CategoryNetwork", {**network.config(), "embedded": embedded}, network.state())
+    model_file.write(path, "CategoryNetwork", {**network.config, "embedded": embedded}, network.state())
     with pytest.raises(ModelFileError, match="describes no network"):
         load_network(path)
 

@@ -230,7 +230,7 @@ def _network(job: Job, topology: Topology) -> NumpyNetwork:
     if options.load:
         network = load_network(options.load, options.device)
         if "accuracy" not in network.metrics:
-            loss = network.config()["loss"]
+            loss = network.config["loss"]
             raise ArgumentError(f"--load {options.load}: its loss is {loss}; this program trains classifiers only")
         return network
     return make_network(options, data)
@@ -311,7 +311,7 @@ def introduce(job: Job, member: Member, training: Sequence[str]) -> None:
         lines.append(f"rows of each class: {data.classes_in_words()}")
     if data.columns is not None:
         lines.append(f"table: {data.columns}")
-    layers, optimizer = "-".join(map(str, network.sizes)), network.config()["optimizer"]
+    layers, optimizer = "-".join(map(str, network.sizes)), network.config["optimizer"]
     model = f"{layers}, {network.gradient_length:,} parameters"
     lines.append(f"model: {model}; {optimizer}, learning rate {network.optimizer.lr:g}")
     say(topology, "\n".join(lines), job.stream)

@@ -71,7 +71,7 @@ def result(
         "epochs": options.epochs,
         "batch_size": options.batch_size,
         "seed": options.seed,
-        "model": trainer.replica.config(),
+        "model": dict(trainer.replica.config),
         "parameters": trainer.replica.gradient_length,
         "parameters_sha256": trainer.parameters_sha256(),
         **({"lost": [each._asdict() for each in trainer.failures]} if trainer.failures else {}),

@@ -22,7 +22,7 @@ from trainers.files.checkpoint import BEGIN, EVALUATION, EVENTS, SAVE, STEPS, Ar
 from trainers.fit import prefetch
 from trainers.fit.checkpointing import Saver
 from trainers.group import broadcast_arrays
-from trainers.replica import Replica, check_rows
+from trainers.replica import Replica, check_rows, undo_batch
 from trainers.strategies import alike
 from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import FLAGS, WEIGHT, logs_of
@@ -385,7 +385,7 @@ class Fit:
         leaves_out = self._leaves_out(number, step)
         flags = self.flags(leaves_out)
         if leaves_out:
-            strategy.replica.undo()
+            undo_batch(strategy.replica)
             reduce_left_out_step(strategy, self._share, flags, self.meter.last())
         else:
             strategy.core(flags)
@@ -456,7 +456,7 @@ class Fit:
         """
         unusable = self.callbacks.unusable(gradients)
         if unusable:
-            replica.undo()
+            undo_batch(replica)
         return unusable
 
     def check_batch(self, batch: Batch) -> Batch:

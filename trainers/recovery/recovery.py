@@ -24,6 +24,7 @@ from trainers.errors import ArgumentError
 from trainers.files.checkpoint import BEGIN
 from trainers.fit.loop import POSITION, Fit
 from trainers.group import Owner, RankGroup
+from trainers.replica import undo_batch
 from trainers.strategies.interface import Strategy, outlives_ranks
 from trainers.transforms import average
 from trainers.watching.history import History
@@ -251,7 +252,7 @@ class Recovery:
         """Keep this rank's pieces of the state, and form the next topology. Collective."""
         group, strategy = self._strategy.group, self._strategy
         group.abandon()
-        strategy.replica.undo()  # undo a batch whose step was not finished
+        undo_batch(strategy.replica)  # undo a batch whose step was not finished
         strategy.replica.use_parameters()  # in an evaluation the average may be in their place
         strategy.rescue()
         group.topology = topology.survivors(admit)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from trainers.errors import ArgumentError
-from trainers.replica import Replica, Slices, clipped, put, reserved, slices_of
+from trainers.replica import Replica, Slices, check_buffers, clipped, put, reserved, slices_of
+from trainers.transforms.average import read
 
 
 class Layout:
@@ -105,7 +106,7 @@ class FlatOptimizer(ABC):
             self.load(self.pack({}))
 
     def pack(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        """Return copies of the state by name, zero outside of the current slice. memory: see Replica.snapshot."""
+        """Return copies of the state by name, zero outside of the current slice. memory: see `snapshot_of`."""
         held = {}
         for name, entry in self.entries([name for name in self.names if name not in without]).items():
             arrays = [self.on_host(array) for array in entry]
@@ -154,10 +155,6 @@ class FlatReplica(Replica):
         return self._optimizer.names
 
     @property
-    def parameter_count(self) -> int:
-        return self._optimizer.layout.length
-
-    @property
     def learning_rates(self) -> list[float]:
         return self._optimizer.learning_rates
 
@@ -173,14 +170,14 @@ class FlatReplica(Replica):
     def bind(self, parameters: Any, gradients: Any) -> None:
         """Extend the state of the optimizer and the average to all parameters, and copy these into `parameters`; None:
         into memory of the replica's own."""
-        self._check_buffers(parameters, gradients)
+        check_buffers(self, parameters, gradients)
         self._optimizer.extend()
         if self.average is not None:
             self.average.restrict()
         if parameters is None:
             parameters = self._leave() if self.memory is not None else None
         else:
-            self.read(parameters)
+            read(self, parameters)
         self.memory, self._buffer = parameters, gradients
 
     def _leave(self) -> Any:
@@ -189,27 +186,15 @@ class FlatReplica(Replica):
         raise NotImplementedError
 
     @property
-    def whole_tensors(self) -> tuple[slice, ...]:
+    def optimizer_state(self) -> FlatOptimizer:  # type: ignore[override]
+        return self._optimizer
+
+    @property
+    def whole_tensors(self) -> tuple[slice, ...]:  # type: ignore[override]
         return self._optimizer.whole_tensors
 
     def slice_error(self) -> str:
         return self._optimizer.slice_error()
-
-    def snapshot(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]:
-        return super().snapshot(memory, without) | self._optimizer.pack(memory, without)
-
-    def _other_shapes(self) -> dict[str, tuple[int, ...]]:
-        return super()._other_shapes() | self._optimizer.shapes()
-
-    def _load_all(self, state: Mapping[str, np.ndarray]) -> None:
-        self._optimizer.load(state)
-        super()._load_all(state)
-
-    def elements(self, name: str, part: Slices) -> np.ndarray:
-        own = clipped(part, 0, self.parameter_count)
-        if name in self.elementwise and self._optimizer.part in (None, own):
-            return self._optimizer.elements(name, own)
-        return super().elements(name, part)
 
     def _parameters_in(self, part: Slices) -> Slices:
         """Return the part of a slice that lies in the trained parameters."""

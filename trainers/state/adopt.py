@@ -20,7 +20,7 @@ from allreduce.transport.control import all_values, together
 from allreduce.transport.wait import waiting
 from trainers.files.checkpoint import PROGRESS, Arrays, Progress
 from trainers.group import RankGroup, broadcast_arrays
-from trainers.replica import Replica
+from trainers.replica import Replica, snapshot_of
 from trainers.state.owners import Owners
 from trainers.transforms.average import AVERAGE
 
@@ -190,7 +190,7 @@ def mirror(target: Target, whole: bool = True, root: int = 0) -> None:
     replica, group = target.replica, target.group
     if whole:
         together(group.comm, target.owners.check_edits)
-    config, held = together(group.comm, lambda: (json.dumps(replica.config(), sort_keys=True), replica.state()))
+    config, held = together(group.comm, lambda: (json.dumps(replica.config, sort_keys=True), replica.state()))
     state = dict(sorted((target.owners.gather_state(held) if whole else held).items()))
     # a moving average may be in rank 0's model file alone
     kinds = {name: f"{name} {array.dtype}{list(np.shape(array))}" for name, array in state.items() if name != AVERAGE}
@@ -215,7 +215,7 @@ def copy_state(target: Target, on_all: bool) -> Arrays:
     target.group.enter("a copy of the state")
     if not on_all:
         return target.owners.snapshot({}, target.group.rank == 0)
-    return target.owners.gather_state(together(target.group.comm, lambda: target.replica.snapshot({})))
+    return target.owners.gather_state(together(target.group.comm, lambda: snapshot_of(target.replica, {})))
 
 
 def load(target: Target, state: Arrays) -> None:

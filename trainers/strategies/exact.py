@@ -23,7 +23,7 @@ from trainers.data import Batch, BatchSource, Data, row_count, seed_generators
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.options.average import Exact
-from trainers.replica import gradients_of
+from trainers.replica import gradients_of, undo_batch
 from trainers.strategies.interface import Strategy
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.rule import WEIGHT, StepOptions, mean_weight
@@ -71,7 +71,7 @@ class ExactStep(ReducedStep):
         self.rule.unused = np.ones(self.replica.optional, bool)
         for number, (seed, part, share) in enumerate(zip(batch.seeds, batch.parts, shares, strict=True)):
             if number:
-                self.replica.undo()  # each micro-batch begins with the statistics of the step's start
+                undo_batch(self.replica)  # each micro-batch begins with the statistics of the step's start
             if self.replica.unseeded:
                 raise ArgumentError(self.replica.unseeded)
             seed_generators(seed)

@@ -27,7 +27,7 @@ from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit, on_host
 from trainers.options.average import LocalSGD
-from trainers.replica import check_divisible, copied
+from trainers.replica import attach, changing_entries, check_divisible, copied, snapshot_of
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
 from trainers.state.owners import INNER
 from trainers.strategies.interface import EpochRun
@@ -52,14 +52,14 @@ class LocalOwners(StepOwners):
         self._rounds = rounds
 
     def not_replicated(self) -> dict[str, str]:
-        return dict.fromkeys(self._replica.changing, "each rank keeps that of its own inner steps")
+        return dict.fromkeys(changing_entries(self._replica), "each rank keeps that of its own inner steps")
 
     def shared_state(self) -> Arrays:
         momentum = self._rounds.memory.momentum
         return {} if momentum is None else {OUTER: np.array(on_host(momentum))}
 
     def local_state(self) -> Arrays:
-        state, updated = self._replica.state(), self._replica.changing
+        state, updated = self._replica.state(), changing_entries(self._replica)
         own = {f"{INNER}{name}": np.array(array) for name, array in state.items() if name in updated}
         return own | {f"{ROUND}{name}": array for name, array in self._rounds.state().items()}
 
@@ -174,7 +174,7 @@ class LocalMirrored(Mirrored):
 
     def _bind(self) -> None:
         check_divisible(self.replica, whole=True)
-        self.replica.attach(self._parameters, self._gradients)
+        attach(self.replica, self._parameters, self._gradients)
 
     def _submit(self) -> Submit:
         """Return how averages run: at once, or in a thread if inner steps go on meanwhile. Collective."""
@@ -319,7 +319,7 @@ class LocalMirrored(Mirrored):
     # Recovery after failures: all ranks go back to the parameters after the last outer step, at the last meeting
 
     def pieces(self) -> list[Piece]:
-        state, start = self.replica.snapshot({}), self.rounds.memory.start[: self._trained]
+        state, start = snapshot_of(self.replica, {}), self.rounds.memory.start[: self._trained]
         state["parameters"] = start.astype(state["parameters"].dtype)
         state |= {RATES: np.array(self.replica.learning_rates), **self.owners.shared_state()}
         return [Piece(self.steps, self.steps, 0, 1, {}, state, self.rounds.done)]

@@ -202,8 +202,9 @@ class Mirrored(Strategy):
         if self.recoverable:
             self.saved = copy.deepcopy(self.pieces())  # the backups of the changed state overwrite them
         owners.synchronize_state()
+        edit = self.replica.edit or (lambda change: change())
         edits = not once or group.topology.node_rank == 0
-        together(group.comm, lambda: self.replica.edit(change) if edits else None)
+        together(group.comm, lambda: edit(change) if edits else None)
         owners.synchronize_state()
         together(group.comm, self.replica.refresh)
         if once:  # frozen parameters are in no memory of several ranks

@@ -16,7 +16,7 @@ from allreduce.arrays.chunks import chunk
 from allreduce.transport.control import all_values, combine
 from trainers.data import Batch, Data, row_count, sliced
 from trainers.options.transforms import EMA, Accumulate, ClipNorm, Schedule
-from trainers.replica import ALL, Replica, Slices, gradients_of, spans_in, weight_of
+from trainers.replica import ALL, Replica, Slices, gradients_of, spans_in, undo_batch, weight_of
 from trainers.strategies.alike import MARKS
 from trainers.transforms import average, clip
 from trainers.transforms.clip import scale, sum_of_squares
@@ -118,7 +118,7 @@ class UpdateRule:
             span = chunk(rows, count, number)
             part = (span.stop - span.start) / rows
             if number:
-                replica.undo()  # each micro-batch begins with the statistics of the step's start
+                undo_batch(replica)  # each micro-batch begins with the statistics of the step's start
                 self._sum = memory.copy() if self._sum is None else self._sum
                 self._sum[:] = memory  # which the replica overwrites
             values = gradients_of(replica, sliced(batch.data, span), share * part)

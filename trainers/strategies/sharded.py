@@ -20,7 +20,20 @@ from allreduce.arrays import gpu
 from allreduce.transport.control import together
 from trainers.backends import bind_own
 from trainers.errors import ArgumentError
-from trainers.replica import Slices, as_part, check_divisible, clipped, copied, reserved, slices_of, taken
+from trainers.replica import (
+    Slices,
+    as_part,
+    attach,
+    check_divisible,
+    clipped,
+    copied,
+    elements_of,
+    reserved,
+    sliced_entries,
+    slices_of,
+    snapshot_of,
+    taken,
+)
 from trainers.state.adopt import Piece, to_root
 from trainers.state.backup import Backup
 from trainers.state.dealing import Share, deal_tensors, joined
@@ -79,7 +92,7 @@ class SliceOwners(StepOwners):
 
     def _bind(self) -> None:
         check_divisible(self._replica, whole=True)
-        self._replica.attach(self._array[: self._length], self._step.gradients)
+        attach(self._replica, self._array[: self._length], self._step.gradients)
 
     @contextmanager
     def _communicating(self) -> Iterator[None]:
@@ -100,8 +113,8 @@ class SliceOwners(StepOwners):
     def begin_batch(self) -> None:
         """Back up the arrays that have no slices, because computing a batch may change them (statistics). Local."""
         if self._backup is not None:
-            without = ("parameters", *self._replica.sliced)
-            self._backup.save_rest(partial(self._replica.snapshot, without=without))
+            without = ("parameters", *sliced_entries(self._replica))
+            self._backup.save_rest(partial(snapshot_of, self._replica, without=without))
 
     def reduce(self) -> None:
         self._changing = False
@@ -149,7 +162,7 @@ class SliceOwners(StepOwners):
 
     def _slices(self, memory: dict[str, np.ndarray]) -> list[Piece]:
         """Return copies of the slices that this rank owns, in `memory`; see Replica.snapshot. Local."""
-        held = {name: self._replica.elements(name, self._part) for name in self._replica.sliced}
+        held = {name: elements_of(self._replica, name, self._part) for name in sliced_entries(self._replica)}
         held["parameters"] = taken(self._array, as_part(self._owned))
         held, pieces, start, first = copied(held, memory), [], 0, 0
         for own in self._owned:
@@ -177,7 +190,7 @@ class SliceOwners(StepOwners):
         """Return copies of this rank's slices, and of the arrays that have no slices. Local."""
         # load the statistics that follow the parameters: in an unfinished step they are from before the step
         self._replica.refresh()
-        rest = self._replica.snapshot({}, without=("parameters", *self._replica.sliced))
+        rest = snapshot_of(self._replica, {}, without=("parameters", *sliced_entries(self._replica)))
         return [each._replace(rest=rest) for each in self._slices({})]
 
     def fence(self) -> None:
@@ -218,7 +231,7 @@ class SliceOwners(StepOwners):
 
     def not_replicated(self) -> dict[str, str]:
         """As Owners.not_replicated."""
-        reasons = dict.fromkeys(self._replica.sliced, "each rank holds only its own slice")
+        reasons = dict.fromkeys(sliced_entries(self._replica), "each rank holds only its own slice")
         if self._node.arrays and self._backend.topology.nodes == 1:
             reasons["parameters"] = "the ranks share one copy"
         return reasons
@@ -226,7 +239,7 @@ class SliceOwners(StepOwners):
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `state` with every array of `elementwise` gathered from the ranks that own its slices. Collective."""
         result, world = dict(state), self._backend.topology.world  # `close` has freed the group's communicator
-        for name in self._replica.sliced:
+        for name in sliced_entries(self._replica):
             array = result[name]
             # Between two steps the gradient buffer is free: use it as workspace.
             fits = array.dtype == self._buffer.dtype and not gpu.is_gpu_array(self._buffer)
@@ -241,8 +254,8 @@ class SliceOwners(StepOwners):
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
         """As StepOwners.snapshot. Slices are received directly into rank 0's arrays. Collective."""
-        replica, names = self._replica, self._replica.sliced
-        state = together(self._comm, lambda: replica.snapshot(memory, without=names) if wanted else {})
+        replica, names = self._replica, sliced_entries(self._replica)
+        state = together(self._comm, lambda: snapshot_of(replica, memory, without=names) if wanted else {})
         for name in names:
             own = together(self._comm, partial(self._elements, name, memory, state))
             to_root(self._comm, own, slices_of(clipped(self._part, 0, replica.parameter_count)), state.get(name))
@@ -251,7 +264,7 @@ class SliceOwners(StepOwners):
     def _elements(self, name: str, memory: dict[str, np.ndarray], state: dict[str, np.ndarray]) -> np.ndarray:
         """Return this rank's part of an entry. If `state` holds the parameters, add memory for the whole entry to it.
         Local."""
-        own = self._replica.elements(name, self._part)
+        own = elements_of(self._replica, name, self._part)
         if "parameters" in state:
             state[name] = reserved(memory, name, state["parameters"].shape, own.dtype)
         return own

@@ -16,7 +16,7 @@ from trainers.arguments import is_integer
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica, copy_of
+from trainers.replica import Replica, attach, copy_of
 from trainers.strategies.interface import EpochRun
 from trainers.strategies.servers.asynchronous import HOW_FAR
 from trainers.strategies.servers.mailbox import END, ENDED, FAILED, GRADIENTS, NOTHING, STOP, WORK, Arrival, Header
@@ -265,7 +265,7 @@ class SpareReplicas(ServerStrategy):
         """Copy the chief's replica, and bind the copy to separate memory. Local."""
         copied = copy_of(self.replica)
         copied.undoable = self.replica.undoable
-        copied.attach(self._own_parameters, self._own_gradients)
+        attach(copied, self._own_parameters, self._own_gradients)
         return copied
 
     def end_epoch(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from allreduce.backend import AllReduce
 from allreduce.transport.control import combine, together
 from trainers.backends import bind_own
 from trainers.data import Batch
-from trainers.replica import Replica, Slices, clipped, slices_of
+from trainers.replica import Replica, Slices, clipped, slices_of, snapshot_of
 from trainers.state.adopt import Piece
 from trainers.state.owners import Owners
 from trainers.strategies.interface import Strategy
@@ -227,10 +227,10 @@ class StepOwners(Owners):
     def pieces(self) -> list[Piece]:
         """Return this rank's state as pieces: here a copy of everything in one piece. The next step may overwrite
         them. Local."""
-        return [Piece(self._since, self._steps, 0, self._step.buffer.size, {}, self._replica.snapshot({}))]
+        return [Piece(self._since, self._steps, 0, self._step.buffer.size, {}, snapshot_of(self._replica, {}))]
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
-        return together(self._comm, lambda: self._replica.snapshot(memory) if wanted else {})
+        return together(self._comm, lambda: snapshot_of(self._replica, memory) if wanted else {})
 
     def close(self) -> None:
         """Move the replica's parameters back into memory of its own, and load its complete state. Collective."""

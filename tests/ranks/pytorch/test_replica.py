@@ -24,6 +24,7 @@ from tests.frameworks.replica_checks import (  # noqa: E402
 from trainers import CentralStorageTrainer, Exact, Loader, LocalSGD, MirroredTrainer  # noqa: E402
 from trainers.data import Batches  # noqa: E402
 from trainers.errors import ArgumentError, ModelFileError  # noqa: E402
+from trainers.replica import attach  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica, fused  # noqa: E402
 from trainers.transforms import average  # noqa: E402
 from trainers.watching.callback import Callback  # noqa: E402
@@ -513,8 +514,8 @@ def bound_before(module: nn.Module) -> tuple[TorchReplica, np.ndarray]:
     """A replica that trains in its own memory after another memory was bound, as after a sharded fit."""
     made = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))
     memory, before, buffer = (np.zeros(made.gradient_length, "float32") for _ in range(3))
-    made.attach(memory, before)
-    made.attach(None, buffer)
+    attach(made, memory, before)
+    attach(made, None, buffer)
     average.keep(made, 0.5)
     return made, buffer
 
@@ -565,7 +566,7 @@ def test_the_state_is_the_modules_after_its_memory_was_replaced(way: str) -> Non
     made.load_state({**state, "parameters": state["parameters"] + 1})
     np.testing.assert_array_equal(inside(), state["parameters"] + 1)
     memory, buffer = np.zeros((2, made.gradient_length), "float32")
-    made.attach(memory, buffer)
+    attach(made, memory, buffer)
     np.testing.assert_array_equal(memory, state["parameters"] + 1)
 
 
@@ -665,7 +666,7 @@ def test_a_model_file_loads_in_either_precision(world: MPI.Intracomm, flat: allr
         trainer.load(path)
         assert not (trainer.predict(x) == second.predict(x)).all()
         np.testing.assert_allclose(trainer.predict(x), second.predict(x), atol=0.05)
-    assert (first.config()["precision"], second.config()["precision"]) == ("float32", "bfloat16")
+    assert (first.config["precision"], second.config["precision"]) == ("float32", "bfloat16")
     for given, words in (("float16", "unless losses are scaled"), ("tf32", "use one of float32, bfloat16")):
         with pytest.raises(ArgumentError, match=words):
             replica(precision=given)

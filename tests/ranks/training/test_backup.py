@@ -13,10 +13,12 @@ from allreduce.errors import RankLostError
 from trainers import MirroredTrainer, NumpyNetwork, Sharded
 from trainers.group import broadcast_arrays
 from trainers.recovery import recovery
-from trainers.replica import copied
+from trainers.replica import copied, snapshot_of
+from trainers.state import adopt
 from trainers.state.adopt import Arrays, Piece, adopt_whole, copy_state, newest
 from trainers.state.backup import Backup, holders
 from trainers.strategies import mirrored
+from trainers.strategies import step as step_module
 
 JOBS = "openmpi 1 2 3 5"
 
@@ -203,12 +205,10 @@ def lacking(*_: object) -> Any:
 def test_a_copy_of_the_state_is_made_once(
     on_all: bool, flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """EarlyStopping keeps one: it is what the replica's `snapshot` has copied, and not a copy of that."""
+    """EarlyStopping keeps one: it is what `snapshot_of` has copied, and not a copy of that."""
     network, made = NumpyNetwork([4, 3], optimizer="adam"), list[Arrays]()
-    snapshot = network.snapshot
-    monkeypatch.setattr(
-        network, "snapshot", lambda memory, **options: made.append(snapshot(memory, **options)) or made[-1]
-    )
+    monkeypatch.setattr(step_module, "snapshot_of", lambda *given: made.append(snapshot_of(*given)) or made[-1])
+    monkeypatch.setattr(adopt, "snapshot_of", step_module.snapshot_of)
     with MirroredTrainer(network, topology=flat) as trainer:
         made.clear()
         state = copy_state(trainer.strategy, on_all)

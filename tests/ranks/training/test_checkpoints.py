@@ -567,7 +567,7 @@ def test_what_one_rank_can_not_give_is_raised_on_all(
     class Breaks(Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if world.rank == 0:
-                self.trainer.replica.config = fails
+                self.trainer.replica.optimizer.config = fails
 
     with MirroredTrainer(network(), "ring", flat) as trainer:
         call: Callable[[], Any] = trainer.parameters_sha256
@@ -575,6 +575,6 @@ def test_what_one_rank_can_not_give_is_raised_on_all(
             options: Any = {"checkpoint": str(folder), "callbacks": [Breaks()], "progress": False}
             call = partial(trainer.fit, *data(), EPOCHS, BATCH, **options)
         elif world.rank == SIZE - 1:
-            trainer.replica.state = fails  # type: ignore[method-assign]
+            trainer.replica.others = fails  # type: ignore[method-assign]
         with pytest.raises(Exception, match="this model has lost its way"):
             call()

@@ -219,7 +219,7 @@ class Weightless(Replica):
     def __init__(self) -> None:
         self.inner = network()
         self.gradient_length, self.metrics = self.inner.gradient_length, self.inner.metrics
-        for name in ("bind", "update", "predict", "arrays", "snapshot", "load_state"):
+        for name in ("bind", "update", "predict", "others", "load_others", "optimizer_state"):
             setattr(self, name, getattr(self.inner, name))
 
     def gradients(self, x: Any, y: Any, share: float) -> Any:

@@ -65,7 +65,7 @@ def write(
     core = _core(replica, rows)
     model = graph.finished(graph.add_softmax(core) if is_logits else core, about, rows, outputs)
     del core
-    tolerance = CLOSE.get(replica.config().get("precision", replica.gradient_dtype), CLOSEST)
+    tolerance = CLOSE.get(replica.config.get("precision", replica.gradient_dtype), CLOSEST)
     expected = softmax(outputs.astype(np.float64)) if is_logits else outputs
     size = sum(len(each.raw_data) for each in model.graph.initializer)
     if size > LARGEST:

@@ -9,7 +9,7 @@ from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ExportError
 from trainers.files.onnx_graph import quiet
 from trainers.replica import ALL, Replica, Slices, single, unfit_error
-from trainers.transforms.average import Spans
+from trainers.transforms.average import Spans, flat_arrays, set_flat
 
 try:
     import jax
@@ -70,6 +70,7 @@ class JaxReplica(FlatReplica):
         self.shapes = self._layout.shapes
         self._precision, self._compared = precision, False  # whether the loss of parts of a batch was compared
         self._low = precisions.lower_precision(precision, self.gradient_dtype)
+        self.config = {"precision": "bfloat16" if self._low else self.gradient_dtype}
         self.notices = precisions.slow_notice(self.device) if self._low else ()
         self._tree: Any = jax.tree.map(own, params)  # unless `memory` holds the parameters
         self._transformation = optimizer
@@ -104,12 +105,12 @@ class JaxReplica(FlatReplica):
 
     def arrays(self) -> Sequence[Any]:
         if self.memory is not None:
-            return super().arrays()
+            return flat_arrays(self)
         return [np.asarray(each).reshape(-1) for each in jax.tree.leaves(self._tree)]
 
     def put(self, spans: Spans, values: Any) -> None:
         if self.memory is not None:
-            super().put(spans, values)
+            set_flat(self, spans, values)
         else:
             self._tree = jax.tree.map(own, self._layout.cut(values.astype(self._layout.dtype)))
 
@@ -164,9 +165,6 @@ class JaxReplica(FlatReplica):
         )
         copied.load_state(self.state())
         return copied
-
-    def config(self) -> dict[str, Any]:
-        return {"precision": "bfloat16" if self._low else self.gradient_dtype}
 
     def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
         if batch:

@@ -1,5 +1,6 @@
 """KerasReplica: any Keras model as a replica for the trainers. No MPI."""
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
 from trainers.replicas.mean_of_rows import check_mean_of_rows
-from trainers.transforms.average import Spans
+from trainers.transforms.average import Spans, flat_arrays, set_flat
 
 DTYPES = ("float32", "float64", "float16")
 RANDOM_LAYERS = (
@@ -64,7 +65,9 @@ class KerasReplica(FlatReplica):
         self._statistics = _statistics_of(model, self.gradient_dtype)
         self._layout = Layout(each.shape for each in [*self._trained, *self._statistics])
         self.gradient_length = self._layout.length
+        self.statistics = sum(math.prod(each.shape) for each in self._statistics)
         optimizer = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
+        self.config = {"model": model.name, "optimizer": type(optimizer).__name__}
         self._optimizer = Optimizer(optimizer, self._trained, self.gradient_dtype)
         random = {id(each) for each in model.variables} - {id(each) for each in model.weights}
         others = model.non_trainable_variables
@@ -81,6 +84,7 @@ class KerasReplica(FlatReplica):
     # Methods of Replica
 
     def bind(self, parameters: Any, gradients: Any) -> None:
+        self._refresh_model()
         super().bind(parameters, gradients)
         if parameters is not None:
             self._store(parameters)
@@ -156,16 +160,12 @@ class KerasReplica(FlatReplica):
 
     def arrays(self) -> Sequence[Any]:
         if self.memory is not None:
-            return super().arrays()
+            return flat_arrays(self)
         return [array_of(each).reshape(-1) for each in self._trained]
-
-    def read(self, flat: Any) -> None:
-        self._refresh_model()
-        super().read(flat)
 
     def put(self, spans: Spans, values: Any) -> None:
         if self.memory is not None:
-            super().put(spans, values)
+            set_flat(self, spans, values)
             self._refresh_model()
         else:
             self._set(self._trained, self._optimizer.layout.views(values.astype(self.gradient_dtype)))
@@ -213,9 +213,6 @@ class KerasReplica(FlatReplica):
         copied.load_state(self.state())
         copied.load_local_state(self.local_state())
         return copied
-
-    def config(self) -> dict[str, Any]:
-        return {"model": self.model.name, "optimizer": type(self._optimizer.whole.optimizer).__name__}
 
     def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
         if batch:

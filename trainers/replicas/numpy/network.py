@@ -230,18 +230,18 @@ class NumpyNetwork(FlatReplica):
             found |= {f"layer {number} weights": (inputs, outputs), f"layer {number} bias": (outputs,)}
         return found
 
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+    def state_error(self, state: Mapping[str, np.ndarray]) -> str:
         try:
             steps, sizes = int(state[STEPS]), state["sizes"].reshape(-1).tolist()
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ModelFileError(f"this is not the state of a NumpyNetwork: {error!r}") from error
+            return f"this is not the state of a NumpyNetwork: {error!r}"
         if sizes != self.sizes:
             given, here = ("-".join(map(str, each)) for each in (sizes, self.sizes))
-            raise ModelFileError(f"the saved model is a network of sizes {given}, and this one has {here}")
+            return f"the saved model is a network of sizes {given}, and this one has {here}"
         dtypes = {name: array.dtype for name, array in state.items() if array.dtype.kind not in "fi"}
         if steps < 0 or dtypes:
-            raise ModelFileError(f"this is not the state of a NumpyNetwork: {steps} steps, {dtypes or 'all numbers'}")
-        super().load_state(state)
+            return f"this is not the state of a NumpyNetwork: {steps} steps, {dtypes or 'all numbers'}"
+        return ""
 
     def load_others(self, state: Mapping[str, np.ndarray]) -> None:
         self.scale_input(state["input.shift"], state["input.scale"])
@@ -270,7 +270,8 @@ class NumpyNetwork(FlatReplica):
             found = on_host(self._shift) + drawn / np.where(on_host(self._scale) == 0, 1, on_host(self._scale))
         return found.astype(FLOAT)
 
-    def config(self) -> dict[str, Any]:
+    @property
+    def config(self) -> dict[str, Any]:  # type: ignore[override]
         # a user's optimizer is saved by its class name: `restore` accepts it, `load` can't create it
         kind = type(self.optimizer)
         name = next((name for name, each in OPTIMIZERS.items() if each is kind), kind.__name__)

@@ -10,7 +10,7 @@ from trainers.arguments import require
 from trainers.data import Data, Tree, as_arrays, leaves, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.replica import ALL, Slices, slices_of, unfit_error
-from trainers.transforms.average import Spans
+from trainers.transforms.average import Spans, flat_arrays, set_flat
 
 try:
     import torch
@@ -86,12 +86,15 @@ class TorchReplica(FlatReplica):
         self.device = self._device.kind
         self.gradient_dtype = DTYPES[self._dtype]
         self._low = precisions.lower_precision(precision, self.gradient_dtype)
+        made = {"module": type(module).__name__, "optimizer": type(optimizer).__name__}
+        self.config = made | {"precision": "bfloat16" if self._low else self.gradient_dtype}
         self.notices = precisions.slow_notice(self.device) if self._low else ()
         self._statistics = [each for each in running_statistics(module).values() if each.dtype == self._dtype]
         self._embeds = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in module.modules())
         self._optimizer = TorchOptimizer(optimizer, self._trained, shard)
         self._length = self._optimizer.layout.length
-        self.gradient_length = self._length + sum(each.numel() for each in self._statistics)
+        self.statistics = sum(each.numel() for each in self._statistics)
+        self.gradient_length = self._length + self.statistics
         self._buffers = Buffers(module)
         self.kernels = self._optimizer.kernels
         self.unseeded = NO_MOMENTUM if any(each.momentum is None for each in batch_norms(module)) else ""
@@ -229,14 +232,14 @@ class TorchReplica(FlatReplica):
     def arrays(self) -> Sequence[Any]:
         with self._device.ordered_with_cupy():
             if self.memory is not None and not self._replaced():
-                return super().arrays()
+                return flat_arrays(self)
             return [self._device.array(each.detach().reshape(-1)) for each in self._trained]
 
     @torch.no_grad()
     def put(self, spans: Spans, values: Any) -> None:
         if self.memory is not None and not self._replaced():
             self._device.cupy_after_torch()  # CuPy writes to memory that PyTorch uses
-            super().put(spans, values)
+            set_flat(self, spans, values)
             self._device.torch_after_cupy()
             return
         with self._device.ordered_with_cupy():
@@ -276,10 +279,6 @@ class TorchReplica(FlatReplica):
         self._device.set_random_states(state)
         for name, each in here.items():
             each.copy_(torch.from_numpy(np.array(state[name])))
-
-    def config(self) -> dict[str, Any]:
-        made = {"module": type(self.module).__name__, "optimizer": type(self.optimizer).__name__}
-        return {**made, "precision": "bfloat16" if self._low else self.gradient_dtype}
 
     def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
         if batch:

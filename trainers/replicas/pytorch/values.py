@@ -31,7 +31,7 @@ def pack(
 ) -> np.ndarray:
     """Return a value as bytes: the length of its JSON, the JSON, and its tensors. Raises TypeError as `to_json`.
 
-    memory, name: where the bytes are kept; see Replica.snapshot.
+    memory, name: where the bytes are kept; see trainers.replica.snapshot_of.
     """
     tensors: list[Tensor] = []
     plain = to_json(value, tensors, named_tuples)

@@ -22,7 +22,7 @@ from trainers.checks import LEARNING_RATES
 from trainers.data import BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.replica import Replica, Slices, check_divisible
+from trainers.replica import Replica, Slices, attach, changing_entries, check_divisible, sliced_entries, snapshot_of
 from trainers.replicas import malloc
 from trainers.state.adopt import Piece, complete, mirror, newest
 from trainers.state.owners import Owners
@@ -124,7 +124,7 @@ class ServerStrategy(Strategy, Owners):
                 f'{self.name} updates slices of the parameters, as MirroredTrainer does with update="sharded", and '
                 f"this model or its optimizer can't: {error}"
             ) from error
-        self.replica.attach(self._parameters, self._gradients)
+        attach(self.replica, self._parameters, self._gradients)
         self._bound = self._gradients
 
     def _make_endpoints(self) -> None:
@@ -321,18 +321,20 @@ class ServerStrategy(Strategy, Owners):
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
         complete(self)
-        return together(self.group.comm, lambda: self.replica.snapshot(memory) if wanted else {})
+        return together(self.group.comm, lambda: snapshot_of(self.replica, memory) if wanted else {})
 
     def not_replicated(self) -> dict[str, str]:
-        return dict.fromkeys([*self.replica.changing, LEARNING_RATES], "only the servers have the current values")
+        return dict.fromkeys(
+            [*changing_entries(self.replica), LEARNING_RATES], "only the servers have the current values"
+        )
 
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `state` with the servers' values of updated entries; the first server's if not sliced. Collective."""
         own = []
         if self._shard is not None:
             part = self._shard.part
-            sliced = {name: np.asarray(state[name])[part] for name in ("parameters", *self.replica.sliced)}
-            others = set(self.replica.changing) - sliced.keys() if self.group.rank == self.servers[0] else ()
+            sliced = {name: np.asarray(state[name])[part] for name in ("parameters", *sliced_entries(self.replica))}
+            others = set(changing_entries(self.replica)) - sliced.keys() if self.group.rank == self.servers[0] else ()
             own = [Piece(0, 0, part.start, part.stop, sliced, {name: state[name] for name in sorted(others)})]
         found = newest(self._messages, own, self._parameters.size)  # the group's communicator may be freed by now
         assert found is not None

@@ -13,7 +13,7 @@ from allreduce.topology import Topology
 from allreduce.transport.control import all_values, everywhere, together
 from trainers.data import Batch, BatchSource, row_count
 from trainers.group import RankGroup
-from trainers.replica import Replica
+from trainers.replica import Replica, undo_batch
 from trainers.strategies.interface import EpochRun
 from trainers.strategies.rule import WEIGHT, StepOptions
 from trainers.strategies.servers.asynchronous import (
@@ -295,7 +295,7 @@ class AsynchronousServers(ServerStrategy):
         sums = np.array([*measured[:metrics], self.rule.weight, *~self.rule.unused], np.float64)
         if not self._worker.settle(bool(count), self._halt(run) != 0, sums):
             if count:
-                self.replica.undo()  # another rank has no gradients of this part
+                undo_batch(self.replica)  # another rank has no gradients of this part
             return False
         measured[:metrics], measured[metrics + WEIGHT], self._used = sums[:metrics], sums[metrics], sums[metrics + 1 :]
         self._worker.reduce()
