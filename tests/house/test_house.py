@@ -36,7 +36,7 @@ LINES = 63_654  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and 
 METHODS = [
     ("allreduce/backend.py", "AllReduce", 20, 40),
     ("allreduce/algorithm.py", "Algorithm", 10, 11),
-    ("trainers/replica.py", "Replica", 19, 19),
+    ("trainers/replica.py", "Replica", 20, 20),  # learning_rates counts twice
 ]  # public, all
 FINDINGS = dict.fromkeys(("SLF001", "C901", "PLR0912", "PLR0915"), 0)  # of ruff in the product, whatever noqa says
 

@@ -17,8 +17,8 @@ from tests.frameworks.replica_checks import check_slices
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files.model_file import replacing
 from trainers.replica import elements_of, sliced_entries
-from trainers.replicas.numpy import optimizers as numpy_optimizers
 from trainers.replicas.flat import FlatOptimizer
+from trainers.replicas.numpy import optimizers as numpy_optimizers
 from trainers.replicas.numpy.network import NumpyNetwork
 
 RANDOM = np.random.default_rng(5)
