@@ -11,45 +11,13 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
-from tests.ranks.grid import shapes
-from tests.ranks.together import raised_everywhere, usable
+from tests.ranks.together import raised_everywhere
 
 JOBS = "openmpi 1 2 3, mpich 2"
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
 SUM = SIZE * (SIZE + 1) / 2
-
-
-@pytest.mark.parametrize("shape", shapes(SIZE))
-@pytest.mark.parametrize("name", allreduce.NAMES)
-def test_it_reduces_as_a_call(name: str, shape: str, topology_of: Callable[..., allreduce.Topology]) -> None:
-    with usable(name, topology_of(shapes(SIZE)[shape])) as reduce:
-        for array in (np.empty(8, "float32"), reduce.allocate(8), np.empty((2, 3)), np.empty(0), np.empty(1000)):
-            for op, factor in (("sum", 1), ("mean", 1 / SIZE), ("average", 1 / SIZE)):
-                bound = reduce.bind(array, op)
-                for turn in range(12):  # the first of them look at the arrays, and settle how later ones are done
-                    expected = np.empty_like(array)
-                    expected[...] = turn + reduce.rank + 1
-                    array[...] = expected
-                    reduce(expected, op)
-                    bound()
-                    assert array.tobytes() == expected.tobytes()
-                    np.testing.assert_allclose(array, (turn * SIZE + SUM) * factor, rtol=1e-6)
-
-
-@pytest.mark.parametrize("op", ["max", "min", "prod"])
-def test_other_operations(op: str, flat: allreduce.Topology) -> None:
-    with allreduce.create("native", flat) as reduce:
-        for dtype in ("int32", "int8", "float32"):
-            bound_array, called = np.empty(8, dtype), np.empty(8, dtype)
-            bound = reduce.bind(bound_array, op)
-            for turn in range(12):
-                bound_array[:] = called[:] = np.arange(8) + turn + reduce.rank
-                reduce(called, op)
-                bound()
-                assert bound_array.tobytes() == called.tobytes()
-        assert (called == getattr(np, op)([np.arange(8) + 11 + rank for rank in range(SIZE)], axis=0)).all()
 
 
 def test_kinds_that_are_not_there(flat: allreduce.Topology) -> None:

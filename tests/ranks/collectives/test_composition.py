@@ -30,7 +30,7 @@ CASES = [
     *(("auto", given, "traced, submitted", shape) for given in ("exact", "powersgd") for shape in SHAPES),
     *((name, given, "submitted", "flat") for name in ("native", "shared") for given in ("plain", "exact")),
     *((name, given, "bound", "flat") for name in ("halving_doubling", "shared") for given in ("bfloat16", "exact")),
-    *((name, "plain", "bound", "flat") for name in SHARDED),
+    *((name, "plain", "bound", "flat") for name in (*SHARDED, "native", "reduce_to_one")),
     ("reduce_to_one", "exact", "again", "flat"),
 ]
 

@@ -1,6 +1,5 @@
 """float32 and float64 that are sent with 16 bits, with every backend and in training."""
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -106,21 +105,6 @@ def exact(reduce: Any) -> None:
     assert (rows == np.float32(size * (1 + 2.0**-20))).all()  # summed as one dense array
 
 
-@several
-@pytest.mark.parametrize("compress", ["bfloat16", "float16", "int8", "powersgd:2"])
-def test_only_sums_are_compressed(compress: str, flat: allreduce.Topology) -> None:
-    for name in ("ring", "auto"):
-        with allreduce.create(name, flat, compress=compress) as reduce:
-            for op, dtype in itertools.product(("max", "min", "prod"), ("float32", "float64")):
-                sides = [np.full((40, 50), 1e5 + 0.5 * number, dtype) for number in range(size)]
-                right = getattr(np, op)(sides, axis=0)
-                for array in (sides[rank].copy(), reduce.allocate(2000, dtype)):
-                    array.reshape(40, 50)[...] = sides[rank]
-                    reduce(array, op)
-                    assert np.allclose(array.reshape(40, 50), right, rtol=1e-6, atol=0), (name, op, dtype)
-                    assert op == "prod" or (array.reshape(40, 50) == right).all(), (name, op, dtype)
-
-
 def disagree(reduce: Any) -> None:
     raised(errors.DisagreementError, lambda: reduce(np.ones(10 + (rank == 0), "float32"), "sum"))
     raised(errors.DisagreementError, lambda: reduce(np.ones(30, "float32" if rank else "float64"), "sum"))
@@ -213,29 +197,6 @@ def test_bytes_across_nodes() -> None:
         assert 4 * sent(reduce, "float64") == sent(plain, "float64")
 
 
-def fitted(topology: allreduce.Topology, **options: Any) -> tuple[Any, np.ndarray]:
-    """Return the history and the parameters of a small training."""
-    rng = np.random.default_rng(3)
-    x = rng.normal(size=(90, 8)).astype("float32")
-    y = (x[:, 0] + x[:, 1] > 0).astype(int)
-    with MirroredTrainer(NumpyNetwork([8, 16, 2], seed=1), topology=topology, **options) as trainer:
-        history = trainer.fit(x, y, epochs=8, batch_size=30, progress=False)
-        return history, np.array(trainer.replica.state()["parameters"])
-
-
-@several
-def test_trainers(flat: allreduce.Topology) -> None:
-    """Losses are not compressed: those of the first step equal the uncompressed ones. Parameters are equal on all
-    ranks."""
-    plain, exact_parameters = fitted(flat, allreduce="ring")
-    for options in ({"allreduce": "ring"}, {"allreduce": "auto", "update": "sharded"}, {"allreduce": "shared"}):
-        history, parameters = fitted(flat, compress="bfloat16", **options)
-        assert len(set(MPI.COMM_WORLD.allgather(parameters.tobytes()))) == 1
-        assert not (parameters == exact_parameters).all()
-        assert np.abs(parameters - exact_parameters).max() < 0.05
-        assert abs(history[-1].loss - plain[-1].loss) < 0.01
-
-
 def one_step(topology: allreduce.Topology, **options: Any) -> float:
     """Return the loss of one step, as the trainer reports it."""
     x, y = values(9, "float32", 8 * 30).reshape(30, 8), np.arange(30) % 2
@@ -246,40 +207,6 @@ def one_step(topology: allreduce.Topology, **options: Any) -> float:
 @several
 def test_the_loss_is_exact(flat: allreduce.Topology) -> None:
     assert abs(one_step(flat, compress="bfloat16") - one_step(flat)) < 1e-6
-
-
-@several
-def test_torch_optimizer(flat: allreduce.Topology) -> None:
-    if size > 3:
-        pytest.skip("many ranks take long to import PyTorch")
-    torch = pytest.importorskip("torch")
-    from trainers.pytorch import MirroredOptimizer
-
-    for update in ("replicated", "sharded"):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(40, 5)
-        start = model.weight.detach().clone()
-        optimizer = MirroredOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            model,
-            "ring",
-            topology=flat,
-            update=update,
-            compress="bfloat16",
-        )
-        x = torch.from_numpy(values(rank, "float32", 200).reshape(5, 40))
-        optimizer.rows(5)
-        model(x).sum().backward()
-        optimizer.synchronize()
-        grad = model.weight.grad.numpy().copy()
-        exact = np.mean([values(n, "float32", 200).reshape(5, 40).sum(0) for n in range(size)], axis=0)
-        assert (grad == grad.astype(ml_dtypes.bfloat16)).all()
-        np.testing.assert_allclose(grad, np.broadcast_to(exact, grad.shape), rtol=2**-7, atol=2**-6)
-        optimizer.step()
-        np.testing.assert_allclose(
-            model.weight.detach().numpy(), start.numpy() - grad, rtol=1e-6
-        )  # parameters keep all their bits
-        optimizer.close()
 
 
 @several

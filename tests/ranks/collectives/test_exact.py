@@ -16,7 +16,7 @@ import allreduce
 from allreduce import Part, errors
 from allreduce.arrays.fixed_point import BLOCK
 from allreduce.errors import UnavailableError
-from tests.ranks.grid import numpy_dtype, run_grid, shapes
+from tests.ranks.grid import numpy_dtype, shapes
 from tests.ranks.together import raised_everywhere
 
 JOBS = "openmpi 1 2 3"
@@ -35,7 +35,6 @@ CASES = [
 ]
 several = pytest.mark.skipif(SIZE == 1, reason="one rank alone is its own sum")
 PLACES = [(name, shape) for name in allreduce.NAMES for shape in SHAPES]
-every_place = pytest.mark.parametrize(("name", "shape"), PLACES, ids=["-".join(place) for place in PLACES])
 
 
 @pytest.fixture
@@ -62,24 +61,6 @@ def everywhere_equal(array: np.ndarray, what: str) -> bytes:
     bits = array.tobytes()
     assert len(set(WORLD.allgather(bits))) == 1, f"{what}: the ranks have different bits"
     return bits
-
-
-@every_place
-def test_grid(name: str, shape: str, made: Callable[..., Any]) -> None:
-    """The results are right, for arrays and slices of every kind, and every operation but products."""
-    with made(name, shape) as reduce:
-        assert reduce.sums_terms
-        for dtype in FLOATS if SIZE == 2 and shape == "flat" else ("float32",) if SIZE % 2 else ("bfloat16", "float64"):
-            run_grid(reduce, dtype, WORLD, (1, SIZE + 1, 100_003) if SIZE == 2 else (1000,))
-        run_grid(reduce, "int32", WORLD, (1000,))
-
-
-@pytest.fixture(autouse=True)
-def no_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.ranks import grid
-
-    every = grid.ops_at
-    monkeypatch.setattr(grid, "ops_at", lambda *of: tuple(op for op in every(*of) if op != "prod" or of[2].kind == "i"))
 
 
 @several

@@ -322,23 +322,6 @@ def test_jobs_with_one_node_and_several_load_each_other_s_state(
         assert total(residual(one, first)).any()
 
 
-@pytest.mark.skipif(not NODES, reason="needs ranks for several nodes")
-def test_state_of_auto(topology_of: Any) -> None:
-    topology = topology_of(NODES[next(iter(NODES))])
-    make = partial(allreduce.create, "auto", topology, compress="int8")
-    with make() as reduce, make() as other:
-        array, again = reduce.allocate(20_000), other.allocate(20_000)
-        array[:] = gradient(0, array.size)
-        reduce(array)
-        assert total(residual(reduce, array)).any()  # on uneven nodes the leaders send
-        other.load_state(reduce.state())
-        assert (residual(other, array) == residual(reduce, array)).all()
-        array[:] = again[:] = gradient(1, array.size)
-        reduce(array)
-        other(again)
-        assert (array == again).all()
-
-
 @several
 def test_int8_depends_on_seed_and_rank(flat: allreduce.Topology) -> None:
     results: dict[int, set[bytes]] = {}

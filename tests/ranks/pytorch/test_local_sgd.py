@@ -161,15 +161,6 @@ def test_as_the_reference(world: MPI.Intracomm, flat: allreduce.Topology, case: 
         assert optimizer.report().averages >= 5
 
 
-def test_an_average_in_every_step_is_the_average_of_gradients(flat: allreduce.Topology) -> None:
-    models = [network(), network()]
-    for model, options in zip(models, ({}, {"average": LocalSGD(1)}), strict=True):
-        with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, **options) as optimizer:
-            for step in range(6):
-                inner_step(model, optimizer, step)
-    assert_close(*models, 1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("compress", [None, "bfloat16"])
 def test_dtypes_and_compression(

@@ -22,7 +22,6 @@ from tests.frameworks.replica_checks import (  # noqa: E402
     check_weights,
 )
 from trainers import CentralStorageTrainer, Exact, Loader, LocalSGD, MirroredTrainer  # noqa: E402
-from trainers.data import Batches  # noqa: E402
 from trainers.errors import ArgumentError, ModelFileError  # noqa: E402
 from trainers.replica import attach  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica, fused  # noqa: E402
@@ -44,29 +43,6 @@ def data(rows: int = 103) -> tuple[np.ndarray, np.ndarray]:
     generator = np.random.default_rng(3)
     x = generator.normal(size=(rows, 6)).astype("float32")
     return x, (x[:, :3].argmax(1)).astype(np.int64)
-
-
-@pytest.mark.parametrize("backend", ["auto", "ring"])
-def test_fit_as_plain_torch(world: MPI.Intracomm, flat: allreduce.Topology, backend: str) -> None:
-    """103 rows in global batches of 40: uneven parts, a short last batch."""
-    x, y = data()
-    plain = replica()
-    for epoch in range(4):
-        for batch in Batches(x, y, 40, 0, 1).epoch(epoch):
-            plain.optimizer.zero_grad()
-            plain.loss(plain.module(torch.from_numpy(batch.x)), torch.from_numpy(batch.y)).backward()
-            plain.optimizer.step()
-    with MirroredTrainer(replica(seed=world.rank), allreduce=backend, topology=flat) as trainer:
-        history = trainer.fit(x, y, epochs=4, batch_size=40, progress=False)
-        assert len(set(trainer.parameters_sha256())) == 1
-        scores = trainer.evaluate(x, y)
-        outputs = trainer.predict(x)
-    assert set(scores) == {"loss", "accuracy"}
-    assert history[-1].loss < history[0].loss
-    with torch.no_grad():
-        expected = plain.module(torch.from_numpy(x)).numpy()
-    np.testing.assert_allclose(outputs, expected, rtol=1e-3, atol=1e-4)
-    assert scores["accuracy"] == pytest.approx((expected.argmax(1) == y).mean(), abs=0.02)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "Adagrad", "NAdam", "ASGD"])
@@ -116,28 +92,6 @@ def test_state_of_groups_and_schedules(flat: allreduce.Topology) -> None:
         assert torch.equal(here, there)
 
 
-@pytest.mark.parametrize("update", ["replicated", "sharded"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_fused_kernels(flat: allreduce.Topology, dtype: torch.dtype, update: str) -> None:
-    """A user's fused=True gives the results of the plain implementation."""
-
-    def made(**options: Any) -> TorchReplica:
-        module = nn.Linear(1000, 1, bias=False)
-        nn.init.ones_(module.weight)
-        optimizer = torch.optim.SGD(module.to(dtype).parameters(), lr=0.1, momentum=0.5, **options)
-        return TorchReplica(module, lambda output, target: output.sum() / len(output), optimizer)
-
-    x = np.tile((np.arange(1000) % 7 + 1) / 8, (12, 1)).astype("float32")
-    weights = []
-    for options in ({"foreach": False}, {"fused": True}):
-        replica = made(**options)
-        with MirroredTrainer(replica, topology=flat, update=update) as trainer:
-            trainer.fit(x, np.zeros(12, "float32"), epochs=2, batch_size=6, progress=False)
-            weights.append(replica.module.weight.detach().clone())
-    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=8 * torch.finfo(dtype).eps)
-    assert abs(weights[0].float().mean().item() - 1) > 0.1
-
-
 @pytest.mark.filterwarnings("ignore:SGD.fused=True. of PyTorch")
 @pytest.mark.parametrize("backend", ["shared", "central"])
 def test_a_fused_kernel_that_fails_on_one_rank_is_used_on_none(
@@ -168,13 +122,6 @@ def test_a_fused_kernel_is_tested_again_on_other_ranks(
             with MirroredTrainer(mine, topology=topology) as trainer:
                 trainer.fit(x, y, 1, 20, progress=False)
     assert mine.optimizer.param_groups[0]["fused"] is None
-
-
-def test_an_optimizer_without_kernels_to_try(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where no kernel is tried: the ranks agree on nothing."""
-    monkeypatch.setattr(fused, "_dtypes_of", lambda group: [])
-    with MirroredTrainer(replica(kind="SGD"), topology=flat) as trainer:
-        trainer.fit(*data(40), 1, 20, progress=False)
 
 
 KINDS = [
@@ -494,20 +441,6 @@ def test_local_state_is_what_makes_ranks_different(flat: allreduce.Topology) -> 
         assert torch.equal(here, there)
     with pytest.raises(ModelFileError, match="local state is of another model"):
         second.load_local_state({})
-
-
-def test_batch_norm_is_averaged_by_rows(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """Every rank ends with the same running statistics: the mean over the ranks, weighted by rows."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
-    made = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))
-    x = np.random.default_rng(0).normal(2.0, size=(50, 1, 8, 8)).astype("float32")
-    with MirroredTrainer(made, topology=flat) as trainer:
-        trainer.fit(x, (x[:, 0, 0, 0] > 2).astype("int64"), epochs=2, batch_size=25, progress=False)
-        means = world.allgather(module[1].running_mean.numpy().tobytes())
-    assert len(set(means)) == 1
-    assert module[1].running_mean.abs().max() > 0.01
-    assert module[1].running_var.min() > 0.01
 
 
 def bound_before(module: nn.Module) -> tuple[TorchReplica, np.ndarray]:

@@ -36,6 +36,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     train,
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers.callbacks import CheckDivergence  # noqa: E402
 from trainers.pytorch import Buckets, GradientError, MirroredOptimizer  # noqa: E402
 
 # Rows
@@ -231,6 +232,20 @@ def test_join(world: MPI.Intracomm, flat: allreduce.Topology, told: bool, overla
         train(reference, plain, everything, steps=2)
         assert_mirrored(world, model)
     assert_close(model, reference)
+
+
+def test_join_compares_no_rank_that_has_left(flat: allreduce.Topology) -> None:
+    """Such a rank gets the parameters at the end, and differs until then, which is not a divergence."""
+    model = torch.nn.Linear(4, 3)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with MirroredOptimizer(plain, model, topology=flat, checks=[CheckDivergence(1)]) as optimizer:
+        with optimizer.join():
+            for _ in range(1 + flat.rank):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+        weight = model.weight.detach().numpy().tobytes()
+        assert len(set(flat.world.allgather(weight))) == 1
 
 
 def test_join_keeps_what_the_loop_does_besides(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
