@@ -48,24 +48,20 @@ def step(case: Case, optimizer: Any, module: Any, x: torch.Tensor, y: torch.Tens
     """One step on a global batch. Collective."""
     optimizer.zero_grad()
     loss = torch.nn.functional.cross_entropy
-    if case.average == "Exact":
-        for rows in optimizer.micro_batches(len(x)):
-            loss(module(x[rows]), y[rows]).backward()
-    else:
-        ranks = optimizer.topology
-        own = case.share(len(x), ranks.size, ranks.rank)
-        x, y = x[own], y[own]
-        optimizer.rows(len(x))
-        parts = case.numbers["Accumulate"] if "Accumulate" in case.transforms else 1
-        for number in range(parts):
-            rows = chunk(len(x), parts, number)
-            weight = len(x[rows]) / max(1, len(x))
-            value = loss(module(x[rows]), y[rows]) * weight if weight else module(x.new_zeros(1, x.shape[1])).sum() * 0
-            if number + 1 < parts:
-                with optimizer.no_sync():
-                    value.backward()
-            else:
+    ranks = optimizer.topology
+    own = case.share(len(x), ranks.size, ranks.rank)
+    x, y = x[own], y[own]
+    optimizer.rows(len(x))
+    parts = case.numbers["Accumulate"] if "Accumulate" in case.transforms else 1
+    for number in range(parts):
+        rows = chunk(len(x), parts, number)
+        weight = len(x[rows]) / max(1, len(x))
+        value = loss(module(x[rows]), y[rows]) * weight if weight else module(x.new_zeros(1, x.shape[1])).sum() * 0
+        if number + 1 < parts:
+            with optimizer.no_sync():
                 value.backward()
+        else:
+            value.backward()
     if "ClipNorm" in case.transforms:
         optimizer.clip_grad_norm_(case.numbers["ClipNorm"])
     optimizer.step()

@@ -91,8 +91,7 @@ class Judge:
     def compare_bits(self, case: Case, parameters: np.ndarray, folder: str) -> None:
         """Check that an Exact training has the bits of one rank. Raises AssertionError."""
         if case.average == "Exact":
-            owner = "optimizer" if case.owner in OPTIMIZER else "replicated"
-            alone_here = replace(case, owner=owner, backend="ring", ranks=1, nodes=0, stop=0, resumed=0)
+            alone_here = replace(case, owner="replicated", backend="ring", ranks=1, nodes=0, stop=0, resumed=0)
             found, *_ = trained.train(alone_here, self.self, False, folder)
             assert found.tobytes() == parameters.tobytes(), "the bits are not those of one rank"
 

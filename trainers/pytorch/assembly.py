@@ -134,7 +134,7 @@ class Assembly:
         self._tensors = (
             self.options.sharded is not None and division_of(self.optimizer, self.options.sharded.shard)[0] == TENSORS
         )
-        self.reducer = Reducer(*given, self.model, self._tensors)
+        self.reducer = Reducer(*given, self._tensors)
         self._cleanup.callback(self.reducer.close)
         self._local_cleanup.callback(self.reducer.close, None)
 
@@ -247,7 +247,7 @@ def _backend(options: Options, topology: Topology, device: Host) -> AllReduce:
         with own_gpu(device):
             if (backend := connected_nccl(given, topology, compress)) is not None:
                 return backend
-    return backend_for(given, topology, options.update_name, compress, exact=options.exact is not None)
+    return backend_for(given, topology, options.update_name, compress)
 
 
 def warn_of_threads(topology: Topology) -> None:

@@ -16,7 +16,7 @@ from allreduce.errors import CopyError, OptionError
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from trainers.arguments import is_number, known_only
-from trainers.options.average import Average, Sharded
+from trainers.options.average import LocalSGD, Sharded
 from trainers.pytorch.assembly import Assembly
 from trainers.pytorch.options import DEFAULT_BUCKETS, GROUP_ADDED, Buckets, Inspection, Options
 from trainers.pytorch.report import Report
@@ -76,7 +76,7 @@ class MirroredOptimizer(Optimizer):
         *,
         topology: Topology | None = None,
         update: str | Sharded = "replicated",
-        average: Average | None = None,
+        average: LocalSGD | None = None,
         compress: Given = None,
         buckets: Buckets = DEFAULT_BUCKETS,
         checks: Sequence[Inspection] = (),
@@ -113,8 +113,6 @@ class MirroredOptimizer(Optimizer):
 
         closure: as in torch.optim.Optimizer.step. Returns the mean of its losses over the ranks.
         """
-        if closure is not None:
-            self._refuse_if_exact("step(closure): the mean of the ranks' losses depends on the ranks")
         with self._parts.usable():
             return self._parts.owners.step(closure)
 
@@ -149,38 +147,6 @@ class MirroredOptimizer(Optimizer):
         with self._parts.usable():
             return self._parts.owners.clip(max_norm)
 
-    def micro_batches(self, rows: int, seed: int | None = None) -> Iterator[slice]:
-        """Yield the rows of each micro-batch of this rank; then average the gradients. For Exact. Collective.
-
-        With a whole batch, the same on all ranks, in x and y: `for rows in optimizer.micro_batches(len(x)):
-        loss(model(x[rows]), y[rows]).backward()`, then `optimizer.step()`. The loss is the mean over these rows.
-
-        A batch of `rows` rows has micro-batches of `micro_batch` rows each, the last one perhaps fewer. Each begins
-        with the model's buffers of the step's start, and with random numbers (of Python, NumPy and PyTorch: dropout)
-        that follow from `seed` and its number; after the loop the generators continue as before it. When the loop ends,
-        `.grad` is the mean over all rows, and running statistics of batch norm are the means of those of the
-        micro-batches. Gradients from before the loop are dropped.
-
-        seed: of this batch, an integer >= 0, the same on all ranks; by default the number of the steps done, which
-            `state_dict` holds too.
-
-        Raises on all ranks, when the loop ends: OptionError (bad arguments, buffers that depend on the ranks),
-        DisagreementError (of the arguments), GradientError: a rank has left the loop by an exception or `break`. That
-        rank takes part in the average at its next call of this optimizer; all may then go on with the next batch.
-        """
-        micro_batches, reducer = self._parts.reducer.micro_batches, self._parts.reducer
-        if micro_batches is None:
-            raise OptionError("micro_batches() needs MirroredOptimizer(..., average=Exact())")
-        with self._parts.usable():
-            reducer.forget(release=True)
-            seed = self._parts.owners.all_steps if seed is None else seed
-            yield from micro_batches.run(rows, seed, reducer.comm.rank, reducer.ranks)
-            self._parts.owners.reduce()
-
-    def _refuse_if_exact(self, call: str) -> None:
-        if self._parts.options.exact:
-            raise OptionError(f"Exact excludes {call}")
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager: backward in the block adds up local gradients; the next one after it averages the sum.
@@ -189,7 +155,6 @@ class MirroredOptimizer(Optimizer):
             with optimizer.no_sync():
                 (loss(model(x), y) / len(parts)).backward()
         """
-        self._refuse_if_exact("no_sync(): each loop over micro_batches() is one average")
         reducer = self._parts.reducer
         before, reducer.enabled = reducer.enabled, False
         try:
@@ -208,7 +173,6 @@ class MirroredOptimizer(Optimizer):
         An error in the numbers is raised by all ranks when they average. With LocalSGD it is the weight of this step
         in the round, and the call is local; make it on all ranks or on none.
         """
-        self._refuse_if_exact("rows(): micro_batches() weights each micro-batch by its rows")
         with self._parts.usable():
             self._parts.owners.count_rows(number)
 
@@ -227,7 +191,6 @@ class MirroredOptimizer(Optimizer):
         end, and ranks that would update differently raise a DisagreementError. Raises OptionError on all ranks if there
         is a second MirroredOptimizer on these ranks.
         """
-        self._refuse_if_exact("join(): micro_batches() divides the rows of every batch")
         with self._parts.usable():
             reducer = self._parts.reducer
             reducer.run_in_queue("enters join()", reducer.group.only_one)
@@ -264,8 +227,7 @@ class MirroredOptimizer(Optimizer):
         """The state_dict of the plain optimizer, equal on all ranks. Collective when sharded.
 
         With LocalSGD it is collective, ends the round, and is this rank's own, since the inner optimizer's state
-        differs between ranks. It also has the outer momentum, with Exact the number of steps, the default seed of
-        `micro_batches`; the plain optimizer loads it too.
+        differs between ranks. It also has the outer momentum; the plain optimizer loads it too.
         """
         owners = self._parts.owners
         with nullcontext() if owners.kind == "replicated" else self._parts.usable():

@@ -22,13 +22,12 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
 from trainers import checks
 from trainers.arguments import POSITIVE, Check, Checked, is_flag, name_error
-from trainers.backends import compress_error, exact_error
-from trainers.options.average import REPLICATED, SHARDED, Average, Exact, LocalSGD, Sharded, choice_error, sharded_of
+from trainers.backends import compress_error
+from trainers.options.average import REPLICATED, SHARDED, Exact, LocalSGD, Sharded, choice_error, sharded_of
 from trainers.options.transforms import SkipNotFinite
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
 from trainers.replicas.pytorch.division import division_of, foreign_error
-from trainers.replicas.pytorch.replica import NO_MOMENTUM, batch_norms
 from trainers.replicas.pytorch.tensors import DTYPES, is_dense
 from trainers.state import backup
 from trainers.watching.check_divergence import CheckDivergence
@@ -36,6 +35,7 @@ from trainers.watching.check_gradients import CheckGradients
 
 CHECK_EVERY = 1000  # steps
 
+NO_EXACT = "is of trainers: MirroredTrainer(TorchReplica(module, loss, optimizer), average=Exact())"
 AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
 GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so its buffers have no room for them; {AGAIN}"
 
@@ -69,10 +69,7 @@ class Options:
         which divides the update's time and the optimizer's memory by the number of ranks. Sharded(copies=2) needs ULFM
         (mpirun --with-ft ulfm). Edits of parameters outside of `editing` and `load_state_dict` (call it after the
         model's) are backed up with the next step.
-    average: None: the gradients of all ranks in every step. Exact(): each step computes its gradients inside of
-        `micro_batches`, which divides the rows of a batch among the ranks. On the CPU, without sparse gradients,
-        compress, `rows`, `join` and closures. Running statistics of batch norm are averaged too. The sharded update
-        does not select PyTorch's fused implementation.
+    average: None: the gradients of all ranks in every step.
         LocalSGD(H): gradients are not averaged: every rank takes H steps of its own, without messages; the H-th `step`
         averages the changes of the ranks' parameters. Ranks may pass different H: an average is weighted by the steps
         that each rank has taken (or by `rows`), but all ranks must have the same number of rounds; `join()` allows for
@@ -105,7 +102,7 @@ class Options:
     allreduce: str | AllReduce | Config
     topology: Topology | None = field(metadata={"compared": False})
     update: str | Sharded
-    average: Average | None = field(metadata={"compared": False})  # but by its text
+    average: LocalSGD | None = field(metadata={"compared": False})  # but by its text
     compress: Given  # checked by the backend
     buckets: Buckets
     checks: Sequence[Inspection]
@@ -120,11 +117,6 @@ class Options:
     def update_name(self) -> str:
         """Either "replicated" or "sharded"."""
         return SHARDED if self.sharded else REPLICATED
-
-    @property
-    def exact(self) -> Exact | None:
-        """The options of exact sums; None if gradients are not summed exactly."""
-        return self.average if isinstance(self.average, Exact) else None
 
     @property
     def local(self) -> LocalSGD | None:
@@ -158,6 +150,8 @@ class Options:
         """Yield the errors in the options, for an optimizer on `ranks` ranks; the first one counts. Local."""
         if wrong := choice_error(self.update, self.average):
             yield OptionError(wrong)
+        if isinstance(self.average, Exact):
+            yield OptionError(f"{self.average!r} {NO_EXACT}")
         if not isinstance(self.buckets, Buckets):
             yield OptionError(f"buckets must be a Buckets, got {self.buckets!r}")
         given = self.checks if isinstance(self.checks, Sequence) else [None]
@@ -304,28 +298,11 @@ def _local_errors(trained: dict[str, Parameter], local: LocalSGD, overlap: bool 
             yield OptionError(f"LocalSGD: {name} has strides {each.stride()}, with gaps or overlaps in its memory")
 
 
-def _exact_errors(
-    trained: dict[str, Parameter], sparse: set[int], model: Module, options: Options
-) -> Iterator[OptionError]:
-    if not options.exact:
-        return
-    if wrong := exact_error(options.allreduce, options.compress):
-        yield OptionError(wrong)
-    if any(each.momentum is None for each in batch_norms(model)):
-        yield OptionError(NO_MOMENTUM)
-    for name, each in trained.items():
-        if each.device.type != "cpu":
-            yield OptionError(f"Exact trains on the CPU, and {name} is on {each.device}")
-        if id(each) in sparse:
-            yield OptionError(f"Exact: {name} has sparse gradients, which are not exact; use sparse=False")
-
-
 def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Iterator[OptionError]:
     sparse = sparse_parameters(optimizer, model)
     trained = split_frozen(optimizer, model)[0]
     if options.local:
         yield from _local_errors(trained, options.local, options.buckets.overlap)
-    yield from _exact_errors(trained, sparse, model, options)
     dense = [name for name, each in trained.items() if id(each) not in sparse]
     rest = [name for name, each in trained.items() if id(each) in sparse]
     if dense and isinstance(optimizer, torch.optim.SparseAdam):

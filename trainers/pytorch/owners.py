@@ -17,9 +17,7 @@ from torch.optim import Optimizer
 
 from allreduce import notices
 from allreduce.elastic.retry import Commit
-from allreduce.errors import OptionError
-from allreduce.transport.control import all_values, each_on_all, root_value, together
-from trainers.arguments import is_integer
+from allreduce.transport.control import all_values, each_on_all
 from trainers.checks import check_equal
 from trainers.pytorch.options import Options
 from trainers.pytorch.reducer import Reducer
@@ -37,8 +35,6 @@ from trainers.replicas.pytorch.tensors import as_array, is_dense
 from trainers.state.owners import Owners
 from trainers.transforms import clip
 
-EXACT = "exact"  # the entry of a state_dict with the number of steps
-
 Closure = Callable[[], Any]
 
 
@@ -46,13 +42,11 @@ Closure = Callable[[], Any]
 class Kept:
     """The facts that owners keep when others replace them after a failure.
 
-    skipped: the number of steps that were left out. earlier: with Exact, the steps in a loaded state_dict, less
-    this optimizer's own before it. lost: parts of the state could not be recovered. recovered: during a recovery, the
-    complete state of all ranks.
+    skipped: the number of steps that were left out. lost: parts of the state could not be recovered.
+    recovered: during a recovery, the complete state of all ranks.
     """
 
     skipped: int = 0
-    earlier: int = 0
     lost: bool = False
     recovered: Any = None
 
@@ -85,11 +79,6 @@ class TorchOwners(Owners):
     def steps(self) -> int:
         """The number of steps that the optimizer has done."""
         return self.reducer.steps
-
-    @property
-    def all_steps(self) -> int:
-        """The number of steps, with those of a loaded state_dict."""
-        return self.reducer.steps + self.kept.earlier
 
     def _test_kernels(self) -> None:
         """Learn which fused kernels of `plain` are correct on all ranks, whose CPUs may differ. Collective."""
@@ -252,30 +241,14 @@ class TorchOwners(Owners):
 
     def state_dict(self) -> dict[str, Any]:
         """See MirroredOptimizer.state_dict. Collective if `kind` is not "replicated"."""
-        counts = {EXACT: {"steps": self.all_steps}} if self.options.exact else {}
-        return {**self.gather_state(self.plain.state_dict()), **counts}
+        return self.gather_state(self.plain.state_dict())
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """See MirroredOptimizer.load_state_dict. Collective."""
         reducer = self.reducer
-        steps = reducer.run_in_queue("loads the optimizer's state", partial(self._load, state))
-        if self.options.exact and steps is not None:
-            self.kept.earlier = steps - reducer.steps
+        load = partial(load_root_state, reducer.comm, self.plain, state)
+        reducer.run_in_queue("loads the optimizer's state", load)
         reducer.run_in_queue("tries fused kernels", self._test_kernels)
-
-    def _load(self, state: dict[str, Any] | None) -> int | None:
-        """Load rank 0's state_dict; return its number of steps, None if it has none. Runs in the queue."""
-        comm = self.reducer.comm
-
-        def steps() -> int | None:
-            found = (state or {}).get(EXACT, {}).get("steps")
-            if found is not None and not is_integer(found, 0):
-                raise OptionError(f"the number of steps in this state_dict must be an integer >= 0, not {found!r}")
-            return found
-
-        found = together(comm, lambda: steps() if comm.rank == 0 else None)
-        load_root_state(comm, self.plain, state)
-        return root_value(comm, found, "receive the number of steps")
 
     # Recovery, report, end
 

@@ -10,7 +10,6 @@ When backward returns, `.grad` of every parameter is the average, so that clippi
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -26,7 +25,6 @@ from allreduce.arrays.compression import check_parts
 from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
 from allreduce.call.queue import Future, Queue
-from allreduce.errors import OptionError
 from allreduce.transport import ulfm
 from allreduce.transport.control import raise_together, together
 from allreduce.transport.wait import waiting
@@ -43,7 +41,6 @@ from trainers.pytorch.buckets import (
     spans_of,
     version_of,
 )
-from trainers.pytorch.exact import ExactBucket, MicroBatches
 from trainers.pytorch.hooks import CLOSED, refuse, take_over
 from trainers.pytorch.optimizer_group import OptimizerGroup
 from trainers.pytorch.options import Options
@@ -80,10 +77,9 @@ class Reducer:
         With LocalSGD no gradients are averaged: there are no buckets and no hooks.
     backend: allocates the buffers and reduces them. comm: used in the queue only.
     queue: runs the reductions, in one order on all ranks. during: whether it does so during backward.
-    group, number: the optimizers on these ranks, and the number of this one. model: of the parameters.
+    group, number: the optimizers on these ranks, and the number of this one.
     tensors: with update="sharded", whether a rank updates whole tensors, not slices.
 
-    micro_batches: the terms of a step with Exact, else None.
     state: LOCAL: this rank's gradients may not be averaged yet. SCATTERED: averages in this rank's part of each bucket,
         meaningless values elsewhere. AVERAGED: averages everywhere. While SCATTERED, read only the slices
         `bucket.owned` of dense buckets; `.grad` of a sparse parameter is averaged whole.
@@ -100,7 +96,6 @@ class Reducer:
         during: bool,
         group: OptimizerGroup,
         number: int,
-        model: torch.nn.Module,
         tensors: bool,
     ) -> None:
         self._queue, self.during, self.comm, self.group, self.number = queue, during, comm, group, number
@@ -126,12 +121,7 @@ class Reducer:
             (each, memories[each.dtype].part(each.start, each.stop), self.gradients, backend, share)
             for each, share in zip(self.plan, shares, strict=True)
         ]
-        self.micro_batches: MicroBatches | None = None
-        if options.exact:
-            self.micro_batches = MicroBatches(model, self.gradients, self.flats, backend, options.exact.micro_batch)
-            self.dense: list[DenseBucket] = [ExactBucket(*part, micro_batches=self.micro_batches) for part in parts]
-        else:
-            self.dense = [DenseBucket(*part) for part in parts]
+        self.dense = [DenseBucket(*part) for part in parts]
         self.sparse = [SparseBucket(index, *named, backend) for index, named in enumerate(rows, len(dense))]
         self.buckets: list[DenseBucket | SparseBucket] = [*self.dense, *self.sparse]
         self.bucket_of = {index: at for at, bucket in enumerate(self.buckets) for index in bucket.parameters}
@@ -187,10 +177,6 @@ class Reducer:
     @torch.no_grad()
     def _arrived(self, index: int, parameter: Tensor) -> None:
         """Autograd hook: the gradient of a parameter is complete in this backward."""
-        if self.micro_batches is not None:
-            self.state = LOCAL
-            self.micro_batches.take(index, parameter)
-            return
         backward = self._backward
         running = backward is not None and backward.running()
         if not running:
@@ -220,9 +206,7 @@ class Reducer:
     def reduce(self, number: int) -> None:
         """Reduce a bucket, weighted by the ranks' rows if rows() was called. Runs in the queue."""
         bucket = self.buckets[number]
-        if self.micro_batches is not None and number == 0:
-            self.micro_batches.agree(self.comm)
-        elif number == 0 and isinstance(bucket, DenseBucket):
+        if number == 0 and isinstance(bucket, DenseBucket):
             self._same_data.compare(bucket.memory.fetched())
         bucket.weigh(1.0 if self.rows is None else self.rows.weight)
         if self.check is not None:
@@ -253,7 +237,7 @@ class Reducer:
 
     def average(self) -> None:
         """Average the gradients unless a backward has done so. Collective."""
-        self._abandon_backward()
+        self.abandon()
         if self.state == LOCAL:
             backward = self._begin()
             launch_all([backward])
@@ -274,14 +258,7 @@ class Reducer:
         return partial(self.finish, backward)
 
     def abandon(self) -> None:
-        """Finish the average of a backward that has failed, or of a loop over micro-batches that was left, if other
-        ranks wait for it. Collective in that case."""
-        if self.micro_batches is not None and self.micro_batches.begun:
-            with suppress(GradientError, OptionError):  # this rank has had its error already
-                self.average()
-        self._abandon_backward()
-
-    def _abandon_backward(self) -> None:
+        """Finish the average of a backward that has failed, if other ranks wait for it. Collective in that case."""
         backward = self._backward
         if backward is None:
             return
@@ -389,8 +366,6 @@ class Reducer:
         """Drop the current gradients. release: also set .grad of every parameter to None."""
         self.abandon()
         self.state = LOCAL
-        if self.micro_batches is not None:
-            self.micro_batches.forget()
         for gradient in self.gradients:
             gradient.leftover = False
         if self.rows is self._last_rows and not self.in_closure:  # keep rows that were set for the next average

@@ -125,8 +125,7 @@ class ShardedOptimizer(TorchOwners):
         plain = not any(group.get(key) for key in ("differentiable", "capturable"))
         numbers = not any(isinstance(value, Tensor) for key, value in group.items() if key != "params")
         on_host = self.reducer.device.kind == "cpu"  # on a GPU fused updates have other states
-        # Exact, or whole tensors: the bits of the replicated update
-        free &= self.reducer.micro_batches is None and not self._tensors
+        free &= not self._tensors  # which get the bits of the replicated update
         if not (type(self.plain) in fused.KINDS and free and plain and numbers and on_host):
             return {}
         begun &= all(self.kernels.correct(group, dtype) for dtype in self._dtypes[at])
@@ -180,8 +179,6 @@ class ShardedOptimizer(TorchOwners):
 
     def squares(self) -> float:
         reducer = self.reducer
-        if reducer.micro_batches is not None:
-            self.synchronize()  # the bits of a norm of slices would depend on the ranks
         if reducer.state != SCATTERED:
             return super().squares()
         own = sum(map(square, self._averages())) if self.placement.tells else 0.0

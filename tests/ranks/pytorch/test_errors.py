@@ -23,6 +23,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
 from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers import (  # noqa: E402
     CentralStorageTrainer,
+    Exact,
     NumpyNetwork,
     ParameterServerTrainer,
     Sharded,
@@ -82,6 +83,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
         "buckets": (fine, {"buckets": 25}, option, "buckets must be a Buckets, got 25"),
         "no list": (fine, {"checks": CheckGradients()}, option, "checks is a list of at most one CheckDivergence, and"),
         "twice": (fine, {"checks": [CheckGradients(), SkipNotFinite()]}, option, "at most one CheckGradients or Skip"),
+        "exact": (fine, {"average": Exact()}, option, "is of trainers: MirroredTrainer(TorchReplica(module"),
         "backend": (fine, {"allreduce": "rinng"}, errors.UnknownBackendError, "did you mean 'ring'?"),
         "one phase": (fine, {"allreduce": "native", "update": "sharded"}, option, "'native' has none"),
         "LBFGS": (lambda: (torch.optim.LBFGS(model.parameters()), model), {"update": "sharded"}, option, "LBFGS can't"),
