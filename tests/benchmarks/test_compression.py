@@ -153,6 +153,7 @@ def test_the_target_is_reached_by_two_evaluations_in_a_row() -> None:
 
 
 @pytest.mark.jobs
+@pytest.mark.expensive
 def test_trainings_are_timed(mpirun: JobRunner, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
@@ -186,6 +187,7 @@ def test_another_sha256_is_found() -> None:
 
 
 @pytest.mark.jobs
+@pytest.mark.expensive
 def test_exact_training_has_the_same_bits_everywhere(mpirun: JobRunner, tmp_path: Path) -> None:
     record = tmp_path / "exact.json"
     options = ["exact", "--epochs", "1", "--methods", "ring,shared", "--json", record]

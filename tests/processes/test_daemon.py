@@ -54,11 +54,9 @@ WRAPPERS = {"plain": [], "timeout": ["timeout", "500"], "shell": ["bash", "-c", 
 @pytest.mark.parametrize(
     ("mpi", "options", "wrapper", "where"),
     [
-        ("openmpi", [], "plain", "call"),
-        ("openmpi", [], "shell", "own code"),
+        ("openmpi", [], "shell", "call"),
         ("openmpi", ["--with-ft", "ulfm"], "timeout", "own code"),
         ("mpich", [], "plain", "call"),
-        ("mpich", [], "timeout", "own code"),
     ],
 )
 def test_ranks_end_with_their_daemon(mpi: str, options: list[str], wrapper: str, where: str, tmp_path: Path) -> None:
