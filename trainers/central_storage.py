@@ -52,7 +52,7 @@ class CentralStorageTrainer(Trainer[FewOwners]):
     bits. Optimizer state takes memory on the storage rank alone; on one node the parameters do too. Use `edit` to
     change parameters in place, as with update="sharded".
 
-    For a replica that can't update slices or on a GPU, the whole state is broadcast after each step instead.
+    The replica updates slices, or whole tensors, as for update="sharded".
 
         with CentralStorageTrainer(NumpyNetwork([64, 32, 10]), storage=0) as trainer:
             history = trainer.fit(x, y, epochs=10, batch_size=100)

@@ -55,7 +55,6 @@ class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
         stale: str = "keep",
         max_staleness: int | None = None,
         warm_up: int = 0,
-        learning_rate: str = "keep",
         ranks_per_worker: int = 1,
         allreduce: str = "auto",
         on_failure: str | None = None,
@@ -71,8 +70,6 @@ class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
         max_staleness: with "keep" and "scale", the largest staleness; fast workers wait so that it is not exceeded.
         warm_up: the number of epochs at the beginning that the first worker computes alone; with loaders, in which one
             worker computes at a time.
-        learning_rate: "keep", or "divide": every update uses the learning rate divided by the number of workers, so
-            that the updates by the parts of a batch together are about as large as one update by the batch's mean.
         ranks_per_worker: the number of ranks of a worker. They are on one node if they fit. If the number of ranks
             can't be divided by it, one worker is smaller.
         allreduce: the name of the backend that sums the gradients of a worker's ranks.
@@ -83,8 +80,7 @@ class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
 
         Raises ArgumentError or DisagreementError on all ranks, and frees what it created.
         """
-        asynchronous = stale, max_staleness, warm_up, learning_rate
-        options = Options(servers, updates, *asynchronous, ranks_per_worker, allreduce)
+        options = Options(servers, updates, stale, max_staleness, warm_up, ranks_per_worker, allreduce)
         kind = FewOwners if updates == "sync" else AsynchronousServers
         super().__init__(kind(replica, type(self).__name__, options), topology, on_failure)
         self.updates = updates

@@ -18,7 +18,7 @@ from tests.gpu import fake_cupy
 from tests.gpu.cuda_training import compare, fitted, optimized
 from tests.gpu.fake_gpu import Gpu, TorchCuda
 from tests.ranks.grid import expected, numpy_dtype, values
-from trainers import MirroredTrainer
+from trainers import CentralStorageTrainer, MirroredTrainer
 from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.pytorch import MirroredOptimizer
 from trainers.pytorch.buckets import allocate_flat
@@ -208,13 +208,13 @@ def check_replica() -> None:
         assert GPU.races, f"{name} is not needed"
         GPU.races.clear()
     wanted, scores, _ = fitted(TOPOLOGY, HOST, allreduce="ring")
-    for update in ("replicated", "sharded"):
-        for name in ("auto", "ring"):
-            found, here, kind = on_gpu(fitted, watch, allreduce=name, update=update)
-            assert kind is CUPY.ndarray
-            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-            np.testing.assert_allclose(here, scores, rtol=1e-5)
-            no_races()
+    ways = [{"allreduce": name, "update": update} for name in ("auto", "ring") for update in ("replicated", "sharded")]
+    for options in (*ways, {"kind": CentralStorageTrainer}):
+        found, here, kind = on_gpu(fitted, watch, **options)
+        assert kind is CUPY.ndarray
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(here, scores, rtol=1e-5)
+        no_races()
     assert PINNED
 
 

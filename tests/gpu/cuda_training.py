@@ -69,11 +69,13 @@ def fitted(
     device: torch.device,
     made: Callable[[MirroredTrainer], object] = lambda _: None,
     adam: dict[str, Any] | None = None,
+    kind: Callable[..., Any] = MirroredTrainer,
     **options: Any,
 ) -> tuple[np.ndarray, list[float], Any]:
-    """Return the parameters, the last scores and the type of the array that a MirroredTrainer has reduced in two fits.
+    """Return the parameters, the last scores and the type of the array that a trainer has reduced in two fits.
 
-    made: called with the trainer before it trains. adam: use Adam with these options, instead of SGD with momentum.
+    kind: of the trainer. made: called with it before it trains. adam: use Adam with these options, instead of SGD with
+        momentum.
     """
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9), torch.nn.ReLU(), torch.nn.Linear(9, 4)]
@@ -82,15 +84,15 @@ def fitted(
     if adam is not None:
         plain = torch.optim.Adam(model.parameters(), lr=0.01, **adam)
     replica = TorchReplica(model, torch.nn.CrossEntropyLoss(), plain)
-    with MirroredTrainer(replica, topology=topology, **options) as trainer:
+    with kind(replica, topology=topology, **options) as trainer:
         made(trainer)
         for ahead in (False, True):  # the second one begins with rank 0's state, which all ranks load
             trainer.fit(Loader((X, Y), prefetch=ahead), epochs=1, batch_size=16, progress=False)
-        kind, scores = type(trainer.buffer), trainer.evaluate(X, Y)
+        array, scores = type(trainer.buffer), trainer.evaluate(X, Y)
         trainer.predict(X)
         local = replica.local_state()
         replica.load_local_state(local)
-        return replica.state()["parameters"].copy(), list(scores.values()), kind
+        return replica.state()["parameters"].copy(), list(scores.values()), array
 
 
 def networks(topology: Topology, device: str, **options: Any) -> np.ndarray:

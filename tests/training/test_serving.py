@@ -136,7 +136,6 @@ def test_what_becomes_of_stale_gradients() -> None:
     assert [StalenessRule("keep").factor(each) for each in (0, 7)] == [1, 1]
     assert [StalenessRule("scale").factor(each) for each in (0, 1, 3)] == [1, 0.5, 0.25]
     assert [StalenessRule("drop", 2).factor(each) for each in (0, 2, 3)] == [1, 1, 0]
-    assert StalenessRule("scale", None, 0.5).factor(1) == 0.25
     assert [StalenessRule("keep", 3).bound, StalenessRule("scale", 3).bound, StalenessRule("drop", 3).bound] == [
         3,
         3,

@@ -385,11 +385,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="one worker alone trains the first N epochs",
         ),
         Option(
-            "lr_by_workers", choices=SERVER_CHOICES["learning_rate"], default="keep", strategies=(SERVERS,),
-            needs=ASYNC, argument="learning_rate",
-            help="divide: the servers divide the learning rate by the number of workers",
-        ),
-        Option(
             "ranks_per_worker", "N", integer(1), default=1, strategies=(SERVERS,), needs=ASYNC,
             help="the ranks of a worker: they divide its rows and sum their gradients, and one of them speaks with the "
             "servers",

@@ -1,34 +1,26 @@
 """The strategy in which a few ranks hold the parameters and the optimizer: one rank of central storage, or servers.
 
 These ranks are the owners of a mirrored training: each sums the gradients of its slice and updates the parameters
-there; then the other ranks receive them. On one node the parameters are in shared memory, so nothing is sent. Where one
-rank owns everything, and a replica's parameters can't be moved into the trainer's memory, the other ranks receive a
-copy of the whole state instead.
+there; then the other ranks receive them. On one node the parameters are in shared memory, so nothing is sent.
 """
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-
-from allreduce import create, notices
-from allreduce.arrays import gpu
+from allreduce import create
 from allreduce.backend import AllReduce
 from allreduce.elastic.standby import JOINED
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
-from allreduce.transport.control import on_all_ranks, root_value, together
+from allreduce.transport.control import on_all_ranks, root_value
 from trainers.errors import ArgumentError
-from trainers.group import RankGroup, broadcast_arrays
+from trainers.group import RankGroup
 from trainers.options.average import Sharded
 from trainers.replica import Replica
-from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.central import Central
 from trainers.strategies.interface import outlives_ranks, replica_error
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.step import ReducedStep, StepOwners
-
-NORM = "trainer.norm"  # in a broadcast state: the norm of the gradients
 
 
 class Placement(Protocol):
@@ -133,58 +125,10 @@ class FewOwners(Mirrored):
         return super()._effective_copies()
 
     def _divided(self, step: ReducedStep) -> StepOwners:
-        if self.replica.device == "cpu":
-            try:
-                return super()._divided(step)
-            except ArgumentError as error:  # on all ranks
-                if self._placement.serve:
-                    raise
-                text = f"central storage copies the model's whole state in every step: {error}"
-                notices.once(self.group.rank, text)
-        return CopyingOwner(step, self.steps, self.servers[0])
-
-
-class CopyingOwner(StepOwners):
-    """One rank updates, and then broadcasts its complete state. root: that rank."""
-
-    kind = "sharded"
-
-    def __init__(self, step: ReducedStep, steps: int, root: int) -> None:
-        super().__init__(step, steps)
-        self._root, self._owner = root, step.comm.rank == root
-
-    def reduce(self) -> None:
-        step = self._step
-        if gpu.is_gpu_array(step.buffer):
-            host = step.buffer.get()
-            step.backend.reduce_scatter(host, "sum")
-            step.buffer.set(host)
-        else:
-            step.reduce("reduce_scatter")
-        step.tell(slice(0, step.buffer.size if self._owner else 0))
-
-    def squares(self) -> Any:
-        return super().squares() if self._owner else None
-
-    def update(self, squares: Any) -> None:
-        together(self._comm, lambda: super(CopyingOwner, self).update(squares) if self._owner else None)
-
-    def share(self) -> None:
-        """Broadcast the owner's state, and the norm of its gradients, if it has one. Collective."""
-        self._step.clock.start()
-        with self._step.span(COMMUNICATION):
-            state = together(self._comm, lambda: self._held() if self._owner else {})
-            state = broadcast_arrays(self._comm, state, self._root, "broadcast the state of the storage rank")
-            norm = state.pop(NORM, None)
-            if norm is not None:
-                self._step.rule.norms.set(float(norm))
-            together(self._comm, lambda: None if self._owner else self._load(state))
-        self._step.clock.stop()
-
-    def _load(self, state: dict[str, np.ndarray]) -> None:
-        self._replica.load_state(state)
-        self.set_steps(self._steps + 1)
-
-    def _held(self) -> dict[str, np.ndarray]:
-        norm = self._step.rule.norms.of_step
-        return self._replica.state() | ({} if norm is None else {NORM: np.array(float(norm))})
+        try:
+            return super()._divided(step)
+        except ArgumentError as error:  # on all ranks
+            text = (
+                f'{self.name} updates slices of the parameters, as MirroredTrainer does with update="sharded": {error}'
+            )
+            raise on_all_ranks(ArgumentError(text), self.group.comm) from error

@@ -1,7 +1,7 @@
 """The step of a synchronous training: it averages the gradients, and the owners of the parameters update them.
 
 `Step` is the only averaging loop. `StepOwners` are the ranks that update: here all of them, each its whole replica.
-trainers.strategies.sharded has ranks that update slices, and trainers.strategies.few_owners one rank that copies.
+trainers.strategies.sharded has ranks that update slices of them.
 """
 
 import itertools

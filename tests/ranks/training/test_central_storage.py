@@ -12,7 +12,6 @@ import allreduce
 import allreduce.errors
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork, datasets
 from trainers.errors import ArgumentError
-from trainers.strategies.few_owners import CopyingOwner
 from trainers.strategies.sharded import SliceOwners
 from trainers.watching.callback import Callback
 
@@ -35,7 +34,7 @@ def network(kind: type[NumpyNetwork] = NumpyNetwork, seed: int = 3) -> NumpyNetw
 
 
 class Bare(NumpyNetwork):
-    """A replica whose parameters can't be in shared memory."""
+    """A replica of which no slice can be updated."""
 
     def slice_error(self) -> str:
         return "it has no slices"
@@ -50,25 +49,17 @@ def mirrored(data: Data, topology: allreduce.Topology) -> tuple[dict[str, np.nda
 
 
 @pytest.mark.parametrize(
-    ("shape", "last", "kind"),
-    [
-        ("one node", False, NumpyNetwork),
-        ("one node", True, NumpyNetwork),
-        ("one node", True, Bare),
-        ("nodes of one", False, NumpyNetwork),
-        ("nodes of two", True, NumpyNetwork),
-        ("nodes of two", False, Bare),
-    ],
+    ("shape", "last"), [("one node", False), ("one node", True), ("nodes of one", False), ("nodes of two", True)]
 )
 def test_it_gives_the_bits_of_a_mirrored_training(
-    shape: str, last: bool, kind: type[NumpyNetwork], data: Data, topology_of: Callable[[Any], allreduce.Topology]
+    shape: str, last: bool, data: Data, topology_of: Callable[[Any], allreduce.Topology]
 ) -> None:
     topology = topology_of(SHAPES[shape])
-    replica = network(kind, seed=3 + topology.rank)  # the model of rank 0 must win, wherever the storage is
+    replica = network(seed=3 + topology.rank)  # the model of rank 0 must win, wherever the storage is
     storage = topology.size - 1 if last else 0
     with CentralStorageTrainer(replica, topology, storage=storage) as trainer:
         if topology.size > 1:
-            assert type(trainer.strategy.owners) is (CopyingOwner if kind is Bare else SliceOwners)
+            assert type(trainer.strategy.owners) is SliceOwners
         history = trainer.fit(*data, 2, 100, seed=7, progress=False)
         assert len(set(trainer.parameters_sha256())) == 1
     expected, losses = mirrored(data, topology)
@@ -115,18 +106,16 @@ class Faulty(NumpyNetwork):
 
 
 def test_no_replica_is_updated_by_a_step_that_one_rank_has_failed(data: Data, flat: allreduce.Topology) -> None:
-    kinds = [Faulty] if flat.size == 1 else [Faulty, type("Bare", (Bare, Faulty), {})]
-    for kind in kinds:
-        replica, expected = network(kind), network()
-        replica.faulty = flat.rank == flat.size - 1  # type: ignore[attr-defined]
-        with CentralStorageTrainer(replica, flat) as trainer:
-            with pytest.raises(ValueError, match="a fault of this rank"):
-                trainer.fit(*data, 1, 100, shuffle=False, progress=False)
-            parameters = replica.parameters.copy()
-        with CentralStorageTrainer(expected, flat) as trainer:
-            trainer.fit(data[0][:200], data[1][:200], 1, 100, shuffle=False, progress=False)
-        assert np.array_equal(parameters, expected.parameters)
-        assert replica.optimizer.steps == expected.optimizer.steps == 2
+    replica, expected = network(Faulty), network()
+    replica.faulty = flat.rank == flat.size - 1  # type: ignore[attr-defined]
+    with CentralStorageTrainer(replica, flat) as trainer:
+        with pytest.raises(ValueError, match="a fault of this rank"):
+            trainer.fit(*data, 1, 100, shuffle=False, progress=False)
+        parameters = replica.parameters.copy()
+    with CentralStorageTrainer(expected, flat) as trainer:
+        trainer.fit(data[0][:200], data[1][:200], 1, 100, shuffle=False, progress=False)
+    assert np.array_equal(parameters, expected.parameters)
+    assert replica.optimizer.steps == expected.optimizer.steps == 2
 
 
 def test_a_callback_on_one_rank_stops_all(data: Data, flat: allreduce.Topology) -> None:
@@ -154,6 +143,8 @@ def test_arguments_that_make_no_sense_leave_nothing_behind(
     with pytest.raises(ArgumentError, match='device="cuda": this NumpyNetwork is on cpu'):
         CentralStorageTrainer(network(), topology, device="cuda")
     if topology.size > 1:
+        with pytest.raises(ArgumentError, match=r"CentralStorageTrainer updates slices .*it has no slices"):
+            CentralStorageTrainer(network(Bare), topology)
         with pytest.raises(allreduce.errors.DisagreementError, match=r"rank 0: .*storage=0.*\n.*rank 1: .*storage=1"):
             CentralStorageTrainer(network(), topology, storage=min(topology.rank, 1))
         with pytest.raises(allreduce.errors.DisagreementError, match="the ranks disagree"):

@@ -130,7 +130,7 @@ def applied(history: History) -> list[int]:
     "options",
     [
         {},
-        {"stale": "scale", "learning_rate": "divide"},
+        {"stale": "scale"},
         {"stale": "drop", "max_staleness": 1},
         {"max_staleness": 0},
         {"max_staleness": 2, "servers": max(1, SIZE - 2)},

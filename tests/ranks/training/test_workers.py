@@ -41,7 +41,7 @@ class Checksums(Callback):
 @several
 @pytest.mark.parametrize(
     ("options", "per_node"),
-    [({}, None), ({"max_staleness": 0}, 1), ({"stale": "scale", "learning_rate": "divide", "warm_up": 1}, 2)],
+    [({}, None), ({"max_staleness": 0}, 1), ({"stale": "scale", "warm_up": 1}, 2)],
 )
 @pytest.mark.parametrize(("servers", "ranks"), SHAPES)
 def test_the_ranks_of_an_asynchronous_worker_have_equal_parameters(

@@ -28,12 +28,10 @@ class StalenessRule(NamedTuple):
 
     stale: "keep" applies them unchanged; "drop" discards those more than `most` updates behind; "scale" divides the
         learning rate by staleness + 1 (W. Zhang et al.: Staleness-aware async-SGD for distributed deep learning, 2015).
-    rate: factor on the learning rate of every update.
     """
 
     stale: str = "keep"
     most: int | None = None
-    rate: float = 1.0
 
     @property
     def bound(self) -> int | None:
@@ -44,8 +42,8 @@ class StalenessRule(NamedTuple):
         """Return the factor on the learning rate for a gradient of this staleness; 0.0 drops the gradient."""
         if self.stale == "drop":
             assert self.most is not None
-            return self.rate if staleness <= self.most else 0.0
-        return self.rate / (staleness + 1) if self.stale == "scale" else self.rate
+            return float(staleness <= self.most)
+        return 1.0 / (staleness + 1) if self.stale == "scale" else 1.0
 
 
 HOW_FAR = "learn the positions of the servers"

@@ -15,7 +15,7 @@ from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import NamedCall, all_done, checking, wait_until
 from trainers.stopwatch import Stopwatch
 
-ASK, PUSH, REPLY = 1, 2, 3  # tags
+ASK, PUSH, REPLY, PARAMETERS = 1, 2, 3, 4  # tags
 UNIT = 64  # bytes; counts of messages are multiples of it, so that they fit a C int
 
 

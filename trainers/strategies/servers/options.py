@@ -9,7 +9,7 @@ from trainers.errors import ArgumentError
 from trainers.replica import Replica
 
 # the values that these arguments of a ParameterServerTrainer may have
-CHOICES = {"updates": ("sync", "async"), "stale": ("keep", "drop", "scale"), "learning_rate": ("keep", "divide")}
+CHOICES = {"updates": ("sync", "async"), "stale": ("keep", "drop", "scale")}
 
 
 def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], ArgumentError | None]:
@@ -54,9 +54,9 @@ def worker_error(ranks_per_worker: Any, backend: Any, ranks: int) -> ArgumentErr
     return None
 
 
-def options_error(updates: Any, stale: Any, most: Any, warm_up: Any, rate: Any) -> ArgumentError | None:
+def options_error(updates: Any, stale: Any, most: Any, warm_up: Any) -> ArgumentError | None:
     """Return the error if these options of a parameter server are invalid, or None."""
-    for name, value in (("updates", updates), ("stale", stale), ("learning_rate", rate)):
+    for name, value in (("updates", updates), ("stale", stale)):
         if text := name_error(name, value, CHOICES[name]):
             return ArgumentError(text)
     limits = integer_error("max_staleness", most, 0, optional=True) or integer_error("warm_up", warm_up, 0)
@@ -84,7 +84,6 @@ class Options(NamedTuple):
     stale: str = "keep"
     max_staleness: int | None = None
     warm_up: int = 0
-    learning_rate: str = "keep"
     ranks_per_worker: int = 1
     allreduce: str = "auto"
 
@@ -97,13 +96,11 @@ class Options(NamedTuple):
 
     def error(self, replica: Replica, ranks: Topology) -> ArgumentError | None:
         servers, error = server_ranks(self.servers, ranks.size)
-        error = error or options_error(*self[1:6]) or useless_error(self)
+        error = error or options_error(*self[1:5]) or useless_error(self)
         error = error or worker_error(self.ranks_per_worker, self.allreduce, ranks.size - len(servers))
-        kind, rates = type(replica).__name__, self.stale == "scale" or self.learning_rate == "divide"
-        if error is None and rates and not getattr(replica, "learning_rates", True):
-            error = ArgumentError(
-                f'{kind} has no learning rate that can be set, so leave out stale="scale" and learning_rate="divide"'
-            )
+        if error is None and self.stale == "scale" and not getattr(replica, "learning_rates", True):
+            text = 'has no learning rate that can be set, so leave out stale="scale"'
+            error = ArgumentError(f"{type(replica).__name__} {text}")
         return error
 
     def renumbered(self, previous: tuple[int, ...]) -> "Options":

@@ -15,7 +15,6 @@ from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
 from allreduce.transport.control import combine, on_all_ranks, root_value, together
-from allreduce.transport.wait import waiting
 from trainers import stopwatch
 from trainers.backends import bind_own
 from trainers.checks import LEARNING_RATES
@@ -29,7 +28,7 @@ from trainers.state.owners import Owners
 from trainers.strategies import alike
 from trainers.strategies.interface import EpochRun, Strategy, replica_error
 from trainers.strategies.rule import FLAGS
-from trainers.strategies.servers.mailbox import FAILED, STOP, Client, Mailbox, Waiter
+from trainers.strategies.servers.mailbox import FAILED, PARAMETERS, STOP, Client, Mailbox, Waiter
 from trainers.strategies.servers.server import Shard
 from trainers.strategies.servers.worker import WorkerRanks, Workers, remaining
 from trainers.watching.meter import Tally
@@ -133,7 +132,6 @@ class ServerStrategy(Strategy, Owners):
         self._queue = self._make_queue()
         self._set_part()
         self._messages: MPI.Intracomm = topology.private()
-        self._make_speakers()
         self._waiter = Waiter(topology, self.clock)
         # waits that overlap with computation do not count as communication
         self._overlapped_waiter = Waiter(topology, stopwatch.make("cpu"))
@@ -149,17 +147,6 @@ class ServerStrategy(Strategy, Owners):
             ends = self._messages, self._waiter, ahead
             self._client = Client(*ends, self.servers, self._slices, self._measures, self._dtype)
         self._connected = True
-
-    def _make_speakers(self) -> None:
-        """Create the communicator in which servers broadcast parameters to the workers' leaders. Collective."""
-        group, speakers = self.group, sorted({*self.servers, *self.leaders})
-        self._speaks = group.rank in speakers
-        self._roots = [speakers.index(server) for server in self.servers]
-        self._speakers = group.comm
-        if len(speakers) < group.size:
-            with waiting(group.comm, "make a communicator"):
-                made = group.topology.world.Split(int(not self._speaks), group.rank)
-            self._speakers = group.topology.own(made, watch=True)
 
     def _make_queue(self) -> Queue:
         """Create the queue of the second thread, of a worker of its own: its calls wait for calls of another kind on
@@ -188,8 +175,6 @@ class ServerStrategy(Strategy, Owners):
         self._worker.close()
         self._waiter.forget()
         self._overlapped_waiter.forget()
-        if len({*self.servers, *self.leaders}) < self.group.size:
-            self.group.topology.release(self._speakers)
         self.group.topology.release(self._messages)
 
     def abandon(self) -> None:
@@ -302,10 +287,16 @@ class ServerStrategy(Strategy, Owners):
     def _broadcast_parameters(self) -> None:
         """Give all ranks the servers' parameters: servers send them to the workers' leaders, and these to the other
         ranks of their workers. Collective."""
-        for root, part in zip(self._roots, self._slices, strict=True):
-            for piece in pieces(self._parameters[part]) if self._speaks else ():
-                request = self._speakers.Ibcast(piece, root)
-                self._waiter.all_of([request], "receive the parameters of the servers")
+        rank, comm, speakers = self.group.rank, self._messages, {*self.servers, *self.leaders}
+        requests: list[MPI.Request] = []
+        for server, part in zip(self.servers, self._slices, strict=True):
+            others = speakers - {server}
+            for piece in pieces(self._parameters[part]):
+                if rank == server:
+                    requests += [comm.Isend(piece, other, PARAMETERS) for other in others]
+                elif rank in others:
+                    requests.append(comm.Irecv(piece, server, PARAMETERS))
+        self._waiter.all_of(requests, "receive the parameters of the servers")
         self._worker.share_parameters()
         self.replica.refresh()
 

@@ -163,8 +163,7 @@ class AsynchronousServers(ServerStrategy):
     def connect(self, group: RankGroup) -> None:
         super().connect(group)
         given = self._options
-        rate = 1 / len(self.workers) if given.learning_rate == "divide" else 1.0
-        self._rule = StalenessRule(given.stale, given.max_staleness, rate)
+        self._rule = StalenessRule(given.stale, given.max_staleness)
         self._own_number = self.part  # before any worker failed
 
     def _agree_on_progress(self) -> None:
