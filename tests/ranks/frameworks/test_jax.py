@@ -32,7 +32,6 @@ from tests.frameworks.replica_checks import (  # noqa: E402
 from trainers import (  # noqa: E402
     EMA,
     Accumulate,
-    CentralStorageTrainer,
     ClipNorm,
     Loader,
     MirroredTrainer,
