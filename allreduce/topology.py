@@ -87,11 +87,12 @@ class Topology:
         *,
         parent: "Topology | None" = None,
         on_one_host: bool = False,
+        unrevoked: MPI.Intracomm | None = None,
     ) -> None:
         """See the class. Collective over `comm`.
 
         parent: a topology that contains these ranks, and closes and revokes this one with itself. on_one_host: all
-        ranks are known to share memory.
+        ranks are known to share memory. unrevoked: a communicator of these ranks that this topology may keep.
         """
         children.check()
         abort.record_lifetime()
@@ -103,12 +104,12 @@ class Topology:
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
         error = error_of_sizes(ranks_per_node, comm.size) or _bad_timeout(timeout)
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
-        self._owned: list[MPI.Intracomm] = []
+        self._owned: list[MPI.Intracomm] = [] if unrevoked is None else [unrevoked]
         self._users: list[Closeable] = []
         self._children: list[Topology] = []
         self._services: dict[Callable[[Topology], Any], Any] = {}
         self._guard = threading.Lock()  # of _owned; held for moments, never while communicating
-        self._unrevoked: MPI.Intracomm | None = None  # of _owned; no failure revokes it
+        self._unrevoked = unrevoked  # of _owned; no failure revokes it
         self._numbers, self.closed, self.apart, self.is_part = 0, False, False, parent is not None
         self._revoked = False
         if parent is not None and parent.adopt(self):  # before any wait: a failure in the parent then reaches this one
@@ -147,7 +148,7 @@ class Topology:
         self.world: MPI.Intracomm = self.own(comm.Dup(), watch=True)
         self.finish_record = self.detector.wait_record(self.next_number(), raises=True)  # of `finished`
         if ulfm.in_force():  # ranks announce that they leave on a communicator that no failure revokes
-            self._unrevoked = self.own(self.world.Dup())
+            self._unrevoked = self._unrevoked or self.own(self.world.Dup())
             self.detector.messages.use_unrevoked(self._unrevoked, self.finish_record)
         self.previous_ranks = tuple(range(self.size))
         self.host: MPI.Intracomm = self.world if on_one_host else self._ranks_of_this_host()
@@ -533,7 +534,7 @@ class Topology:
                 "this job can't continue after a rank fails: start it with Open MPI's mpirun --with-ft ulfm"
             )
         self.revoke()
-        made = type(self).of_survivors(self.world, self.ranks_per_node, self.timeout)
+        made = type(self).of_survivors(self.world, self.ranks_per_node, self.timeout, self.host.size == self.size)
         if self.apart:
             made.isolate()
         self.abandon()
@@ -545,10 +546,12 @@ class Topology:
         comm: MPI.Intracomm | None = None,
         ranks_per_node: NodeSizes = None,
         timeout: float | None = None,
+        on_one_host: bool = False,
     ) -> "Topology":
         """Create a Topology of the living ranks of `comm`; start again if one fails meanwhile. Collective over these.
 
         For the start of programs that continue after failures. Without ULFM it is `Topology(...)`.
+        on_one_host: all ranks are known to share memory.
         """
         children.check()
         comm = _checked(comm)
@@ -560,7 +563,8 @@ class Topology:
                 left = ulfm.shrink(comm)
             previous, made = processes.ranks_in(comm, left), None
             try:
-                made = cls(left, nodes_left(ranks_per_node, previous, comm.size), timeout)
+                nodes = nodes_left(ranks_per_node, previous, comm.size)
+                made = cls(left, nodes, timeout, on_one_host=on_one_host, unrevoked=left)
             except Exception as error:
                 if ulfm.lost(error) is None and not (ulfm.may_be_failure(error) and left.size != tried):
                     if isinstance(error, MPI.Exception):
@@ -569,7 +573,6 @@ class Topology:
                     raise
             tried = left.size
             done = ulfm.agree(left, made is not None)
-            left.Free()
             if made is not None and done:
                 made.previous_ranks = previous
                 deferred_free.repaired()

@@ -88,7 +88,7 @@ class Ranks:
     ranks_per_node = timeout = None
     of_survivors = classmethod(topology_module.Topology.of_survivors.__func__)  # type: ignore[attr-defined]
 
-    def __init__(self, comm: Comm, *_: Any) -> None:
+    def __init__(self, comm: Comm, *_: Any, **__: Any) -> None:
         self.world = Comm((*comm.path, "world"), comm.members)
         if comm.path:
             running[-1].act(Comm((*comm.path, "made"), comm.members))

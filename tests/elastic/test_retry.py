@@ -86,7 +86,7 @@ class _Broken(Topology):
 
     failures = 0
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         type(self).failures -= 1
         if type(self).failures >= 0:
             raise MPI.Exception(MPI.ERR_OTHER)
