@@ -387,8 +387,9 @@ class Worker:
             self._thread.start()
             self._wake.put(True)  # for calls submitted before
 
-    def submit(self, queue: Queue, future: Future, request: Request = NOTHING) -> Future:
-        """Announce a call, or make it ready if nothing needs announcing; see Queue.submit."""
+    def submit(self, queue: Queue, future: Future, request: Request = NOTHING, waits: bool = False) -> Future:
+        """Announce a call, or make it ready if nothing needs announcing; see Queue.submit. waits: this thread waits for
+        it now. If nothing else is to be done it does the work too: that spares two switches of threads."""
         self.detector.check()
         try:
             with self.detector.translating_failures(), self._lock:
@@ -397,6 +398,7 @@ class Worker:
                         f"{queue.name} is broken: an earlier call failed ({type(queue.broken).__name__}: "
                         f"{queue.broken})"
                     ) from queue.broken
+                here = self._thread is None or (waits and self._open == 0)
                 self._open += 1
                 if queue.alone or self.size == 1:
                     self._ready.append((queue, future))
@@ -405,8 +407,10 @@ class Worker:
         except RankLostError as lost:
             self.fail(queue, lost)
             raise
-        if self._thread is not None:
+        if not here:
             self._wake.put(True)
+        elif waits:
+            self.work_until(future.done)
         return future
 
     def wait_for(self, done: threading.Event, timeout: float | None) -> None:

@@ -102,7 +102,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
             streams.synchronize()
 
         limit = timeout_seconds(timeout or getattr(opts, "timeout", None), self._timeout)
-        return self._coalesce(self._operations.submit(name, written, limit, run, signature))
+        waits = not getattr(opts, "asyncOp", True) and self._coalesced is None
+        return self._coalesce(self._operations.submit(name, written, limit, run, signature, waits))
 
     # Reductions
 

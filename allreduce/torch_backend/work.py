@@ -223,7 +223,6 @@ class OperationQueue:
         self.submitted = 0
         self.given_up: weakref.WeakSet[Operation] = weakref.WeakSet()  # a wait for these has timed out
         self._detector, self._executor = topology.detector, executor
-        executor.sleeps = True  # backward needs the core
         self._threaded, self._compares = threaded, topology.size > 1
         self.queue = self._open(topology, f"process group {name}")
         self._inside: int | None = None  # the thread that runs an operation
@@ -240,23 +239,23 @@ class OperationQueue:
         limit: float,
         action: Callable[[], object],
         signature: str | None = "",
+        waits: bool = False,
     ) -> Operation:
         """Submit `action`, to run after all earlier operations, and return the operation. See Operation.
 
         signature: text after the name: the arguments that must be equal on all ranks. None: `action` is one call of the
-        executor, which compares them.
+        executor, which compares them. waits: the caller waits for it now.
         """
         if self.broken is not None:
             raise without_frames(self.broken)
         self.submitted += 1
+        self._executor.sleeps = not waits  # backward needs the core
         work = partial(self._do, None if signature is None else name + signature, action)
-        operation, worker = Operation(name, written, limit, self, work), self.queue.worker
+        operation = Operation(name, written, limit, self, work)
         if self._inside == threading.get_ident():
             operation.run()
             return operation
-        worker.submit(self.queue, operation)
-        if not self._threaded:
-            worker.work_until(operation.done)
+        self.queue.worker.submit(self.queue, operation, waits=waits or not self._threaded)
         return operation
 
     @contextmanager

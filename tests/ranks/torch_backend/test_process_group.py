@@ -444,6 +444,22 @@ def test_a_finished_operation_keeps_no_tensor(late: bool, monkeypatch: pytest.Mo
     assert reference() is None
 
 
+def test_a_caller_that_waits_at_once_does_the_work_itself() -> None:
+    """Two switches of threads cost more than a small sum. Overlapping operations run in the group's thread."""
+    group, threads = dist.distributed_c10d._get_default_group(), []
+    executor = group._reducer.main.executor
+    executor.observers.append(lambda *_: threads.append(threading.current_thread().name))
+    try:
+        dist.all_reduce(torch.ones(8))
+        dist.all_reduce(torch.ones(8), async_op=True).wait()
+        dist.all_reduce(torch.ones(8))
+    finally:
+        executor.observers.pop()
+    here = threading.current_thread().name
+    assert threads[0] == here
+    assert threads[1] == "allreduce worker"
+
+
 def test_collectives_inside_of_callbacks_keep_their_place() -> None:
     """As in PowerSGD's hook: submitted in a callback, and waited for in that callback."""
 
