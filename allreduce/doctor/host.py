@@ -6,6 +6,7 @@ findings from the facts of all ranks.
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -93,9 +94,9 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
 
 # Versions
 
-LIBRARIES = ("numpy", "mpi4py", "ml_dtypes", "torch")
+TRIED = json.loads(Path(__file__).with_name("tried.json").read_text())  # versions that were tested, oldest first
+LIBRARIES = tuple(name for name in TRIED if name != "Python")
 PREFIXES = ("cupy", "nvidia-nccl")  # of package names that end in a CUDA version
-TRIED = {"torch": ("2.7.0", "2.13.0", "2.15.0")}  # versions tested with this version of allreduce, oldest first
 SAME = "install the same on all hosts: one environment in a folder that all of them see, or one container image"
 
 
@@ -126,19 +127,19 @@ def judge_versions(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
             yield found
     yield ok("the same", ", ".join(same))
     for name, tried in TRIED.items():
-        if versions := {rank.facts["versions"].get(name) for rank in ranks} - {None}:
+        versions = {rank.facts["versions"].get(name) for rank in ranks} - {None}
+        if any(numbers(version)[:2] > numbers(tried[-1])[:2] for version in versions):
             text = f"{', '.join(sorted(versions))}; this version of allreduce was tried with {', '.join(tried)}"
-            well = all(_minor(tried[0]) <= _minor(version) <= _minor(tried[-1]) for version in versions)
-            advice = f"if something fails with it, install {name}=={tried[-1]}"
-            yield ok(f"{name}, tried", text) if well else warning(f"{name}, tried", text, advice)
+            yield warning(f"{name}, tried", text, f"if something fails with it, use {name} {tried[-1]}")
+    yield ok("newest tried", ", ".join(f"{name} {tried[-1]}" for name, tried in TRIED.items()))
     yield alike("kernels", ranks, lambda rank: rank.facts["kernels"], "all ranks wait for those without the C library")
     advice = "in every step all ranks wait for the slowest: use hosts of one kind"
     yield alike("CPU", ranks, lambda rank: rank.facts["cpu"], advice)
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    """Return (2, 13) for "2.13.0+cpu"."""
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2])
+def numbers(version: str) -> tuple[int, ...]:
+    """Return (2, 13, 0) for "2.13.0+cpu"."""
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.partition("+")[0].split("."))
 
 
 # Cores

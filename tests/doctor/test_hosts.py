@@ -103,17 +103,17 @@ def test_versions_that_differ() -> None:
     assert "EPYC on rank 0; Xeon on rank 1" in only(judged("versions", ranks)).text
 
 
-def test_versions_that_were_not_tried() -> None:
+def test_versions_that_are_newer_than_those_tried() -> None:
     ranks = cluster(1, 1)
-    assert not any("tried" in finding.name for finding in judged("versions", ranks))
-    oldest, *_, newest = host.TRIED["torch"]
-    for version, level in ((oldest, OK), (f"{newest}+cpu", OK), ("2.4.1", WARNING), ("2.99.0a0", WARNING)):
+    newest = host.TRIED["torch"][-1]
+    for version, told in ((newest, False), (f"{newest}+cpu", False), ("2.4.1", False), ("2.99.0a0", True)):
         for rank in ranks:
             rank.facts["versions"]["versions"] |= {"torch": version}
-        (found,) = (each for each in judged("versions", ranks) if each.name == "torch, tried")
-        assert found.level == level
-        assert found.text.startswith(f"{version}; this version of allreduce was tried with {oldest}")
-        assert (newest in found.advice) == (level == WARNING)
+        found = worse(judged("versions", ranks))
+        assert [finding.name for finding in found] == ["torch, tried"] * told
+        assert all(finding.level == WARNING and f"torch {newest}" in finding.advice for finding in found)
+        (line,) = (each for each in judged("versions", ranks) if each.name == "newest tried")
+        assert f"torch {newest}" in line.text
 
 
 def test_the_versions_that_were_tried_are_those_that_are_asked_for() -> None:

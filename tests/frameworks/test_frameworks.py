@@ -6,12 +6,13 @@ That Lightning, Accelerate and Transformers train over our process group is test
 from collections.abc import Iterator
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from allreduce.errors import UnavailableError
-from allreduce.torch_backend import require
 from tests.conftest import JobRunner
+
+torch = pytest.importorskip("torch")
+dist = torch.distributed
+require = pytest.importorskip("allreduce.torch_backend").require
 
 
 @pytest.fixture
