@@ -165,6 +165,7 @@ def test_a_sigterm_before_a_fit_ends_it_before_its_first_step() -> None:
         (lambda: Loader(X, rows="whole", steps=0), "Loader: steps must be an integer >= 1, or None, got 0"),
         (lambda: Loader(X, steps=3), "Loader: steps are of batches: give rows too"),
         (lambda: Loader(X, prefetch="yes"), "prefetch must be True or False, or None, got 'yes'"),
+        (lambda: Loader(X, "whole", prefetch=True), "prefetch is of data sets"),
         (lambda: Accumulate(0), "Accumulate: micro_batches must be an integer >= 1, got 0"),
         (lambda: Accumulate(2.0), "an integer >= 1, got 2.0"),  # type: ignore[arg-type]
         (lambda: Accumulate(np.ones(2)), "an integer >= 1"),  # type: ignore[arg-type]

@@ -173,7 +173,7 @@ class Saver:
         steps = math.inf if self._batches.streams else self._batches.steps
         check(path, saved, self._strategy.replica, self._settings, steps)
         progress, strategy = saved.progress, self._strategy
-        differs = data.difference(progress.settings.get("data"), self._data, self._batches.rows)
+        differs = data.difference(progress.settings.get("data"), self._data)
         if differs and self._same_data:
             raise CheckpointError(
                 f"{path} is of a training with other data: {differs}; give the same rows in the same order, or train "

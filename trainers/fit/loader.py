@@ -46,7 +46,7 @@ class LoaderBatches(BatchSource):
     collate: makes (x, y), or (x, y, weights), of an item of the loader; None if its items are such. Batches without
         rows are skipped.
     limit: the steps of an epoch. The loader is then read on in the next epoch, and from its beginning when it ends.
-    ahead: how many batches a thread may fetch in advance. micro_batch, seed, weigh: as for Batches.
+    micro_batch, seed, weigh: as for Batches.
     saves: whether checkpoints will be written.
     """
 
@@ -60,14 +60,13 @@ class LoaderBatches(BatchSource):
         limit: int | None,
         part: int | None,
         parts: int,
-        ahead: int,
         micro_batch: int | None = None,
         seed: int = 0,
         weigh: Callable[[Data], Data] | None = None,
         saves: bool = False,
     ) -> None:
         self._loader, self._divided = loader, rows == DIVIDED
-        self._reader = Reader(loader, collate, ahead > 0, saves, weigh)
+        self._reader = Reader(loader, collate, saves, weigh)
         self.limit = None if limit is None else int(limit)
         self._micro_batch, self._seed, self._weigh, self._saves = micro_batch, seed, weigh, saves
         self._taken = 0  # batches taken since the loader's first pass began, or with no limit since the last one
@@ -244,7 +243,7 @@ class LoaderBatches(BatchSource):
         place = self._places.get((epoch, step))
         if place is None:  # its batch has not been read
             return None if epoch == self._epoch and step != self._read else self._reader.tell()
-        return place._replace(now=generator_states()) if self._reader.keeps_generators else place
+        return place._replace(now=generator_states())
 
     def seek(self, cursor: Cursor) -> None:
         epoch, step, total, shared, own = cursor

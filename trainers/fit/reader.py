@@ -21,7 +21,6 @@ from trainers.data import (
 )
 from trainers.errors import CheckpointError, DataError
 from trainers.files import values
-from trainers.fit import prefetch
 
 END = object()
 # A state is taken after every batch; less often if that would take more than one part in PAUSE of the time.
@@ -71,7 +70,7 @@ class Reader:
     """Reads a loader. All methods are local.
 
     loader: an iterable of batches. collate: makes (x, y), or (x, y, weights), of a batch; None if it is such.
-    ahead: whether a thread reads in advance. saves: whether `tell` will be called, which needs the loader's states.
+    saves: whether `tell` will be called, which needs the loader's states.
     weigh: as for Batches.
     structure: of all batches: see data.structure_of; None before the first one.
     once: whether the loader is an iterator, which can't be read again.
@@ -81,14 +80,13 @@ class Reader:
         self,
         loader: Any,
         collate: Collate | None,
-        ahead: bool = False,
         saves: bool = False,
         weigh: Callable[[Data], Data] | None = None,
     ) -> None:
         self.name = type(loader).__name__
         self.once = isinstance(loader, Iterator)
         self.structure: Any = None
-        self._loader, self._collate, self._ahead, self._saves, self._weigh = loader, collate, ahead, saves, weigh
+        self._loader, self._collate, self._saves, self._weigh = loader, collate, saves, weigh
         self._stateful = _accessors(loader) is not None
         self._batches: Any = None  # of the pass that has begun: generator of (batch, the loader's state after it)
         self._place = Place(0)  # before the next batch, with the newest state
@@ -165,7 +163,7 @@ class Reader:
             self._place = self._place._replace(state=before)
 
     def stop(self) -> None:
-        """End the pass over the loader, with the thread that reads it. An iterator of the user's stays open."""
+        """End the pass over the loader. An iterator of the user's stays open."""
         batches, self._batches = self._batches, None
         self._place = self._place._replace(ended=False)
         if batches is not None:  # else the next pass begins at the state at the end of this one
@@ -183,7 +181,7 @@ class Reader:
         a pass may draw more random numbers when it begins: the generators go on as if it had."""
         self._set_epoch(number)
         drawn = None
-        if state is not None and self._saves and not self._ahead:
+        if state is not None and self._saves:
             with keeping_generators():
                 iter(self._loader)
                 drawn = generator_states()
@@ -200,8 +198,7 @@ class Reader:
         if state is not None and not self._stateful:
             self._load(items, state)
         self._place = Place(number, False, state, 0, before_pass, begun)
-        batches = self._with_states(items)
-        self._batches = prefetch.ahead(batches) if self._ahead else batches
+        self._batches = self._with_states(items)
 
     def _with_states(self, items: Iterator[Any]) -> Generator[tuple[Any, np.ndarray | None]]:
         """Yield each batch, then END, with the loader's state after it, or None if that is not taken."""
@@ -247,14 +244,9 @@ class Reader:
             reason = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"the {self.name} can't take its state of the checkpoint: {reason}") from error
 
-    @property
-    def keeps_generators(self) -> bool:
-        """Whether places have the random states: a thread draws at any time."""
-        return self._saves and not self._ahead
-
     def tell(self) -> Place:
         """Return the place before the next batch."""
-        return self._place._replace(before=generator_states() if self.keeps_generators else None)
+        return self._place._replace(before=generator_states() if self._saves else None)
 
     def seek(self, place: Place, begins: bool) -> None:
         """Go to a place, of this run or an earlier one. begins: whether a pass that has not begun there begins. Raises

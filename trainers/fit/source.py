@@ -75,18 +75,7 @@ def to_train(strategy: Strategy, given: Given, settings: dict[str, Any]) -> Batc
     if given.loads and not isinstance(given.x, ShardRows):
         settings = settings | {"rows": given.rows, "steps": given.steps}
 
-    def make() -> BatchSource:
-        weigh = settings.get("class_weight")
-        if isinstance(given.x, ShardRows):
-            return _of_shards(strategy, given, settings)
-        if given.loads:
-            return _of_loader(strategy, given, settings, fetching.AHEAD if given.prefetch else 0)
-        rows = checked_rows(strategy.replica, given, settings)
-        ahead = fetching.batches_ahead(given.x, given.y, given.prefetch, strategy.micro_batch is not None)
-        own = strategy.part, strategy.parts, settings["seed"], settings["shuffle"], ahead, strategy.micro_batch
-        return Batches(rows, None, settings["batch_size"], *own, weigh=weigh)
-
-    source, row, error = tried("fit", make, settings)
+    source, row, error = tried("fit", lambda: _batches(strategy, given, settings), settings)
     try:
         _enter(strategy.group, row, error, settings)
         assert source is not None
@@ -111,9 +100,13 @@ def to_evaluate(strategy: Strategy, call: str, given: Given) -> Evaluation:
     if not given.loads:
         return Evaluation(to_read(strategy, call, given))
     settings = {"rows": given.rows, "steps": given.steps}
-    group.enter(described(call, "x of a loader", settings), _evaluation_error(strategy, call, given))
-    steps = None if given.steps is None else int(given.steps)
-    return Evaluation(None, given.x, given.collate, given.rows == DIVIDED, steps)
+    error = None
+    try:
+        _check_loader(strategy, call, given)
+    except ArgumentError as refused:
+        error = refused
+    group.enter(described(call, "x of a loader", settings), error)
+    return Evaluation(None, given.x, given.collate, given.rows == DIVIDED, given.steps)
 
 
 def to_read(strategy: Strategy, call: str, given: Given, settings: Mapping[str, Any] | None = None) -> Rows:
@@ -207,73 +200,74 @@ def _arrays(given: Given) -> Arrays:
     return Arrays(as_data((x, y) if weights is None else (x, y, weights)))
 
 
-def _of_shards(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> ShardBatches:
+def _batches(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> BatchSource:
+    weigh, replica = settings.get("class_weight"), strategy.replica
+    own: Any = {"part": strategy.part, "parts": strategy.parts, "seed": settings["seed"]}
+    source: BatchSource
+    if isinstance(given.x, ShardRows):
+        _check_shards(strategy, given, weigh)
+        _check_settings(settings)
+        source = ShardBatches(given.x, settings["batch_size"], shuffle=settings["shuffle"], **own)
+    elif given.loads:
+        _check_fit_of_loader(strategy, given, settings)
+        _check_settings(settings)
+        if weigh is not None:
+            weigh.check(arrays=False)
+        source = LoaderBatches(
+            None if strategy.part is None else given.x,
+            given.rows,
+            given.collate,
+            given.steps,
+            micro_batch=strategy.micro_batch,
+            weigh=weigh,
+            saves=settings["checkpoint"] is not None,
+            **own,
+        )
+    else:
+        rows = checked_rows(replica, given, settings)
+        ahead = fetching.batches_ahead(given.x, given.y, given.prefetch, strategy.micro_batch is not None)
+        own |= {"shuffle": settings["shuffle"], "ahead": ahead, "micro_batch": strategy.micro_batch, "weigh": weigh}
+        return Batches(rows, None, settings["batch_size"], **own)
+    try:
+        if (first := source.first()) is not None:
+            check_rows(replica, first)
+    except BaseException:
+        source.close()
+        raise
+    return source
+
+
+def _check_shards(strategy: Strategy, given: Given, weigh: ClassWeights | None) -> None:
     if strategy.micro_batch is not None:
         raise ArgumentError("fit: Exact takes all rows on every rank, so not shards, of which each rank has some")
-    others = {"y": given.y, "sample_weight": given.weights, "class_weight": settings.get("class_weight")}
+    others = {"y": given.y, "sample_weight": given.weights, "class_weight": weigh}
     others |= {"collate": given.collate, "rows": given.rows, "prefetch": given.prefetch}
     if names := [name for name, value in others.items() if value is not None]:
         raise ArgumentError(f"fit: shards do not take {', '.join(names)}: leave it out, or load the rows as arrays")
-    _check_settings(settings)
-    own = strategy.part, strategy.parts, settings["seed"], settings["shuffle"]
-    batches = ShardBatches(given.x, settings["batch_size"], *own)
-    if (first := batches.first()) is not None:
-        check_rows(strategy.replica, first)
-    return batches
 
 
-def _of_loader(strategy: Strategy, given: Given, settings: Mapping[str, Any], ahead: int) -> LoaderBatches:
-    if error := _loader_error(strategy, given, settings):
-        raise error
-    weigh = settings.get("class_weight")
-    _check_settings(settings)
-    if weigh is not None:
-        weigh.check(arrays=False)
-    loader = None if strategy.part is None else given.x
-    options = given.rows, given.collate, given.steps, strategy.part, strategy.parts, ahead, strategy.micro_batch
-    batches = LoaderBatches(loader, *options, settings["seed"], weigh, settings["checkpoint"] is not None)
-    try:
-        if (first := batches.first()) is not None:
-            check_rows(strategy.replica, first)
-    except BaseException:
-        batches.close()
-        raise
-    return batches
-
-
-def _loader_error(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> ArgumentError | None:
-    """Return the error if these arguments of a fit with a loader are invalid, or None."""
-    loader, rows = given.x, given.rows
-    if given.y is not None:
-        return ArgumentError(
-            f'fit: a Loader with rows="{rows}" reads batches, which are pairs (x, y): leave out its rows, or y'
+def _check_loader(strategy: Strategy, call: str, given: Given) -> None:
+    if given.y is not None or given.weights is not None:
+        raise ArgumentError(
+            f'{call}: a Loader with rows="{given.rows}" reads batches (x, y) or (x, y, weights): leave out its rows, '
+            "or y and sample_weight"
         )
-    if given.weights is not None:
-        return ArgumentError("fit: sample_weight is for arrays: a loader gives weights in its batches, (x, y, weights)")
-    if reason := strategy.fit_error(None, rows):
-        return ArgumentError(f"fit: {reason}")
-    if strategy.part is None and rows == DIVIDED and loader is not None:
-        return ArgumentError(
+    if not hasattr(given.x, "__iter__") and not (given.x is None and strategy.part is None):
+        raise ArgumentError(f"{call}: a {type(given.x).__name__} is no loader: it can't be iterated")
+
+
+def _check_fit_of_loader(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> None:
+    ignores = strategy.part is None  # a server may have anything
+    _check_loader(strategy, "fit", given._replace(x=None) if ignores else given)
+    if reason := strategy.fit_error(None, given.rows):
+        raise ArgumentError(f"fit: {reason}")
+    if ignores and given.rows == DIVIDED and given.x is not None:
+        raise ArgumentError(
             f'fit: rows="{DIVIDED}": this rank is a server, which computes nothing, so its rows would be lost: give it '
             "x=None, and divide the rows among the workers"
         )
-    if strategy.part is not None and not hasattr(loader, "__iter__"):
-        return ArgumentError(f"fit: a {type(loader).__name__} is no loader: it can't be iterated")
     if settings["batch_size"] != BATCH_SIZE or settings["shuffle"] is not True:
-        return ArgumentError("fit: batch_size and shuffle are the loader's: leave them out")
-    return None
-
-
-def _evaluation_error(strategy: Strategy, call: str, given: Given) -> ArgumentError | None:
-    """Return the error if these arguments of an evaluation of a loader are invalid, or None."""
-    loader = given.x
-    if given.y is not None or given.weights is not None:
-        return ArgumentError(
-            f"{call}: a Loader with rows reads pairs (x, y) or triples: leave out its rows, or y and sample_weight"
-        )
-    if not hasattr(loader, "__iter__") and not (loader is None and strategy.part is None):
-        return ArgumentError(f"{call}: a {type(loader).__name__} is no loader: it can't be iterated")
-    return None
+        raise ArgumentError("fit: batch_size and shuffle are the loader's: leave them out")
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:

@@ -24,8 +24,8 @@ class Loader(Checked):
         epoch to the next and from its beginning when it ends. None: one pass.
     collate: makes (x, y), or (x, y, weights), of arrays: from a batch, by default a pair or a triple; or from a list of
         a data set's rows, by default they are stacked.
-    prefetch: whether a thread fetches the next batches of a fit during a step. None: of data sets and memory maps only
-        (a DataLoader has workers of its own).
+    prefetch: without `rows`: whether a thread fetches the next batches of a fit during a step. None: of data sets and
+        memory maps only. A DataLoader has workers of its own.
     """
 
     data: Any
@@ -36,4 +36,9 @@ class Loader(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("Loader: steps are of batches: give rows too" if self.steps is not None and self.rows is None else "")
+        require(
+            "Loader: steps are of batches: give rows too" if self.steps is not None and self.rows is None else "",
+            "Loader: prefetch is of data sets and memory maps: leave it out, and give a loader that reads ahead itself"
+            if self.prefetch and self.rows is not None
+            else "",
+        )

@@ -300,12 +300,12 @@ class Table:
 
 X, Y = data()
 OTHERS = {
-    "order": ((X[::-1].copy(), Y[::-1].copy()), "50 of 50 sampled rows of x differ"),
-    "rows": ((X + 1, Y), r"50 of 50 sampled rows of x differ \(0, 1, 2, 3, 4, ...\)"),
-    "columns": ((X[:, ::-1].copy(), Y), "50 of 50 sampled rows of x differ"),
-    "labels": ((X, (Y + (np.arange(ROWS) == 7)) % 3), r"1 of 50 sampled rows of y differ \(7\)"),
+    "order": ((X[::-1].copy(), Y[::-1].copy()), "the sampled rows of x differ"),
+    "rows": ((X + 1, Y), "the sampled rows of x differ"),
+    "columns": ((X[:, ::-1].copy(), Y), "the sampled rows of x differ"),
+    "labels": ((X, (Y + (np.arange(ROWS) == 7)) % 3), "the sampled rows of y differ"),
     "dtype": ((X, Y.astype(np.int32)), r"a row of y was int64\[\], and is int32\[\]"),
-    "dataset": ((Table(X + 1, Y), None), "16 of 16 sampled rows of x differ"),
+    "dataset": ((Table(X + 1, Y), None), "the sampled rows of x differ"),
     "noisy labels": ((Table(X, 2 - Y, noisy=True), None), "sampled rows of y differ"),
 }
 

@@ -260,7 +260,10 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
             "needs arrays x and y",
         ),
         "weights of a data set": ({"x": Rows(), "sample_weight": weights()}, r"gives weights in its rows"),
-        "weights of a loader": ({"x": Loader([(x, y)], rows="whole"), "sample_weight": weights()}, "in its batches"),
+        "weights of a loader": (
+            {"x": Loader([(x, y)], rows="whole"), "sample_weight": weights()},
+            "leave out its rows, or",
+        ),
         "no classes": (
             {"x": x, "y": x, "class_weight": {0: 1.0, 1: 2.0, 2: 0.0, 3: 4.0, 4: 1.0, 5: 1.0, 6: 1.0}},
             "class",

@@ -123,14 +123,12 @@ class Endless:
             yield x[begin : begin + 2 + self.rank], y[begin : begin + 2 + self.rank]
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_an_endless_loader_is_read_on_from_epoch_to_epoch(prefetch: bool, flat: allreduce.Topology) -> None:
+def test_an_endless_loader_is_read_on_from_epoch_to_epoch(flat: allreduce.Topology) -> None:
     loader = Endless(flat.rank)
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        trainer.fit(Loader(loader, rows="divided", steps=5, prefetch=prefetch), epochs=3, progress=False)
+        trainer.fit(Loader(loader, rows="divided", steps=5), epochs=3, progress=False)
         assert trainer.steps == 15
-    if not prefetch:
-        assert loader.read == 15  # none is read that is not used
+    assert loader.read == 15  # none is read that is not used
 
 
 def test_a_short_loader_begins_again_in_the_middle_of_an_epoch(flat: allreduce.Topology) -> None:
@@ -197,7 +195,7 @@ def test_a_fit_goes_back_to_its_first_batch() -> None:
         def __iter__(self) -> Iterator[Pair]:
             yield np.full((2, 1), self.number), np.zeros(2)
 
-    batches = LoaderBatches(Source(), "divided", None, None, 0, 1, 0)
+    batches = LoaderBatches(Source(), "divided", None, None, 0, 1)
     batches.meet(lambda value, _: [value])
     batches.learn(0, batches.begin(0, 0))
     batches.begin(1, 0)
@@ -214,7 +212,7 @@ def test_a_fit_goes_back_to_the_newest_attempt_at_a_step() -> None:
             for _ in range(5):
                 yield np.random.normal(size=(2, 1)), np.zeros(2)
 
-    batches = LoaderBatches(Source(), "divided", None, None, 0, 1, 0, saves=True)
+    batches = LoaderBatches(Source(), "divided", None, None, 0, 1, saves=True)
     batches.meet(lambda value, _: [value])
 
     def read() -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -244,7 +242,7 @@ def test_a_rank_that_joins_after_the_last_batch_of_an_epoch_reads_the_next_one(l
             for step in range(5 if limit is None else 99):
                 yield np.full((2, 1), 5 * self.number + step), np.zeros(2)
 
-    batches = LoaderBatches(Source(), "whole", None, limit, 0, 1, 0)
+    batches = LoaderBatches(Source(), "whole", None, limit, 0, 1)
     batches.meet(lambda value, _: [value])
     batches.seek(Cursor(2, 5, 15, {"sizes": [2] * 5}, {}))
     batches.learn(0, batches.begin(3, 0))
@@ -266,14 +264,13 @@ class Closes:
             self.open -= 1
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_fit_leaves_nothing_open(ahead: bool, flat: allreduce.Topology) -> None:
-    """Neither a pass over the loader nor a thread, also if the fit is refused; the user's own iterator stays open."""
+def test_a_fit_leaves_nothing_open(flat: allreduce.Topology) -> None:
+    """No pass over the loader, also if the fit is refused; the user's own iterator stays open."""
     loader, iterator, threads = Closes(), iter(Closes()), set(threading.enumerate())
     with MirroredTrainer(network(), "ring", flat) as trainer:
 
         def fit(given: Any, **options: Any) -> None:
-            trainer.fit(Loader(given, rows="divided", steps=2, prefetch=ahead), epochs=1, progress=False, **options)
+            trainer.fit(Loader(given, rows="divided", steps=2), epochs=1, progress=False, **options)
 
         fit(loader)
         assert loader.open == 0
