@@ -461,7 +461,7 @@ def test_a_bad_loader_to_evaluate_is_one_error_on_all_ranks(flat: allreduce.Topo
         assert set(evaluate(once)) == {"loss", "accuracy"}
         with pytest.raises(DataError, match="to evaluate: it has no rows, or is an iterator that has ended"):
             evaluate(once)
-        with pytest.raises(ArgumentError, match=r"a Loader with rows .*: leave out its rows"):
+        with pytest.raises(ArgumentError, match=r"a Loader with rows=.*: leave out its rows"):
             evaluate([(x, y)], y=y)
         with pytest.raises(ArgumentError, match="validation_data of fit: a int is no loader"):
             trainer.fit(x, y, validation_data=Loader(5, rows="whole"), progress=False)
