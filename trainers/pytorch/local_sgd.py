@@ -105,7 +105,7 @@ class LocalSteps(TorchOwners):
     def report(self, backend: str) -> Report:
         sizes = tuple(self._delta[fragment.span].nbytes for fragment in self.rounds.fragments)
         report, done = super().report(backend), self.rounds.done
-        return replace(report, steps=self.steps, averages=done, bytes=self._sent, buckets=sizes)
+        return replace(report, averages=done, bytes=self._sent, buckets=sizes)
 
     # A step
 

@@ -45,7 +45,7 @@ from trainers.pytorch.hooks import CLOSED, refuse, take_over
 from trainers.pytorch.optimizer_group import OptimizerGroup
 from trainers.pytorch.options import Options
 from trainers.pytorch.recovery import surviving
-from trainers.pytorch.report import Clock, Report
+from trainers.pytorch.report import Clock
 from trainers.pytorch.rows import Rows
 from trainers.pytorch.sparse import SparseBucket
 from trainers.replicas.pytorch import devices
@@ -378,22 +378,6 @@ class Reducer:
         """Count a step and drop its gradients and rows. Collective only if `abandon` is."""
         self.steps, self.rows = self.steps + 1, None
         self.forget(release)
-
-    def report(self, backend: str, update: str) -> Report:
-        """Return the Report so far. Also works after close()."""
-        return Report(
-            backend=backend,
-            update=update,
-            overlap=self.during,
-            ranks=self.ranks,
-            steps=self.steps,
-            averages=self.averages,
-            communication=self.clock.communication,
-            exposed=self.clock.exposed,
-            waiting=self.clock.waiting,
-            bytes=sum(self.sizes) * self.averages,
-            buckets=self.sizes,
-        )
 
     def close(self, why: str | None = CLOSED) -> None:
         """Free the memory (`.grad` becomes None). Local.
