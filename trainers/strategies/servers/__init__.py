@@ -1,1 +1,1 @@
-"""Strategies with servers, synchronous and asynchronous, and the messages between servers and workers."""
+"""Asynchronous servers and their loop, which spare replicas use too, and the messages between servers and workers."""

@@ -118,12 +118,9 @@ class Shard:
         self._rule.weigh(measured, [self.trained_gradients])
         return measured[:metrics]
 
-    def clip_and_update(self, squares: float | None = None) -> None:
-        """Clip the gradients that are in the bound buffer, and update the slice by them. Local.
-
-        squares: the sum of the squares of all gradients; None if this slice has all.
-        """
-        self._rule.clip([self.trained_gradients], squares)
+    def clip_and_update(self) -> None:
+        """Clip the gradients that are in the bound buffer, which are all gradients, and update by them. Local."""
+        self._rule.clip([self.trained_gradients])
         self._update(1.0)
         self._rule.norms.count()
 
