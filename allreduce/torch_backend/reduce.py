@@ -126,12 +126,8 @@ class Options:
     compress_from: int = COMPRESS_FROM
 
     def __post_init__(self) -> None:
-        settings = dict(self.settings)
-        if (given := settings.pop("compress", None)) is not None:  # its place before there was `compress`
-            if self.compress is not None:
-                raise OptionError(f"compress={self.compress!r}, and settings have compress={given!r}; give one of them")
-            object.__setattr__(self, "compress", given)
-        object.__setattr__(self, "settings", settings)
+        if "compress" in self.settings:
+            raise OptionError("give Options(compress=...), not settings with compress")
         compressions.parse(self.compress)
         if not is_integer(self.compress_from, 0):
             raise OptionError(f"compress_from={self.compress_from!r}: give a number of elements, 0 or more")

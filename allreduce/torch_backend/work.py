@@ -223,6 +223,7 @@ class OperationQueue:
         self.submitted = 0
         self.given_up: weakref.WeakSet[Operation] = weakref.WeakSet()  # a wait for these has timed out
         self._detector, self._executor = topology.detector, executor
+        executor.sleeps = True  # backward needs the core
         self._threaded, self._compares = threaded, topology.size > 1
         self.queue = self._open(topology, f"process group {name}")
         self._inside: int | None = None  # the thread that runs an operation
@@ -249,7 +250,6 @@ class OperationQueue:
         if self.broken is not None:
             raise without_frames(self.broken)
         self.submitted += 1
-        self._executor.sleeps = not waits  # backward needs the core
         work = partial(self._do, None if signature is None else name + signature, action)
         operation = Operation(name, written, limit, self, work)
         if self._inside == threading.get_ident():

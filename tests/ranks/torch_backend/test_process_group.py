@@ -260,9 +260,9 @@ def test_a_backend_chosen_by_name(backend: str, monkeypatch: pytest.MonkeyPatch)
 def test_settings_are_those_of_every_reduction(backend: str, tmp_path: Path) -> None:
     """Also of reduce_scatter, with which FSDP averages; if the backend has two phases, it stays a reduce_scatter."""
     settings: dict[str, Any] = {"check": False, "trace": tmp_path / "trace.json"}
-    if backend != "native":  # which sums no 16-bit floats
-        settings["compress"] = "bfloat16"
-    group = dist.new_group(pg_options=allreduce.torch_backend.Options(backend, settings=settings, compress_from=0))
+    compress = None if backend == "native" else "bfloat16"  # native sums no 16-bit floats
+    options = allreduce.torch_backend.Options(backend, settings=settings, compress=compress, compress_from=0)
+    group = dist.new_group(pg_options=options)
     fine = torch.full((10 * size(),), 1 + 2**-10)  # one more digit than bfloat16 has
     output = torch.zeros(10)
     dist.all_reduce(fine.clone(), group=group)
