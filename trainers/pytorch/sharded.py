@@ -292,7 +292,7 @@ class ShardedOptimizer(TorchOwners):
         """Pack [parameter, offset, values] of each block of a slice into a piece. Local.
 
         with_parameters: the values are the optimizer's state and the parameters, else the state alone. memory: where
-            the bytes are kept; see Replica.snapshot.
+            the bytes are kept; see trainers.replica.snapshot_of.
         """
         start, stop, numbers = span
         entries = []

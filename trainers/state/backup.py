@@ -97,7 +97,7 @@ class Backup:
     def keep(self, step: int, own: Callable[[Arrays], Sequence[Piece]], common: Mapping[str, np.ndarray] = {}) -> None:
         """Back up the pieces of all ranks after step `step`. Collective.
 
-        own: own(memory) returns copies of this rank's pieces, in `memory` as far as possible (see Replica.snapshot);
+        own: own(memory) returns copies of this rank's pieces, in `memory` as far as possible (see `snapshot_of`);
             all ranks raise its error. common: arrays that every rank holds completely, by name; copied locally instead
             of sent. If the last backup is valid for `step` already, the state was replaced meanwhile: the new backup
             gets the next serial.

@@ -83,7 +83,7 @@ class Owners:
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
         """Return a copy of the complete state on rank 0 (wanted=True), and {} elsewhere. Collective. memory: see
-        Replica.snapshot."""
+        `snapshot_of` of trainers.replica."""
         raise NotImplementedError
 
     def whole(self) -> AbstractContextManager[object]:

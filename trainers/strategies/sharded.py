@@ -161,7 +161,7 @@ class SliceOwners(StepOwners):
                 self._backup.keep(step, self._slices, {"parameters": self._array})
 
     def _slices(self, memory: dict[str, np.ndarray]) -> list[Piece]:
-        """Return copies of the slices that this rank owns, in `memory`; see Replica.snapshot. Local."""
+        """Return copies of the slices that this rank owns, in `memory`; see `snapshot_of`. Local."""
         held = {name: elements_of(self._replica, name, self._part) for name in sliced_entries(self._replica)}
         held["parameters"] = taken(self._array, as_part(self._owned))
         held, pieces, start, first = copied(held, memory), [], 0, 0

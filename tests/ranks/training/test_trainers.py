@@ -18,9 +18,23 @@ from allreduce import algorithms
 from allreduce.algorithm import TwoPhase
 from allreduce.arrays.ops import Op
 from allreduce.errors import ClosedError, DisagreementError, OptionError, UnknownBackendError
+from tests import launch
 from tests.backends import ON_CPU, SHARDED
 from tests.ranks.together import raised_everywhere
-from trainers import EMA, Exact, LocalSGD, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, Sharded, datasets
+from trainers import (
+    EMA,
+    Accumulate,
+    ClipNorm,
+    Exact,
+    LocalSGD,
+    MirroredTrainer,
+    NumpyNetwork,
+    ParameterServerTrainer,
+    Sharded,
+    SkipNotFinite,
+    datasets,
+)
+from trainers.callbacks import CheckDivergence
 from trainers.cli.options import parse
 from trainers.data import Batch, Batches
 from trainers.errors import ArgumentError, DivergedError, ModelFileError
@@ -644,6 +658,45 @@ def test_a_replica_of_a_user_restores_a_model_before_a_trainer_binds_it(tmp_path
     second.restore(str(tmp_path / "model.npz"))
     np.testing.assert_array_equal(second.w, np.arange(6))
     np.testing.assert_array_equal(second.momentum, 2)
+
+
+def example() -> Any:
+    """Return the class of the example on the page of Replica."""
+    page = (launch.ROOT / "docs" / "api" / "replica.md").read_text()
+    text = page[page.index("class Line(Replica):") : page.index("\n\n\nx = np.random")]
+    assert text.count("\n") <= 60
+    names: dict[str, Any] = {"np": np, "Replica": Replica, "__name__": "own_replica"}
+    exec(text, names)
+    return names["Line"]
+
+
+@pytest.mark.parametrize(
+    ("options", "fit"),
+    [
+        ({}, {"transforms": [ClipNorm(1e9), SkipNotFinite(), EMA(0.5)], "callbacks": [CheckDivergence(every=1)]}),
+        ({}, {"transforms": [Accumulate(2), EMA(0.5)]}),
+        ({"update": "sharded"}, {"transforms": [ClipNorm(1e9), EMA(0.5)]}),
+        ({"update": Sharded(copies=2)}, {"transforms": [Accumulate(2), SkipNotFinite()]}),
+        ({"average": Exact(micro_batch=4)}, {"transforms": [EMA(0.5)]}),
+        ({"average": LocalSGD(1)}, {"transforms": [ClipNorm(1e9)]}),
+    ],
+    ids=["transforms", "accumulate", "sharded", "copies", "exact", "local"],
+)
+def test_the_example_of_a_replica_needs_no_line_for_any_option(
+    options: dict[str, Any], fit: dict[str, Any], flat: allreduce.Topology
+) -> None:
+    if "copies=2" in str(options) and flat.size == 1:
+        pytest.skip("a copy is on another rank")
+    x = np.random.default_rng(0).normal(size=(60, 7)).astype("float32")
+    y, wanted = x @ np.arange(7, dtype="float32"), np.ones(7)
+    for _ in range(4):
+        wanted -= 0.1 * 2 * x.T @ (x @ wanted - y) / len(x)
+    with MirroredTrainer(example()(7), "ring", flat, **options) as trainer:
+        trainer.edit(lambda: trainer.replica.w.fill(1.0))
+        trainer.fit(x, y, 4, 60, shuffle=False, progress=False, **fit)
+        np.testing.assert_allclose(trainer.replica.w, wanted, rtol=1e-4, atol=1e-5)
+        averages = any(isinstance(each, EMA) for each in fit["transforms"])
+        assert (trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)) != averages
 
 
 @pytest.mark.parametrize("kind", ["sharded", "servers"])
