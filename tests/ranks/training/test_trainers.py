@@ -479,7 +479,7 @@ def test_the_memory_of_an_ended_trainer_is_free_at_once(
         kind = ParameterServerTrainer if "servers" in options else MirroredTrainer
         trainer = kind(mine, topology=flat, **options)
         trainer.fit(np.ones((8, 64), np.float32), np.zeros(8, int), epochs=1, batch_size=8, progress=False)
-        held = weakref.ref(trainer.strategy._gradients if "servers" in options else trainer.buffer)
+        held = weakref.ref(trainer.strategy.buffer)
         getattr(trainer, end)()
         assert held() is None
     finally:
