@@ -112,30 +112,6 @@ def bits(history: History) -> list[list[float]]:
 
 
 @STRATEGIES
-@pytest.mark.parametrize(("every", "kills", "begins"), [
-    ("epoch", [(2, 0)], ["the end of epoch 2"]),
-    ("3 steps", [(1, 3), (3, 0)], ["epoch 2, step 2", "the end of epoch 3"]),
-])  # fmt: skip
-def test_killed_and_resumed_gives_the_same_bits(
-    strategy: str, every: str, kills: list[tuple[int, int]], begins: list[str], flat: allreduce.Topology, folder: Path
-) -> None:
-    with TRAINERS[strategy](network(seed=2), flat) as trainer:
-        whole, expected = fitted(trainer), trainer.parameters_sha256()
-    found = []
-    for when in kills:
-        killed(strategy, flat, folder, every, when)
-        flat.agree([], "rank 0 has written")
-        newest = files.newest(str(folder))
-        assert newest is not None
-        found.append(str(newest[1].progress))
-    assert found == begins
-    with TRAINERS[strategy](network(seed=5), flat) as trainer:  # whatever it had
-        resumed = fitted(trainer, checkpoint=str(folder), resume=True)
-        assert trainer.parameters_sha256() == expected
-    assert bits(resumed) == bits(whole)
-
-
-@STRATEGIES
 def test_the_end_of_an_epoch_that_was_resumed_in_its_middle_can_be_read(
     strategy: str, flat: allreduce.Topology, folder: Path
 ) -> None:
