@@ -1,5 +1,5 @@
 """The C library: sums and casts of 16-bit floats, and codes of 8 bits, in one pass over the memory (kernels.c); the
-rendezvous of a node's ranks (meeting.c); the creation of communicators while ranks fail (communicators.c).
+rendezvous of a node's ranks (meeting.c). communicators.c is a library of its own, see allreduce/process/start.py.
 
 `pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, every function
 here returns False or None, and its caller does the same by NumPy and Python. Arrays are contiguous and 1-D. All
@@ -40,7 +40,7 @@ def status() -> str:
         return f"NumPy ({SWITCH}=0)"
     if _library() is not None:
         return "C"
-    if found := files():
+    if found := _files():
         return f"NumPy ({found[0].name} can't be used: it is of another version or machine; install again)"
     return 'NumPy (no C library was built: install again with a C compiler, "gcc")'
 
@@ -145,14 +145,13 @@ def _function(name: str) -> Callable[..., None] | None:
     return function
 
 
-def files() -> list[Path]:
-    """Return the libraries that were built, the one to use first."""
+def _files() -> list[Path]:
     return sorted(Path(__file__).parent.glob("library*.so"))
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    for path in files():
+    for path in _files():
         try:
             library = ctypes.CDLL(str(path))
             if library.version() == VERSION:

@@ -63,11 +63,11 @@ def _leave_out_collectives() -> None:
 
 
 def _load_before_mpi() -> None:
-    """Load the C library, if there is one, in front of Open MPI, for its functions in kernels/communicators.c.
+    """Load the library of kernels/communicators.c, if it was built, in front of Open MPI.
 
     It has no effect if the program has imported mpi4py.MPI before.
     """
-    for path in Path(__file__).parents[1].glob("kernels/library*.so"):
+    for path in Path(__file__).parents[1].glob("kernels/communicators*.so"):
         with suppress(OSError):  # of another machine
             ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
 

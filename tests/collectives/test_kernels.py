@@ -200,6 +200,6 @@ def test_the_switch_and_an_older_library(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv(kernels.SWITCH)
     monkeypatch.setattr(kernels, "VERSION", -1)
     kernels._library.cache_clear()
-    assert kernels.status().startswith("NumPy (no C library" if not kernels.files() else "NumPy (library")
+    assert kernels.status().startswith("NumPy (no C library" if not kernels._files() else "NumPy (library")
     monkeypatch.undo()
     kernels._library.cache_clear()

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from allreduce import kernels
 from allreduce.process import start
+from tests import launch
 
+LIBRARIES = list((launch.ROOT / "allreduce" / "kernels").glob("communicators*.so"))
 STAND_IN = r"""
 #include <stdbool.h>
 #include <stdio.h>
@@ -67,13 +68,13 @@ for step in sys.argv[3].split("; "):
 )
 def test_a_revocation_waits_for_the_communicator(steps: str, printed: str, tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None or not kernels.files():
+    if compiler is None or not LIBRARIES:
         pytest.skip("no compiler, or no library")
     (tmp_path / "stand_in.c").write_text(STAND_IN)
     stand_in = tmp_path / "libmpi.so.40"
     options = ["-shared", "-fPIC", "-Wl,-soname,libmpi.so.40", "-o", stand_in]
     subprocess.run([compiler, *options, tmp_path / "stand_in.c"], check=True)
-    command = [sys.executable, "-c", RUN, stand_in, kernels.files()[0], steps]
+    command = [sys.executable, "-c", RUN, stand_in, LIBRARIES[0], steps]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.split("\n")[:-1] == printed.split("; "), done.stderr
 
@@ -82,4 +83,4 @@ def test_the_library_stands_before_mpi_under_ulfm(monkeypatch: pytest.MonkeyPatc
     loaded: list[str] = []
     monkeypatch.setattr(start.ctypes, "CDLL", lambda path, mode: loaded.append(path) or mode == os.RTLD_GLOBAL)
     start._load_before_mpi()
-    assert loaded == [str(path) for path in kernels.files()]
+    assert loaded == [str(path) for path in LIBRARIES]

@@ -135,7 +135,7 @@ def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
     if plan.copies > 1 and len(lost) > 1 and not plan.checkpoint:  # one may have kept the other's slice
         return "RankLostError: a rank that failed in .* had the only copy of a part" + (left_alone and f"|{left_alone}")
     if plan.program == "spare ranks" and set(range(plan.ranks - plan.spares)) <= lost:
-        return "RankLostError: all working ranks have failed"
+        return "RankLostError: (all working ranks have failed|a rank that failed in .* had the only copy of a part)"
     return left_alone
 
 
