@@ -126,6 +126,8 @@ class Topology:
                 self._connect(first, on_one_host or (parent is not None and parent.host.size == parent.size))
         except BaseException:
             self.closed = True
+            if unrevoked is not None:
+                self.revoke_comms()
             self._defer_free()
             if self._revoked and "detector" in vars(self):  # else other ranks may still wait in it
                 self.detector.abandon()
@@ -566,6 +568,7 @@ class Topology:
                 nodes = nodes_left(ranks_per_node, previous, comm.size)
                 made = cls(left, nodes, timeout, on_one_host=on_one_host, unrevoked=left)
             except Exception as error:
+                ulfm.revoke(left)  # also where no rank of it has failed: others may wait for this one in it
                 if ulfm.lost(error) is None and not (ulfm.may_be_failure(error) and left.size != tried):
                     if isinstance(error, MPI.Exception):
                         text = f"MPI can't create the communicators of the {left.size} surviving ranks: {error}"

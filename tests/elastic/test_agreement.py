@@ -91,7 +91,7 @@ class Ranks:
     def __init__(self, comm: Comm, *_: Any, **__: Any) -> None:
         self.world = Comm((*comm.path, "world"), comm.members)
         if comm.path:
-            running[-1].act(Comm((*comm.path, "made"), comm.members))
+            running[-1].act(comm)
 
     def revoke(self) -> None:
         running[-1].do("revoke", self.world)
@@ -118,6 +118,7 @@ def shrink(comm: Comm) -> Comm:
 def _model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ulfm, "in_force", lambda: True)
     monkeypatch.setattr(ulfm, "shrink", shrink)
+    monkeypatch.setattr(ulfm, "revoke", lambda comm: running[-1].do("revoke", comm))
     monkeypatch.setattr(ulfm, "agree", lambda comm, ok, *_: running[-1].do("agree", comm, ok))
     monkeypatch.setattr(topology_module, "_checked", lambda comm: comm)
     monkeypatch.setattr(topology_module, "waiting", lambda *_: nullcontext())

@@ -99,12 +99,15 @@ def test_an_unnamed_error_of_mpi_is_taken_for_a_failure_once(
     """Open MPI reports a failure during the construction of communicators as MPI_ERR_OTHER now and then."""
     monkeypatch.setattr(ulfm, "shrink", lambda comm: comm.Dup())
     monkeypatch.setattr(ulfm, "agree", lambda comm, ok: ok)
+    revoked: list[MPI.Comm] = []
+    monkeypatch.setattr(ulfm, "revoke", revoked.append)
     monkeypatch.setattr(_Broken, "failures", failures)
     if made:
         assert isinstance(_Broken.of_survivors(MPI.COMM_SELF), _Broken)
     else:
         with pytest.raises(CommunicationError, match="communicators of the 1 surviving ranks: MPI_ERR_OTHER"):
             _Broken.of_survivors(MPI.COMM_SELF)
+    assert len(revoked) == failures  # which ends the waits of ranks that had no error
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI
 for package in map(importlib.import_module, ("allreduce", "trainers")):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        program = module.name.endswith("__main__") or module.name.startswith("allreduce.kernels.")  # which have no Python
+        program = module.name.endswith("__main__") or module.name.startswith("allreduce.kernels.")  # no Python
         if not program and ("torch" not in module.name or len(sys.argv) > 1):
             importlib.import_module(module.name)
 assert not MPI.Is_initialized()
