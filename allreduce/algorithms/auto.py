@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -189,6 +190,9 @@ class Auto(TwoPhase):
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         return self._main.owned(length, rank)
+
+    def in_everyones_array(self, buffer: np.ndarray, run: Callable[[list[np.ndarray]], bool]) -> bool:
+        return self._main.in_everyones_array(buffer, run)
 
     def allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
         if device == "cuda":

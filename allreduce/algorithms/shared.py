@@ -7,7 +7,7 @@ If the system forbids CMA, they are copied, piece by piece, to a small staging b
 MPI: a new hybrid approach to parallel programming with MPI plus shared memory, 2013.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -129,6 +129,14 @@ class Shared(TwoPhase):
             self._in_place(kind, buffer, op)
         else:
             self._elsewhere(kind, buffer, op, self._meet(self._address(buffer)))
+
+    def in_everyones_array(self, buffer: np.ndarray, run: Callable[[list[np.ndarray]], bool]) -> bool:
+        if not self._by_c or self.context.allocations.memory_of(buffer) != ALLOCATED:
+            return False
+        self._fence()
+        done = run(self._everyone(buffer))
+        self._fence()
+        return done
 
     # Short arrays, in one call of C. Copies of even calls and of odd calls have two places, so that no fence is needed
     # after the sum: no rank is more than one call ahead of another. (The idea is that of DeepSpeed's shm.cpp.)

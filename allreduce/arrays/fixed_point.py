@@ -1,6 +1,7 @@
 """Sums of floats whose bits depend on nothing but the terms: not on their order, nor on how they are divided.
 
-The terms of a sum are arrays of one length. They are cut into blocks of up to BLOCK elements. For each block, the
+The terms of a sum are arrays of one length. They are cut into blocks of up to BLOCK elements, of which `edges` has the
+first elements, and behind them the length. For each block, the
 largest exponent of all terms decides a quantum, a power of two, that all terms share:
 
     |term| < 2^e for all elements of the block in all terms        (e: the block's exponent)
@@ -27,18 +28,17 @@ J. Demmel, H. D. Nguyen: Parallel reproducible summation, IEEE Transactions on C
 exponents from a fixed grid and keep several bins; here the ranks agree on an exponent first, so one bin is enough.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from allreduce import kernels
 from allreduce.arrays import dtypes
-from allreduce.arrays.workspace import Workspace
 
 BLOCK = 256  # elements that share an exponent, unless a part of the model ends before
-PIECE = 32 * 1024  # elements that are converted at a time, so that scratch memory stays in the cache
-MOST_TERMS = 2**24  # beyond, the quantum would be too coarse for float32
+MOST_TERMS = kernels.MOST_TERMS  # beyond, the quantum would be too coarse for float32
 
 
 class Format(NamedTuple):
@@ -67,114 +67,28 @@ DOUBLE = Format(_FLOATS[1], _WORDS[1], 2**63 - 1, 52, 1022, -1074, np.dtype(np.i
 FORMATS = {_FLOATS[0]: SINGLE, dtypes.FLOAT16: SINGLE, dtypes.BFLOAT16: SINGLE, _FLOATS[1]: DOUBLE}  # by dtype
 
 
-class BlockRun(NamedTuple):
-    """Consecutive whole blocks, converted together. lengths: of the blocks; None if each has BLOCK elements."""
-
-    start: int
-    stop: int
-    first: int  # the number of its first block
-    blocks: int
-    lengths: np.ndarray | None
-
-    def largest(self, words: np.ndarray) -> np.ndarray:
-        """Return the largest word of each block. words: of this piece."""
-        if self.lengths is None:
-            return words.reshape(self.blocks, BLOCK).max(axis=1)
-        return np.maximum.reduceat(words, np.cumsum(self.lengths) - self.lengths)
-
-    def multiply(self, array: np.ndarray, factors: np.ndarray, out: np.ndarray) -> None:
-        """Multiply the elements of each block by the block's factor."""
-        if self.lengths is None:
-            shape = self.blocks, BLOCK
-            np.multiply(array.reshape(shape), factors[:, None], out=out.reshape(shape))
-        else:
-            np.multiply(array, np.repeat(factors, self.lengths), out=out)
-
-    def within(self, part: slice) -> "BlockRun":
-        """Return the part of this piece that lies in `part`, with blocks cut off at its ends; may be empty."""
-        start, stop = max(self.start, part.start), min(self.stop, part.stop)
-        if (start, stop) == (self.start, self.stop):
-            return self
-        if start >= stop:
-            return BlockRun(start, start, self.first, 0, np.empty(0, np.intp))
-        lengths = np.full(self.blocks, BLOCK) if self.lengths is None else self.lengths
-        ends = self.start + np.cumsum(lengths)
-        kept = np.minimum(ends, stop) - np.maximum(ends - lengths, start)
-        inside = np.flatnonzero(kept > 0)
-        return BlockRun(start, stop, self.first + int(inside[0]), inside.size, kept[inside])
-
-
-class BlockLayout:
-    """The blocks of an array of `length` elements.
+@lru_cache(maxsize=64)  # made once for equal arguments
+def block_edges(length: int, starts: Sequence[int] = (0,)) -> np.ndarray:
+    """Return the edges of the blocks of an array of `length` elements: int64, which nobody changes.
 
     starts: where parts of the model begin, ascending, the first at 0; blocks begin anew there. So a slice of whole
         parts has the same blocks as these parts have in the whole array.
     """
-
-    def __init__(self, length: int, starts: Sequence[int] = (0,)) -> None:
-        self.length, self.blocks = length, 0
-        self.pieces: list[BlockRun] = []
-        self._loose: list[int] = []  # lengths of blocks that are not in a piece yet
-        at = 0
-        for start, stop in zip(starts, [*starts[1:], length], strict=True):
-            whole = (stop - start) // BLOCK
-            for first in range(0, whole, PIECE // BLOCK):
-                at = self._close(at)
-                blocks = min(whole - first, PIECE // BLOCK)
-                at = self._add(at, blocks * BLOCK, blocks, None)
-            if rest := (stop - start) % BLOCK:
-                if sum(self._loose) + rest > PIECE:
-                    at = self._close(at)
-                self._loose.append(rest)
-        self._close(at)
-
-    def _close(self, at: int) -> int:
-        """Make a piece, at element `at`, of the loose blocks. Returns where it ends."""
-        lengths, self._loose = np.array(self._loose, np.intp), []
-        return self._add(at, int(lengths.sum()), lengths.size, lengths) if lengths.size else at
-
-    def _add(self, at: int, length: int, blocks: int, lengths: np.ndarray | None) -> int:
-        self.pieces.append(BlockRun(at, at + length, self.blocks, blocks, lengths))
-        self.blocks += blocks
-        return at + length
-
-    def pieces_in(self, part: slice) -> Iterator[BlockRun]:
-        """Yield the parts of all pieces that lie in `part`."""
-        for piece in self.pieces:
-            if piece.start < part.stop and part.start < piece.stop:
-                yield piece.within(part)
-
-    def elements(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the indices of all elements of these blocks. blocks: numbers, ascending."""
-        found = [np.empty(0, np.intp)]
-        for piece in self.pieces:
-            own = blocks[(blocks >= piece.first) & (blocks < piece.first + piece.blocks)] - piece.first
-            if own.size:
-                lengths = np.full(piece.blocks, BLOCK) if piece.lengths is None else piece.lengths
-                chosen = np.zeros(piece.blocks, bool)
-                chosen[own] = True
-                found.append(piece.start + np.flatnonzero(np.repeat(chosen, lengths)))
-        return np.concatenate(found)
+    parts = zip(starts, [*starts[1:], length], strict=True)
+    return np.concatenate([*(np.arange(start, stop, BLOCK) for start, stop in parts), [length]]).astype(np.int64)
 
 
-def exponents(terms: Sequence[np.ndarray], layout: BlockLayout, form: Format, scratch: Workspace) -> np.ndarray:
+def exponents(terms: Sequence[np.ndarray], edges: np.ndarray, form: Format) -> np.ndarray:
     """Return the largest exponent bits in each block of these terms: (blocks,) form.exponents.
 
-    terms: 1-D arrays of layout.length elements; there may be none. The other functions take
-    the maximum over all ranks.
+    terms: 1-D arrays of edges[-1] elements; there may be none. The other functions take the maximum over all ranks.
     """
-    found = np.zeros(layout.blocks, form.exponents)
-    if not len(terms):
-        return found
-    rooms = [scratch.array(name, PIECE, form.word) for name in ("largest", "spare")]
-    for piece in layout.pieces:
-        largest, spare = (room[: piece.stop - piece.start] for room in rooms)
-        for number, term in enumerate(terms):
-            words = _read(term, piece, form, scratch).view(form.word)
-            np.bitwise_and(words, form.magnitude, out=spare if number else largest)
-            if number:
-                np.maximum(largest, spare, out=largest)
-        found[piece.first : piece.first + piece.blocks] = piece.largest(largest) >> form.fraction
+    found = np.zeros(edges.size - 1, form.exponents)
+    if not kernels.exponents(terms, edges, found):
+        for term in terms:
+            words = term.astype(form.wide).view(form.word) & form.magnitude
+            largest = np.maximum.reduceat(words, edges[:-1]) >> form.fraction
+            np.maximum(found, largest, out=found, casting="unsafe")
     return found
 
 
@@ -198,32 +112,31 @@ class Special(NamedTuple):
         return self._replace(exponents=largest, positive=positive > 0, negative=negative > 0)
 
 
-def special(terms: Sequence[np.ndarray], largest: np.ndarray, layout: BlockLayout, form: Format) -> Special | None:
+def special(terms: Sequence[np.ndarray], largest: np.ndarray, edges: np.ndarray, form: Format) -> Special | None:
     """Return the Special of these terms, or None if all terms of all ranks are finite. largest: of all ranks."""
-    blocks = np.flatnonzero(largest == form.not_finite)
-    if not blocks.size:
+    chosen = largest == form.not_finite
+    if not chosen.any():
         return None
-    elements = layout.elements(blocks)
+    lengths = np.diff(edges)
+    elements = np.flatnonzero(np.repeat(chosen, lengths))
     positive, negative = np.zeros((2, elements.size), bool)
-    words = np.zeros(layout.length, form.word)
+    words = np.zeros(elements.size, form.word)
     for term in terms:
         values = term[elements].astype(form.wide)
         finite = np.isfinite(values)
         positive |= ~finite & ~(values < 0)
         negative |= ~finite & ~(values > 0)
-        magnitudes = np.abs(np.where(finite, values, 0)).view(form.word)
-        words[elements] = np.maximum(words[elements], magnitudes)
-    found = np.concatenate([piece.largest(words[piece.start : piece.stop]) for piece in layout.pieces])[blocks]
-    return Special(blocks, elements, (found >> form.fraction).astype(form.exponents), positive, negative)
+        np.maximum(words, np.abs(np.where(finite, values, 0)).view(form.word), out=words)
+    found = np.maximum.reduceat(words, np.cumsum(lengths[chosen]) - lengths[chosen]) >> form.fraction
+    return Special(np.flatnonzero(chosen), elements, found.astype(form.exponents), positive, negative)
 
 
 def add(
     terms: Sequence[np.ndarray],
     largest: np.ndarray,
     count: int,
-    layout: BlockLayout,
+    edges: np.ndarray,
     form: Format,
-    scratch: Workspace,
     out: np.ndarray,
     finite: bool = True,
 ) -> None:
@@ -232,31 +145,19 @@ def add(
     largest: the exponent bits of each block, of all terms of all ranks. count: the number of all terms. out: 1-D,
     form.carrier. finite: whether all terms are; if not, infinities and NaN count as zeros.
     """
-    if not len(terms):
-        out[:] = 0
-        return
     powers = -quantum(largest, count, form)
-    half = powers // 2 * (powers >= form.bias)  # two factors, because 2^128 is no float32, and 2^1024 no float64
-    one = form.wide.type(1)  # a power of two scales elements without rounding, and float32 is faster than float64
-    factors, rest = np.ldexp(one, powers - half), np.ldexp(one, half) if half.any() else None
-    room = scratch.array("rounded", PIECE, form.wide)
+    half = powers // 2 * (powers >= form.bias)  # two factors, because 2^1024 is no float64
+    factors, rests = np.ldexp(1.0, powers - half), np.ldexp(1.0, half)
+    if kernels.add_integers(terms, edges, factors, rests, finite, out):
+        return
+    out[:] = 0
+    lengths = np.diff(edges)
+    factors, rests = np.repeat(factors, lengths), np.repeat(rests, lengths)
     with np.errstate(all="ignore"):
-        for piece in layout.pieces:
-            total, span = out[piece.start : piece.stop], slice(piece.first, piece.first + piece.blocks)
-            into = room[: total.size]
-            for number, term in enumerate(terms):
-                piece.multiply(_read(term, piece, form, scratch), factors[span], into)
-                if rest is not None:
-                    piece.multiply(into, rest[span], into)
-                np.rint(into, out=into)
-                if not finite:
-                    into[~np.isfinite(into)] = 0
-                if not number:
-                    np.copyto(total, into, casting="unsafe")
-                elif form is SINGLE:
-                    np.add(total, into, out=total)
-                else:
-                    np.add(total, into.astype(form.carrier), out=total)
+        for term in terms:
+            values = np.rint(term.astype(np.float64) * factors * rests)
+            values[~np.isfinite(values)] = 0
+            out += values.astype(form.carrier)
 
 
 def finish(
@@ -264,9 +165,8 @@ def finish(
     largest: np.ndarray,
     count: int,
     mean: bool,
-    layout: BlockLayout,
+    edges: np.ndarray,
     form: Format,
-    scratch: Workspace,
     out: np.ndarray,
     part: slice,
 ) -> None:
@@ -274,21 +174,26 @@ def finish(
 
     integers: the integers that `add` has written, summed over all ranks; complete in `part`.
     """
-    factors = np.ldexp(1.0, quantum(largest, count, form))
-    divides = mean
-    if mean and form is SINGLE and count & (count - 1) == 0:
-        factors, divides = factors / count, False
-    room = scratch.array("scaled", PIECE, np.dtype(np.float64))
+    if part.start >= part.stop:
+        return
+    first, last = np.searchsorted(edges, [part.start, part.stop - 1], "right") - 1
+    inside = np.clip(edges[first : last + 2], part.start, part.stop)
+    factors, divisor = np.ldexp(1.0, quantum(largest[first : last + 1], count, form)), count if mean else 1
+    if kernels.finish(integers, inside, factors, divisor, out):
+        return
+    values = integers[part] / divisor if form is SINGLE else quotient(integers[part], divisor)
     with np.errstate(all="ignore"):
-        for piece in layout.pieces_in(part):
-            values, span = room[: piece.stop - piece.start], slice(piece.start, piece.stop)
-            np.add(integers[span], 0.0, out=values)  # -0.0 becomes 0.0
-            if divides and form is SINGLE:
-                np.divide(values, count, out=values)
-            elif divides:
-                values[:] = quotient(integers[span], count)
-            piece.multiply(values, factors[piece.first : piece.first + piece.blocks], values)
-            np.copyto(out[span], _to_odd(values) if out.dtype == dtypes.BFLOAT16 else values, casting="unsafe")
+        values = (values + 0.0) * np.repeat(factors, np.diff(inside))  # -0.0 becomes 0.0
+        np.copyto(out[part], _to_odd(values) if out.dtype == dtypes.BFLOAT16 else values, casting="unsafe")
+
+
+def sum_blocks(
+    terms: Sequence[np.ndarray], count: int, mean: bool, edges: np.ndarray, outs: Sequence[np.ndarray]
+) -> bool:
+    """Write the sum or mean of all terms of all ranks to the blocks `edges` of `outs`: the other functions in one pass
+    over the memory. Returns False if there is no kernel for it."""
+    bits = FORMATS[terms[0].dtype].bits - (count - 1).bit_length()
+    return kernels.sum_fixed(terms, outs, edges, bits, count if mean else 1)
 
 
 def finish_special(found: Special, out: np.ndarray, part: slice) -> None:
@@ -322,16 +227,6 @@ def quotient(integers: np.ndarray, count: int) -> np.ndarray:
     return np.where(np.abs(integers) < 2**53, exact, np.where(np.abs(whole) < 2**53, other, long))
 
 
-def _read(term: np.ndarray, piece: BlockRun, form: Format, scratch: Workspace) -> np.ndarray:
-    """Return a piece of a term in the dtype form.wide."""
-    values = term[piece.start : piece.stop]
-    if values.dtype == form.wide:
-        return values
-    wide = scratch.array("wide", values.size, form.wide)
-    np.copyto(wide, values)
-    return wide
-
-
 def _to_odd(values: np.ndarray) -> np.ndarray:
     """Round float64 to float32 so that one more rounding, to bfloat16, gives the bits of a single rounding.
 
@@ -343,6 +238,3 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
     words -= np.abs(rounded) > np.abs(values)
     words |= inexact
     return rounded
-
-
-layout_of = lru_cache(maxsize=64)(BlockLayout)  # made once for equal arguments

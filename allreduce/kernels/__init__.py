@@ -1,37 +1,50 @@
-"""The C library: sums and casts of 16-bit floats, and codes of 8 bits, in one pass over the memory (kernels.c); the
-rendezvous of a node's ranks (meeting.c). communicators.c is a library of its own, see allreduce/process/start.py.
+"""The C library: sums and casts of 16-bit floats, and codes of 8 bits, in one pass over the memory (kernels.c); sums in
+fixed point (fixed_point.c); the rendezvous of a node's ranks (meeting.c). communicators.c is a library of its own, see
+allreduce/process/start.py.
 
 `pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, every function
-here returns False or None, and its caller does the same by NumPy and Python. Arrays are contiguous and 1-D. All
-functions are local; those on arrays work outside the GIL.
+here returns False or None, and its caller does the same by NumPy and Python. Arrays are contiguous, aligned and 1-D; an
+output may be one of the inputs, and no two arrays overlap otherwise. Other arguments raise NotAnArrayError or
+OptionError. All functions are local; those on arrays work outside the GIL.
 """
 
 import ctypes
 import functools
 import os
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from allreduce.errors import NotAnArrayError, OptionError
+
 SWITCH = "ALLREDUCE_KERNELS"  # 0: use NumPy
-VERSION = 4  # of the library's functions; an older library beside newer code is not used
+VERSION = 5  # of the library's functions; an older library beside newer code is not used
 
 SUMMED = ("float32", "float64", "int32", "int64", "float16", "bfloat16")  # dtypes of the sums in meeting.c
 FLOAT32, FLOAT16, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
+# dtypes of the terms of sums in fixed point -> dtypes of the exponents, and of the integers
+FIXED: dict[np.dtype, tuple[np.dtype, np.dtype]] = {
+    **dict.fromkeys((FLOAT32, FLOAT16, BFLOAT16), (np.dtype(np.uint8), np.dtype(np.float64))),
+    np.dtype(np.float64): (np.dtype(np.int32), np.dtype(np.int64)),
+}
+CODES = {"int8": np.dtype(np.int8), "float8": np.dtype(np.uint8)}
+MOST_BITS, MOST_TERMS = 62, 2**24  # of integers; of a sum in fixed point
+
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _ARRAY_OF_ARGUMENTS = 0x80  # METH_FASTCALL of Python
-_ARGUMENTS = {
-    "sum": (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, ctypes.c_double),
-    "cast": (_POINTER, _POINTER, _SIZE),
-    "block_magnitudes": (_POINTER, _SIZE, _SIZE, _POINTER),
-    "encode_int8": (_POINTER, _SIZE, _SIZE, *[_POINTER] * 5),
-    "decode_int8": (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER),
-    "add_int8": (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER),
-}
+_FLOAT64, _INT64 = np.dtype(np.float64), np.dtype(np.int64)
+
+
+class _Memory(NamedTuple):
+    """The addresses of an array that was checked."""
+
+    start: int
+    stop: int
 
 
 def status() -> str:
@@ -51,36 +64,167 @@ def sum_arrays(parts: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: f
     Two or more arrays of one 16-bit float dtype and one length, summed in float32 and rounded once. Returns False, and
     changes nothing, if there is no kernel for them.
     """
-    first = outs[0]
-    function = _function(f"sum_{first.dtype}") if first.dtype in (FLOAT16, BFLOAT16) and len(parts) > 1 else None
-    if function is None or not _fit(*parts, *outs):
+    first = outs[0] if outs else None
+    if not _fit(*parts, *outs) or len(parts) < 2 or first is None or first.dtype not in (FLOAT16, BFLOAT16):
         return False
-    function(_addresses(parts), len(parts), _addresses(outs), len(outs), first.size, 1.0 if scale is None else scale)
-    return True
+    sources = [_given(each, first.dtype, first.size) for each in parts]
+    written = [_given(each, first.dtype, first.size, True) for each in outs]
+    factor = ctypes.c_double(1.0 if scale is None else scale)
+    return _run(f"sum_{first.dtype}", sources, len(sources), written, len(written), first.size, factor)
 
 
 def cast(source: np.ndarray, out: np.ndarray) -> bool:
     """Write `source` to `out`, rounded to nearest, ties to even. Returns False if there is no kernel for the dtypes."""
-    pair = {source.dtype, out.dtype}
-    function = (
-        _function(f"cast_{source.dtype}_{out.dtype}") if pair in ({FLOAT32, FLOAT16}, {FLOAT32, BFLOAT16}) else None
-    )
-    if function is None or not _fit(source, out):
+    if not _fit(source, out) or {source.dtype, out.dtype} not in ({FLOAT32, FLOAT16}, {FLOAT32, BFLOAT16}):
         return False
-    function(source.ctypes.data, out.ctypes.data, out.size)
-    return True
+    arrays = _given(source, source.dtype, out.size), _given(out, out.dtype, out.size, True)
+    return _run(f"cast_{source.dtype}_{out.dtype}", *arrays, out.size)
 
 
-def call(name: str, *arguments: Any) -> bool:
-    """Call a function of kernels.c for 8-bit codes: arrays, which become their addresses, None and integers.
+# Codes of 8 bits. Each block of `block` elements has a scale; the last block may be shorter.
 
-    Returns False if there is no library.
+
+def block_magnitudes(values: np.ndarray, block: int, magnitudes: np.ndarray) -> bool:
+    """Write the largest magnitude of each block of float32; NaN is the largest."""
+    size, blocks = _blocks(values, block)
+    arrays = _given(values, FLOAT32, size), size, block, _given(magnitudes, FLOAT32, blocks, True)
+    return _run("block_magnitudes", *arrays)
+
+
+def encode(
+    kind: str,
+    values: np.ndarray,
+    block: int,
+    scales: np.ndarray,
+    inverses: np.ndarray,
+    random: np.ndarray | None,
+    codes: np.ndarray,
+    error: np.ndarray | None,
+) -> bool:
+    """Write the codes of float32 values, and values - codes * scales to `error`. random: of int8, to round them."""
+    size, blocks = _blocks(values, block)
+    factors = _given(scales, FLOAT32, blocks), _given(inverses, FLOAT32, blocks)
+    drawn = [] if random is None else [_given(random, FLOAT32, size)]
+    _check(kind in CODES and (kind == "int8") == bool(drawn), f"encode({kind!r}) with {len(drawn)} random arrays")
+    written = _given(codes, CODES[kind], size, True), error if error is None else _given(error, FLOAT32, size, True)
+    return _run(f"encode_{kind}", _given(values, FLOAT32, size), size, block, *factors, *drawn, *written)
+
+
+def decode(kind: str, codes: np.ndarray, block: int, scales: np.ndarray, out: np.ndarray, adds: bool = False) -> bool:
+    """Write the values of codes, code * scale, to float32 `out`. adds: add them."""
+    _check(kind in CODES, f"codes of {kind!r}")
+    size, blocks = _blocks(codes, block)
+    sources = _given(codes, CODES[kind], size), size, block, _given(scales, FLOAT32, blocks)
+    return _run(f"{'add' if adds else 'decode'}_{kind}", *sources, _given(out, FLOAT32, size, True))
+
+
+# Sums in fixed point. edges: int64: where blocks of at most 256 elements begin, and where the last one ends.
+
+
+def exponents(terms: Sequence[np.ndarray], edges: np.ndarray, found: np.ndarray) -> bool:
+    """Write the largest exponent bits in each block of the terms."""
+    if not (sources := _terms(terms)):
+        return False
+    size, dtype = terms[0].size, terms[0].dtype
+    ends = _given(edges, _INT64, edges.size)
+    written = _given(found, FIXED[dtype][0], edges.size - 1, True)
+    return _run(f"fixed_exponents_{dtype}", sources, len(sources), size, ends, edges.size - 1, written)
+
+
+def add_integers(
+    terms: Sequence[np.ndarray],
+    edges: np.ndarray,
+    factors: np.ndarray,
+    rests: np.ndarray,
+    finite: bool,
+    out: np.ndarray,
+) -> bool:
+    """Write the sums of the terms times their block's factor and rest, each rounded to an integer. finite: False:
+    infinities and NaN count as zeros."""
+    if not (sources := _terms(terms)):
+        return False
+    size, dtype, blocks = terms[0].size, terms[0].dtype, edges.size - 1
+    ends, written = _given(edges, _INT64, blocks + 1), _given(out, FIXED[dtype][1], size, True)
+    scales = _given(factors, _FLOAT64, blocks), _given(rests, _FLOAT64, blocks)
+    return _run(f"fixed_add_{dtype}", sources, len(sources), size, ends, blocks, *scales, int(finite), written)
+
+
+def finish(integers: np.ndarray, edges: np.ndarray, factors: np.ndarray, divisor: int, out: np.ndarray) -> bool:
+    """Write the integers of the blocks / divisor * factors to `out`; other elements stay."""
+    if not (written := _terms([out], True)):
+        return False
+    _check(isinstance(divisor, int) and 0 < divisor <= MOST_TERMS, f"{divisor=}")
+    given, blocks = _given(integers, FIXED[out.dtype][1], out.size), edges.size - 1
+    arrays = _given(edges, _INT64, blocks + 1), blocks, _given(factors, _FLOAT64, blocks)
+    return _run(f"fixed_finish_{out.dtype}", given, out.size, *arrays, divisor, *written)
+
+
+def sum_fixed(
+    terms: Sequence[np.ndarray], outs: Sequence[np.ndarray], edges: np.ndarray, bits: int, divisor: int
+) -> bool:
+    """Do all of it in one pass: write the sums of these blocks / divisor to `outs`, which may be some of the terms.
+
+    bits: of the integers of one term.
     """
+    sources, written = _terms(terms), _terms(outs, True)
+    if not sources or not written:
+        return False
+    size, dtype, blocks = terms[0].size, terms[0].dtype, edges.size - 1
+    _check(isinstance(divisor, int) and 0 < divisor <= MOST_TERMS and 0 < bits <= MOST_BITS, f"{divisor=}, {bits=}")
+    _check((outs[0].dtype, outs[0].size) == (dtype, size), "outputs of another dtype or length than the terms")
+    arrays = sources, len(sources), written, len(written), size, _given(edges, _INT64, blocks + 1), blocks
+    return _run(f"fixed_sum_{dtype}", *arrays, bits, divisor)
+
+
+def _terms(arrays: Sequence[np.ndarray], written: bool = False) -> list[_Memory]:
+    """Return the checked terms of a sum in fixed point, or none if there is no kernel for them."""
+    if not len(arrays) or not _fit(*arrays) or arrays[0].dtype not in FIXED:
+        return []
+    return [_given(each, arrays[0].dtype, arrays[0].size, written) for each in arrays]
+
+
+def _blocks(array: np.ndarray, block: int) -> tuple[int, int]:
+    """Return the size of an array, and the number of its blocks."""
+    _check(isinstance(array, np.ndarray) and isinstance(block, int) and block > 0, f"{array!r} in blocks of {block!r}")
+    return array.size, -(-array.size // block)
+
+
+def _given(array: Any, dtype: np.dtype, size: int, written: bool = False) -> _Memory:
+    fits = isinstance(array, np.ndarray) and (array.dtype, array.shape) == (dtype, (size,)) and _fit(array)
+    if not fits or (written and not array.flags.writeable):
+        given = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        use = "an output" if written else "an input"
+        raise NotAnArrayError(
+            f"{use} of the C library must be a contiguous, aligned{', writeable' * written} array of {size} elements "
+            f"of {dtype}, not {given} (strides {getattr(array, 'strides', None)})"
+        )
+    start = array.ctypes.data
+    return _Memory(start, start + array.nbytes)
+
+
+def _check(right: bool, given: str) -> None:
+    if not right:
+        raise OptionError(f"the C library does not take {given}")
+
+
+def _run(name: str, *arguments: Any) -> bool:
+    """Call a function of C with arrays, lists of arrays, and numbers. Returns False if there is no library."""
+    arrays = [each for argument in arguments for each in (argument if isinstance(argument, list) else [argument])]
+    memories = sorted({each for each in arrays if isinstance(each, _Memory) and each.start < each.stop})
+    _check(all(one.stop <= other.start for one, other in pairwise(memories)), f"arrays that overlap ({name})")
     function = _function(name)
     if function is None:
         return False
-    function(*(each.ctypes.data if isinstance(each, np.ndarray) else each for each in arguments))
+    _check(function(*map(_converted, arguments)) != 0, "edges that are not ascending, or not those of short blocks")
     return True
+
+
+def _converted(argument: Any) -> Any:
+    if isinstance(argument, list):
+        return (_POINTER * len(argument))(*[each.start for each in argument])
+    if isinstance(argument, _Memory):
+        return _POINTER(argument.start)
+    return argument if isinstance(argument, ctypes.c_double) or argument is None else _SIZE(argument)
 
 
 class _Method(ctypes.Structure):
@@ -124,11 +268,10 @@ def _definition(name: str) -> _Method | None:
 
 
 def _fit(*arrays: np.ndarray) -> bool:
+    for each in arrays:
+        if not isinstance(each, np.ndarray):
+            raise NotAnArrayError(f"the C library takes arrays of NumPy, not {type(each).__name__}")
     return all(each.flags.c_contiguous and each.flags.aligned for each in arrays)
-
-
-def _addresses(arrays: Sequence[np.ndarray]) -> Any:
-    return (_POINTER * len(arrays))(*[each.ctypes.data for each in arrays])
 
 
 def _loaded() -> ctypes.CDLL | None:
@@ -136,12 +279,12 @@ def _loaded() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _function(name: str) -> Callable[..., None] | None:
+def _function(name: str) -> Callable[..., Any] | None:
     library = _loaded()
     if library is None:
         return None
     function = getattr(library, name)
-    function.argtypes, function.restype = _ARGUMENTS.get(name) or _ARGUMENTS[name.partition("_")[0]], None
+    function.restype = ctypes.c_int if name.startswith("fixed") else None
     return function
 
 

@@ -8,53 +8,10 @@
  * The file needs no header of Python: ctypes calls the functions, without the GIL. Arrays are contiguous and aligned to
  * their elements. An output may be one of the inputs, element for element.
  */
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+#include "floats.h"
 
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define KERNEL __attribute__((target_clones("avx512f", "avx2", "default"))) /* chosen when the library is loaded */
-#else
-#define KERNEL
-#endif
-#define INLINE static inline __attribute__((always_inline))
 #define LANES 1024 /* elements of a sum that are rounded together */
 #define BLOCK 2048 /* elements of a quantised block that stay in the first cache */
-
-INLINE uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, sizeof bits); return bits; }
-INLINE float float_of(uint32_t bits) { float value; memcpy(&value, &bits, sizeof value); return value; }
-
-/* Casts. Float16 as F. Giesen: half to float done quick, 2012, with NumPy's bits of NaNs. */
-
-INLINE float from_float16(uint16_t half)
-{
-    uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13, sign = (uint32_t)(half & 0x8000) << 16;
-    uint32_t normal = magnitude + (112u << 23), endless = magnitude + (224u << 23);
-    uint32_t subnormal = bits_of(float_of(magnitude + (113u << 23)) - float_of(113u << 23));
-    uint32_t bits = half & 0x7c00 ? normal : subnormal;
-    bits = (half & 0x7c00) == 0x7c00 ? endless : bits;
-    return float_of(bits | sign);
-}
-
-INLINE uint16_t to_float16(float value)
-{
-    uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-    uint32_t normal = (magnitude + 0xc8000fff + (magnitude >> 13 & 1)) >> 13;
-    uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - (126u << 23);
-    uint32_t payload = magnitude >> 13 & 0x3ff, nan = 0x7c00 | (payload ? payload : 1);
-    uint32_t half = magnitude < 113u << 23 ? subnormal : normal;
-    half = magnitude >= 143u << 23 ? 0x7c00 : half;
-    half = magnitude > 0x7f800000 ? nan : half;
-    return (uint16_t)(half | sign);
-}
-
-INLINE float from_bfloat16(uint16_t half) { return float_of((uint32_t)half << 16); }
-
-INLINE uint16_t to_bfloat16(float value)
-{
-    uint32_t bits = bits_of(value), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16 & 0x8000) | 0x7fc0 : rounded);
-}
 
 #define CAST(name, from, to, convert)                          \
     KERNEL void name(const from *source, to *out, size_t size) \
@@ -233,24 +190,64 @@ KERNEL void encode_int8(const float *values, size_t size, size_t block, const fl
     }
 }
 
-KERNEL void decode_int8(const int8_t *codes, size_t size, size_t block, const float *scales, float *out)
+/* float8_e4m3fn: 4 bits of exponent, 3 of fraction, no infinity; subnormal numbers are multiples of 2^-9. */
+
+INLINE float from_float8(uint8_t code)
 {
-    for (size_t start = 0; start < size; start += block, scales++) {
+    uint32_t magnitude = code & 0x7f, sign = (uint32_t)(code & 0x80) << 24;
+    uint32_t normal = (magnitude << 20) + (120u << 23), subnormal = bits_of((float)(int32_t)magnitude * 0x1p-9f);
+    uint32_t bits = magnitude < 8 ? subnormal : magnitude == 0x7f ? 0x7fc00000 : normal;
+    return float_of(bits | sign);
+}
+
+INLINE uint8_t to_float8(float value)
+{
+    uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff;
+    uint32_t normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120u << 3);
+    uint32_t subnormal = bits_of(float_of(magnitude) + 0x1p14f) - bits_of(0x1p14f);
+    uint32_t code = magnitude < 121u << 23 ? subnormal : normal;
+    code = magnitude > 0x43e80000 ? 0x7f : code; /* above 464, and NaN */
+    return (uint8_t)(code | (bits >> 24 & 0x80));
+}
+
+/* codes = values / scales, rounded to nearest, and error = values - codes * scales unless it is null. */
+KERNEL void encode_float8(const float *values, size_t size, size_t block, const float *scales, const float *inverses,
+                          uint8_t *codes, float *error)
+{
+    for (size_t start = 0; start < size; start += block, scales++, inverses++) {
         size_t length = size - start < block ? size - start : block;
-        float scale = *scales;
-        for (size_t i = 0; i < length; i++)
-            out[start + i] = (float)codes[start + i] * scale;
+        float scale = *scales, inverse = *inverses;
+        for (size_t from = start; from < start + length; from += BLOCK) {
+            size_t stop = start + length - from < BLOCK ? start + length : from + BLOCK;
+            for (size_t i = from; i < stop; i++)
+                codes[i] = to_float8(values[i] * inverse);
+            if (error)
+                for (size_t i = from; i < stop; i++)
+                    error[i] = values[i] - from_float8(codes[i]) * scale;
+        }
     }
 }
 
-KERNEL void add_int8(const int8_t *codes, size_t size, size_t block, const float *scales, float *total)
-{
-    for (size_t start = 0; start < size; start += block, scales++) {
-        size_t length = size - start < block ? size - start : block;
-        float scale = *scales;
-        for (size_t i = 0; i < length; i++)
-            total[start + i] = total[start + i] + (float)codes[start + i] * scale;
+#define DECODE(name, type, from)                                                                               \
+    KERNEL void decode_##name(const type *codes, size_t size, size_t block, const float *scales, float *out)   \
+    {                                                                                                          \
+        for (size_t start = 0; start < size; start += block, scales++) {                                       \
+            size_t length = size - start < block ? size - start : block;                                       \
+            float scale = *scales;                                                                             \
+            for (size_t i = 0; i < length; i++)                                                                \
+                out[start + i] = from(codes[start + i]) * scale;                                               \
+        }                                                                                                      \
+    }                                                                                                          \
+    KERNEL void add_##name(const type *codes, size_t size, size_t block, const float *scales, float *total)    \
+    {                                                                                                          \
+        for (size_t start = 0; start < size; start += block, scales++) {                                       \
+            size_t length = size - start < block ? size - start : block;                                       \
+            float scale = *scales;                                                                             \
+            for (size_t i = 0; i < length; i++)                                                                \
+                total[start + i] = total[start + i] + from(codes[start + i]) * scale;                          \
+        }                                                                                                      \
     }
-}
+DECODE(int8, int8_t, (float))
+DECODE(float8, uint8_t, from_float8)
 
-int version(void) { return 4; } /* of these functions and their arguments: see __init__.py */
+int version(void) { return 5; } /* of these functions and their arguments: see __init__.py */

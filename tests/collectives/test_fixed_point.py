@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from allreduce import kernels
 from allreduce.arrays import fixed_point
-from allreduce.arrays.fixed_point import BLOCK, FORMATS, BlockLayout, Format
-from allreduce.arrays.workspace import Workspace
+from allreduce.arrays.fixed_point import BLOCK, FORMATS, Format, block_edges
 
 DIGITS = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
 LARGEST = {"float16": 65504, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38, "float64": 1.79e308}
@@ -18,29 +18,42 @@ KINDS = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for 
 
 
 def total(
-    groups: list[list[np.ndarray]], layout: BlockLayout, mean: bool = False, part: slice | None = None, count: int = 0
+    groups: list[list[np.ndarray]], edges: np.ndarray, mean: bool = False, part: slice | None = None, count: int = 0
 ) -> np.ndarray:
     """The sum of the terms of several ranks, a group for each rank. count: if not 0, zeros are further terms."""
     dtype = next(term for terms in groups for term in terms).dtype
-    form, scratch = FORMATS[dtype], Workspace()
+    form, length = FORMATS[dtype], int(edges[-1])
     count = count or sum(map(len, groups))
-    part = part or slice(0, layout.length)
-    largest = np.max([fixed_point.exponents(terms, layout, form, scratch) for terms in groups], axis=0)
-    found = [fixed_point.special(terms, largest, layout, form) for terms in groups]
+    part = part or slice(0, length)
+    largest = np.max([fixed_point.exponents(terms, edges, form) for terms in groups], axis=0)
+    found = [fixed_point.special(terms, largest, edges, form) for terms in groups]
     everyone = None
     if found[0] is not None:
         everyone = found[0].unpacked(np.max([each.packed() for each in found if each is not None], axis=0))
         largest[everyone.blocks] = everyone.exponents
-    sums = np.zeros(layout.length, form.carrier)
+    sums = np.zeros(length, form.carrier)
     for terms in groups:
-        own = np.full(layout.length, 7, form.carrier)
-        fixed_point.add(terms, largest, count, layout, form, scratch, own, everyone is None)
+        own = np.full(length, 7, form.carrier)
+        fixed_point.add(terms, largest, count, edges, form, own, everyone is None)
         sums += own
-    result = np.zeros(layout.length, dtype)
-    fixed_point.finish(sums, largest, count, mean, layout, form, scratch, result, part)
+    result = np.zeros(length, dtype)
+    fixed_point.finish(sums, largest, count, mean, edges, form, result, part)
     if everyone is not None:
         fixed_point.finish_special(everyone, result, part)
+    check_one_pass(groups, edges, mean, part, count, result[part])
     return result[part]
+
+
+def check_one_pass(
+    groups: list[list[np.ndarray]], edges: np.ndarray, mean: bool, part: slice, count: int, wanted: np.ndarray
+) -> None:
+    """C gives the same bits in one pass, in place of a term, some blocks after the others."""
+    terms = [term.copy() for terms in groups for term in terms]
+    middle = edges.size // 2
+    for blocks in (edges[: middle + 1], edges[middle:]):
+        assert fixed_point.sum_blocks(terms, count, mean, blocks, terms[:2]) == (kernels.status() == "C")
+    for term in terms[:2] if kernels.status() == "C" else ():
+        assert term[part].tobytes() == wanted.tobytes()
 
 
 def rounded(value: Fraction, digits: int, least: int) -> Fraction:
@@ -53,25 +66,22 @@ def rounded(value: Fraction, digits: int, least: int) -> Fraction:
     return round(value / unit) * unit
 
 
-def reference(terms: list[np.ndarray], layout: BlockLayout, mean: bool, count: int) -> list[Fraction]:
+def reference(terms: list[np.ndarray], edges: np.ndarray, mean: bool, count: int) -> list[Fraction]:
     """What the module's docstring says, in fractions; of finite terms."""
     digits, least = DIGITS[terms[0].dtype.name]
     form: Format = FORMATS[terms[0].dtype]
     values = [[Fraction(float(value)) for value in term] for term in terms]
     results: list[Fraction] = []
-    for piece in layout.pieces:
-        at = piece.start
-        for length in [BLOCK] * piece.blocks if piece.lengths is None else piece.lengths.tolist():
-            largest = max(abs(term[index]) for term in values for index in range(at, at + length))
-            smallest = Fraction(2) ** (1 - form.bias)  # of the normal numbers
-            e = 1 - form.bias if largest < smallest else math.frexp(float(largest))[1]
-            unit = Fraction(2) ** max(e - (form.bits - math.ceil(math.log2(count))), form.least)
-            for index in range(at, at + length):
-                exact = sum((round(term[index] / unit) * unit for term in values), Fraction(0))
-                error = abs(exact - sum(term[index] for term in values))
-                assert error <= len(terms) * unit / 2  # the bound of the docstring
-                results.append(rounded(exact / count if mean else exact, digits, least))
-            at += length
+    for at, end in itertools.pairwise(edges.tolist()):
+        largest = max(abs(term[index]) for term in values for index in range(at, end))
+        smallest = Fraction(2) ** (1 - form.bias)  # of the normal numbers
+        e = 1 - form.bias if largest < smallest else math.frexp(float(largest))[1]
+        unit = Fraction(2) ** max(e - (form.bits - math.ceil(math.log2(count))), form.least)
+        for index in range(at, end):
+            exact = sum((round(term[index] / unit) * unit for term in values), Fraction(0))
+            error = abs(exact - sum(term[index] for term in values))
+            assert error <= len(terms) * unit / 2  # the bound of the docstring
+            results.append(rounded(exact / count if mean else exact, digits, least))
     return results
 
 
@@ -93,12 +103,12 @@ RANGES = {
 @pytest.mark.parametrize("mean", [False, True])
 def test_every_element_is_what_fractions_give(name: str, mean: bool) -> None:
     random = np.random.default_rng(1)
-    layout = BlockLayout(BLOCK + 60, (0, 5, 6))
+    edges = block_edges(BLOCK + 60, (0, 5, 6))
     for low, high in RANGES[name]:
         for count in (1, 3, 16, 50):
-            terms = list(spread(random, (count, layout.length), name, low, high))
-            found = [Fraction(float(value)) for value in total([terms], layout, mean)]
-            expected = reference(terms, layout, mean, count)
+            terms = list(spread(random, (count, int(edges[-1])), name, low, high))
+            found = [Fraction(float(value)) for value in total([terms], edges, mean)]
+            expected = reference(terms, edges, mean, count)
             subnormal = name == "float64" and low < -950 and mean  # these may be rounded twice
             for got, wanted in zip(found, expected, strict=True):
                 assert got == wanted or (subnormal and abs(got - wanted) <= Fraction(2) ** -1074)
@@ -107,23 +117,23 @@ def test_every_element_is_what_fractions_give(name: str, mean: bool) -> None:
 @pytest.mark.parametrize("name", DIGITS)
 def test_bits_do_not_depend_on_order_or_ranks(name: str) -> None:
     random = np.random.default_rng(2)
-    layout = BlockLayout(1000)
+    edges = block_edges(1000)
     terms = list(spread(random, (13, 1000), name, -20, 12))
     terms[3][100], terms[5][100], terms[6][700], terms[7][300] = np.inf, -np.inf, np.inf, np.nan
     with np.errstate(invalid="ignore"):
-        expected = total([terms], layout, True).tobytes()
+        expected = total([terms], edges, True).tobytes()
     for ranks in (2, 3, 5, 13, 16):
         order = random.permutation(13)
         groups = [[terms[number] for number in part] for part in np.array_split(order, ranks)]
-        assert total(groups, layout, True).tobytes() == expected, ranks
+        assert total(groups, edges, True).tobytes() == expected, ranks
 
 
 def test_a_plain_sum_of_float32_is_worse() -> None:
     random = np.random.default_rng(3)
-    layout = BlockLayout(BLOCK)
+    edges = block_edges(BLOCK)
     terms = [*random.normal(size=(64, BLOCK)).astype(np.float32)]
     exact = np.array([float(sum(Fraction(float(term[index])) for term in terms)) for index in range(BLOCK)])
-    ours, plain = total([terms], layout), np.add.reduce(terms)
+    ours, plain = total([terms], edges), np.add.reduce(terms)
     assert np.abs(ours - exact).max() <= np.abs(exact).max() * 2.0**-24
     assert np.abs(ours - exact).sum() < np.abs(plain - exact).sum()
     assert np.array_equal(ours, exact.astype(np.float32))
@@ -138,22 +148,22 @@ def test_special_values(name: str, mean: bool) -> None:
         [1, -inf, 1, nan, -inf, -0.0, -0.0, -0.5, inf, nan, 2],
     ]
     terms = [np.array(row, dtype) for row in rows]
-    layout, half = BlockLayout(len(rows[0])), 2 if mean else 1
+    edges, half = block_edges(len(rows[0])), 2 if mean else 1
     expected = np.array([inf, nan, nan, nan, -inf, 0, 0, 0, inf, nan, 3 / half], dtype)
     for groups in ([terms], [terms[:1], terms[1:]], [[], terms[::-1]]):
-        assert total(groups, layout, mean).tobytes() == expected.tobytes()
+        assert total(groups, edges, mean).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("name", DIGITS)
 def test_infinities_leave_other_elements_of_their_block_exact(name: str) -> None:
     random = np.random.default_rng(4)
-    layout = BlockLayout(BLOCK + 10)
-    terms = list(spread(random, (5, layout.length), name, -6, 3))
+    edges = block_edges(BLOCK + 10)
+    terms = list(spread(random, (5, int(edges[-1])), name, -6, 3))
     clean = [term.copy() for term in terms]
     for row, at in ((0, 3), (2, 3), (4, 200), (1, BLOCK + 2)):
         terms[row][at], clean[row][at] = -np.inf if row else np.inf, 0
-    found, expected = total([terms[:2], terms[2:]], layout), total([clean], layout)
-    wrong = np.isin(np.arange(layout.length), [3, 200, BLOCK + 2])
+    found, expected = total([terms[:2], terms[2:]], edges), total([clean], edges)
+    wrong = np.isin(np.arange(int(edges[-1])), [3, 200, BLOCK + 2])
     assert np.isnan(found[3])
     assert (found[[200, BLOCK + 2]] == -np.inf).all()
     assert np.array_equal(found[~wrong], expected[~wrong])
@@ -162,8 +172,8 @@ def test_infinities_leave_other_elements_of_their_block_exact(name: str) -> None
 @pytest.mark.parametrize("name", DIGITS)
 def test_sums_beyond_the_range_are_infinite(name: str) -> None:
     terms = [np.array([LARGEST[name], -LARGEST[name], LARGEST[name]]).astype(KINDS[name]) for _ in range(4)]
-    assert (total([terms], BlockLayout(3)) == np.array([np.inf, -np.inf, np.inf])).all()
-    assert (total([terms], BlockLayout(3), True) == terms[0]).all()  # the sum is held exactly, only the mean is rounded
+    assert (total([terms], block_edges(3)) == np.array([np.inf, -np.inf, np.inf])).all()
+    assert (total([terms], block_edges(3), True) == terms[0]).all()  # the sum is held exactly, only the mean is rounded
 
 
 @pytest.mark.parametrize("name", DIGITS)
@@ -171,18 +181,18 @@ def test_subnormals_and_one_term_are_exact(name: str) -> None:
     smallest = KINDS[name].type(2.0 ** DIGITS[name][1])
     assert float(smallest) > 0
     terms = [np.array([smallest, -smallest, 0, smallest], KINDS[name])]
-    assert total([terms], BlockLayout(4)).tobytes() == terms[0].tobytes()
-    assert total([terms * 3], BlockLayout(4))[0] == 3 * smallest
-    assert total([terms * 4], BlockLayout(4), True).tobytes() == terms[0].tobytes()
+    assert total([terms], block_edges(4)).tobytes() == terms[0].tobytes()
+    assert total([terms * 3], block_edges(4))[0] == 3 * smallest
+    assert total([terms * 4], block_edges(4), True).tobytes() == terms[0].tobytes()
 
 
 def test_no_terms_here_and_zeros_as_terms() -> None:
     random = np.random.default_rng(5)
     terms = list(random.normal(size=(6, 300)).astype(np.float32))
-    layout = BlockLayout(300)
+    edges = block_edges(300)
     zeros = [*terms, np.zeros(300, np.float32), np.zeros(300, np.float32)]
-    assert total([[], terms, []], layout, count=8).tobytes() == total([zeros], layout).tobytes()
-    assert not total([[np.zeros(300, np.float32)]], layout).any()
+    assert total([[], terms, []], edges, count=8).tobytes() == total([zeros], edges).tobytes()
+    assert not total([[np.zeros(300, np.float32)]], edges).any()
 
 
 @pytest.mark.parametrize("name", ["float32", "float64"])
@@ -193,12 +203,12 @@ def test_slices_of_whole_parts_have_the_bits_of_the_whole(name: str) -> None:
     starts = [0, *np.cumsum(sizes)[:-1].tolist()]
     length = sum(sizes)
     terms = list(spread(random, (3, length), name, -40, 3))
-    whole = total([terms], BlockLayout(length, starts), True)
+    whole = total([terms], block_edges(length, tuple(starts)), True)
     for cuts in ([0, 3, 6, 9], [0, 1, 2, 9], [0, 7, 8, 9], list(range(10))):
         found = []
         for low, high in itertools.pairwise(cuts):
             begin, end = starts[low], starts[high] if high < len(starts) else length
-            inner = BlockLayout(end - begin, [start - begin for start in starts[low:high]])
+            inner = block_edges(end - begin, tuple(start - begin for start in starts[low:high]))
             found.append(total([[term[begin:end] for term in terms]], inner, True))
         assert np.concatenate(found).tobytes() == whole.tobytes(), cuts
 
@@ -208,28 +218,21 @@ def test_a_part_of_the_result_has_the_bits_of_the_whole(starts: tuple[int, ...])
     """A rank finishes only the slice that it owns, whose ends lie anywhere."""
     random = np.random.default_rng(7)
     length = 70_000
-    layout = BlockLayout(length, starts)
+    edges = block_edges(length, starts)
     terms = list(random.normal(size=(3, length)).astype(np.float32))
     terms[1][4], terms[2][69_999], terms[0][1500] = np.inf, np.nan, -np.inf
-    whole = total([terms], layout, True)
+    whole = total([terms], edges, True)
     for begin, end in ((0, 0), (0, 1), (3, 5), (1, length), (299, 1501), (33_000, 66_001), (69_998, length)):
-        assert total([terms], layout, True, slice(begin, end)).tobytes() == whole[begin:end].tobytes()
+        assert total([terms], edges, True, slice(begin, end)).tobytes() == whole[begin:end].tobytes()
 
 
 @pytest.mark.parametrize("starts", [(0,), (0, 1), (0, 255, 256, 600), tuple(range(100_000))])
-def test_a_layout_covers_each_element_once(starts: tuple[int, ...]) -> None:
-    layout = BlockLayout(100_000, starts)
-    at = blocks = 0
-    for piece in layout.pieces:
-        lengths = [BLOCK] * piece.blocks if piece.lengths is None else piece.lengths.tolist()
-        assert (piece.start, piece.first, piece.stop) == (at, blocks, at + sum(lengths))
-        assert len(lengths) == piece.blocks
-        assert 0 < min(lengths) <= max(lengths) <= BLOCK
-        assert piece.stop - piece.start <= fixed_point.PIECE
-        at, blocks = piece.stop, blocks + piece.blocks
-    assert (at, blocks) == (100_000, layout.blocks)
-    everything = layout.elements(np.arange(layout.blocks))
-    assert np.array_equal(everything, np.arange(100_000))
+def test_blocks_begin_at_parts_and_have_every_element_once(starts: tuple[int, ...]) -> None:
+    edges = block_edges(100_000, starts)
+    lengths = np.diff(edges)
+    assert (edges[0], edges[-1]) == (0, 100_000)
+    assert 0 < lengths.min() <= lengths.max() <= BLOCK
+    assert set(starts) < set(edges.tolist())
 
 
 def test_quotients_are_rounded_once() -> None:

@@ -10,7 +10,8 @@ from allreduce.algorithm import Algorithm, Context, TwoPhase, Work
 from allreduce.algorithms.compressed.compressed import Compressed
 from allreduce.arrays import fixed_point, gpu, ops
 from allreduce.arrays.arguments import is_flag, is_integer
-from allreduce.arrays.fixed_point import BLOCK, FORMATS, MOST_TERMS, BlockLayout
+from allreduce.arrays.chunks import chunk
+from allreduce.arrays.fixed_point import BLOCK, FORMATS, MOST_TERMS
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.parts import Part
@@ -36,7 +37,8 @@ class Exact(Compressed):
 
     A call costs two all-reduces: of the exponents, a byte for BLOCK elements (float64: 4 bytes), and of the integers,
     8 bytes an element; and three passes over the array. Memory: 8 bytes an element of the longest array, allocated by
-    the inner algorithm and reused.
+    the inner algorithm and reused. Where all ranks reach the arrays of all others, each rank sums some blocks in one
+    pass, without integers in memory (the C library does).
 
     "max" and "min" of floats give +0 for zeros of either sign, and one bit pattern for NaN. "prod" of floats raises
     UnsupportedOpError: its bits would depend on the order. Arrays of a tree have the bits that they have alone.
@@ -54,8 +56,8 @@ class Exact(Compressed):
         self.sums_half = True  # as float64
         self.lossless = self
         self.terms: Sequence[Any] = ()  # of the running sum_terms
-        # (address of an array, first element, length) -> its parts when the layout was made, the layout
-        self._block_layouts: dict[tuple[int, int, int], tuple[Sequence[Part], BlockLayout]] = {}
+        # (address of an array, first element, length) -> its parts when the edges were made, the edges of its blocks
+        self._edges: dict[tuple[int, int, int], tuple[Sequence[Part], np.ndarray]] = {}
 
     # sum_terms, see AllReduce. `terms` is set during a call.
 
@@ -78,13 +80,13 @@ class Exact(Compressed):
         count, scatters = call.shape[0], KINDS[call.shape[1]] == "reduce_scatter"
 
         def run(buffer: Any) -> None:
-            layout = self._layout(buffer.size, self.find(buffer))
+            edges = self._edges_of(buffer.size, self.find(buffer))
             if call.memory == GPU:
                 terms = [term.get() for term in self.terms]
-                add_up = partial(self._add_up, terms, count, op, layout=layout)
+                add_up = partial(self._add_up, terms, count, op, edges=edges)
                 self.context.stage(buffer, slice(0), add_up, slice(None))
             else:
-                self._add_up(self.terms, count, op, buffer, layout, scatters)
+                self._add_up(self.terms, count, op, buffer, edges, scatters)
 
         return Work(run, place=self.place)
 
@@ -105,10 +107,18 @@ class Exact(Compressed):
     # The sum
 
     def reduce_parts(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
-        self._add_up([buffer], self.size, op, buffer, self._layout(buffer.size, where))
+        edges = self._edges_of(buffer.size, where)
+
+        def add_up(everyone: list[np.ndarray]) -> bool:
+            own = chunk(edges.size - 1, self.size, self.rank)
+            mine, mean = edges[own.start : own.stop + 1], op.name == "mean"
+            return fixed_point.sum_blocks(everyone, self.size, mean, mine, everyone)
+
+        if not self.inner.in_everyones_array(buffer, add_up):
+            self._add_up([buffer], self.size, op, buffer, edges)
 
     def scatter_parts(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
-        self._add_up([buffer], self.size, op, buffer, self._layout(buffer.size, where), scatters=True)
+        self._add_up([buffer], self.size, op, buffer, self._edges_of(buffer.size, where), scatters=True)
 
     def _add_up(
         self,
@@ -116,25 +126,25 @@ class Exact(Compressed):
         count: int,
         op: Op,
         out: np.ndarray,
-        layout: BlockLayout,
+        edges: np.ndarray,
         scatters: bool = False,
     ) -> None:
         """Sum the terms of all ranks into `out`. Collective. scatters: only the owned slice of `out` is needed."""
-        if not layout.length:
+        if not out.size:
             return
-        form, mean, scratch = FORMATS[out.dtype], op.name == "mean", self.workspace
-        largest = self._largest(fixed_point.exponents(terms, layout, form, scratch), len(terms), count)
-        special = fixed_point.special(terms, largest, layout, form)
+        form, mean = FORMATS[out.dtype], op.name == "mean"
+        largest = self._largest(fixed_point.exponents(terms, edges, form), len(terms), count)
+        special = fixed_point.special(terms, largest, edges, form)
         if special is not None:
             packed = special.packed()
             self._combine(packed, "max")
             special = special.unpacked(packed)
             largest[special.blocks] = special.exponents
-        integers = self.from_inner(layout.length, form.carrier)
-        fixed_point.add(terms, largest, count, layout, form, scratch, integers, finite=special is None)
+        integers = self.from_inner(out.size, form.carrier)
+        fixed_point.add(terms, largest, count, edges, form, integers, finite=special is None)
 
         def finish(part: slice) -> None:
-            fixed_point.finish(integers, largest, count, mean, layout, form, scratch, out, part)
+            fixed_point.finish(integers, largest, count, mean, edges, form, out, part)
             if special is not None:
                 fixed_point.finish_special(special, out, part)
 
@@ -152,16 +162,16 @@ class Exact(Compressed):
         if self.size > 1:
             self.inner.reduce(array, ops.resolve(op, array.dtype, self.size))
 
-    def _layout(self, length: int, where: Slice | None) -> BlockLayout:
-        """Return the blocks of an array. where: this array as a slice of an array of the table, or None."""
+    def _edges_of(self, length: int, where: Slice | None) -> np.ndarray:
+        """Return the edges of an array's blocks. where: this array as a slice of an array of the table, or None."""
         if where is None:
-            return fixed_point.layout_of(length)
+            return fixed_point.block_edges(length)
         key = where.entry.begin, where.start, length
-        parts, layout = self._block_layouts.get(key, (None, None))
-        if layout is None or parts is not where.entry.parts:
-            parts, layout = where.entry.parts, fixed_point.layout_of(length, tuple(_starts(where)))
-            self._block_layouts[key] = parts, layout
-        return layout
+        parts, edges = self._edges.get(key, (None, None))
+        if edges is None or parts is not where.entry.parts:
+            parts, edges = where.entry.parts, fixed_point.block_edges(length, tuple(_starts(where)))
+            self._edges[key] = parts, edges
+        return edges
 
     # The methods of Compressed
 
