@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from allreduce import kernels
+from allreduce.arrays.workspace import Workspace
 
 PIECE = 32 * 1024  # elements with numbers from one place of the table of random numbers
 BLOCK = 256  # elements with one scale
@@ -47,7 +48,7 @@ class Quantizer(ABC):
 
     def __init__(self, block: int = BLOCK) -> None:
         self.block = block
-        self._state = 0
+        self._state, self._workspace = 0, Workspace()
 
     def blocks(self, length: int) -> int:
         """Return how many scales `length` elements have."""
@@ -87,8 +88,11 @@ class Quantizer(ABC):
     def decode(self, message: np.ndarray, out: np.ndarray) -> None:
         """Write the values of a message to `out`: 1-D, contiguous, float32 or float64."""
         scales, codes = self._parts(message, out.size)
-        if out.dtype != FLOAT or not kernels.decode(self.kind, codes, self.block, scales, out):
-            out[:] = self._values(codes, scales)
+        into = out if out.dtype == FLOAT else self._workspace.array("decoded", out.size, FLOAT)
+        if not kernels.decode(self.kind, codes, self.block, scales, into):
+            into[:] = self._values(codes, scales)
+        if into is not out:
+            out[:] = into
 
     def add(self, message: np.ndarray, total: np.ndarray) -> None:
         """Add the values of a message to `total`: 1-D, contiguous, float32."""
