@@ -1,5 +1,4 @@
 """The C library: sums and casts of 16-bit floats, and codes of 8 bits, in one pass over the memory (kernels.c); sums in
-"""The C library: sums and casts of 16-bit floats, and codes of 8 bits, in one pass over the memory (kernels.c); sums in
 fixed point (fixed_point.c); the rendezvous of a node's ranks (meeting.c). communicators.c is a library of its own, see
 allreduce/process/start.py.
 
