@@ -4,8 +4,8 @@ allreduce/process/start.py.
 
 `pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, every function
 here returns False or None, and its caller does the same by NumPy and Python. Arrays are contiguous, aligned and 1-D; an
-output may be one of the inputs, and no two arrays overlap otherwise. Other arguments raise NotAnArrayError or
-OptionError. All functions are local; those on arrays work outside the GIL.
+output may be one of the inputs, and no two arrays overlap otherwise. Other arguments raise TypeError or
+ValueError. All functions are local; those on arrays work outside the GIL.
 """
 
 import ctypes
@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-
-from allreduce.errors import NotAnArrayError, OptionError
 
 SWITCH = "ALLREDUCE_KERNELS"  # 0: use NumPy
 VERSION = 6  # of the library's functions; an older library beside newer code is not used
@@ -194,7 +192,7 @@ def _given(array: Any, dtype: np.dtype, size: int, written: bool = False) -> _Me
     if not fits or (written and not array.flags.writeable):
         given = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         use = "an output" if written else "an input"
-        raise NotAnArrayError(
+        raise TypeError(
             f"{use} of the C library must be a contiguous, aligned{', writeable' * written} array of {size} elements "
             f"of {dtype}, not {given} (strides {getattr(array, 'strides', None)})"
         )
@@ -204,7 +202,7 @@ def _given(array: Any, dtype: np.dtype, size: int, written: bool = False) -> _Me
 
 def _check(right: bool, given: str) -> None:
     if not right:
-        raise OptionError(f"the C library does not take {given}")
+        raise ValueError(f"the C library does not take {given}")
 
 
 def _run(name: str, *arguments: Any) -> bool:
@@ -270,7 +268,7 @@ def _definition(name: str) -> _Method | None:
 def _fit(*arrays: np.ndarray) -> bool:
     for each in arrays:
         if not isinstance(each, np.ndarray):
-            raise NotAnArrayError(f"the C library takes arrays of NumPy, not {type(each).__name__}")
+            raise TypeError(f"the C library takes arrays of NumPy, not {type(each).__name__}")
     return all(each.flags.c_contiguous and each.flags.aligned for each in arrays)
 
 
