@@ -173,14 +173,6 @@ class Algorithm(ABC):
         """Copy every rank's `owned` slice to all ranks; any dtype."""
         chunked.spread(self.comm, buffer, [self.owned(buffer.size, rank) for rank in range(self.size)])
 
-    def in_everyones_array(self, buffer: np.ndarray, run: Callable[[list[np.ndarray]], bool]) -> bool:
-        """Call `run` with all ranks' arrays like `buffer`, if each rank can read and write them and has the C library.
-
-        `run` begins when all ranks are in this call, and this returns when it has ended on all ranks. Returns its
-        result, the same on all ranks; False if it was not called.
-        """
-        return False
-
     def owned(self, length: int, rank: int | None = None) -> slice:
         """Return the slice of a buffer of `length` elements that `rank` owns (default: this rank). Local."""
         return chunks.chunk(length, self.size, self.rank if rank is None else rank)
@@ -269,3 +261,11 @@ class TwoPhase(Algorithm):
     @abstractmethod
     def all_gather(self, buffer: np.ndarray) -> None:
         """Copy every rank's `owned` slice to all ranks; any dtype."""
+
+    def in_everyones_array(self, buffer: np.ndarray, run: Callable[[list[np.ndarray]], bool]) -> bool:
+        """Call `run` with all ranks' arrays like `buffer`, if each rank can read and write them and has the C library.
+
+        `run` begins when all ranks are in this call, and this returns when it has ended on all ranks. Returns its
+        result, the same on all ranks; False if it was not called.
+        """
+        return False

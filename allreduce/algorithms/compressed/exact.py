@@ -114,7 +114,7 @@ class Exact(Compressed):
             mine, mean = edges[own.start : own.stop + 1], op.name == "mean"
             return fixed_point.sum_blocks(everyone, self.size, mean, mine, everyone)
 
-        if not self.inner.in_everyones_array(buffer, add_up):
+        if not (isinstance(self.inner, TwoPhase) and self.inner.in_everyones_array(buffer, add_up)):
             self._add_up([buffer], self.size, op, buffer, edges)
 
     def scatter_parts(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
