@@ -121,6 +121,7 @@ def decode(kind: str, codes: np.ndarray, block: int, scales: np.ndarray, out: np
 
 def exponents(terms: Sequence[np.ndarray], edges: np.ndarray, found: np.ndarray) -> bool:
     """Write the largest exponent bits in each block of the terms."""
+    _check_edges(edges)
     if not (sources := _terms(terms)):
         return False
     size, dtype = terms[0].size, terms[0].dtype
@@ -139,6 +140,7 @@ def add_integers(
 ) -> bool:
     """Write the sums of the terms times their block's factor and rest, each rounded to an integer. finite: False:
     infinities and NaN count as zeros."""
+    _check_edges(edges)
     if not (sources := _terms(terms)):
         return False
     size, dtype, blocks = terms[0].size, terms[0].dtype, edges.size - 1
@@ -149,6 +151,7 @@ def add_integers(
 
 def finish(integers: np.ndarray, edges: np.ndarray, factors: np.ndarray, divisor: int, out: np.ndarray) -> bool:
     """Write the integers of the blocks / divisor * factors to `out`; other elements stay."""
+    _check_edges(edges)
     if not (written := _terms([out], True)):
         return False
     _check(isinstance(divisor, int) and 0 < divisor <= MOST_TERMS, f"{divisor=}")
@@ -164,6 +167,7 @@ def sum_fixed(
 
     bits: of the integers of one term.
     """
+    _check_edges(edges)
     sources, written = _terms(terms), _terms(outs, True)
     if not sources or not written:
         return False
@@ -179,6 +183,10 @@ def _terms(arrays: Sequence[np.ndarray], written: bool = False) -> list[_Memory]
     if not len(arrays) or not _fit(*arrays) or arrays[0].dtype not in FIXED:
         return []
     return [_given(each, arrays[0].dtype, arrays[0].size, written) for each in arrays]
+
+
+def _check_edges(edges: np.ndarray) -> None:
+    _check(_fit(edges) and edges.size > 0, f"edges={edges!r}")
 
 
 def _blocks(array: np.ndarray, block: int) -> tuple[int, int]:

@@ -1,13 +1,17 @@
 """The C library has the bits of NumPy: sums and casts of 16-bit floats, and codes of 8 bits."""
 
+import contextlib
 import ctypes
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import hypothesis
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from mpi4py import MPI
 
 from allreduce import kernels
@@ -203,3 +207,82 @@ def test_the_switch_and_an_older_library(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kernels.status().startswith("NumPy (no C library" if not kernels._files() else "NumPy (library")
     monkeypatch.undo()
     kernels._library.cache_clear()
+
+
+# Arguments that C must never see
+
+
+MAKERS = {  # all functions on arrays, with arguments that are right: 20 elements, in blocks of 8
+    "sum_arrays": lambda: ([np.ones(20, np.float16)] * 3, [np.ones(20, np.float16)]),
+    "cast": lambda: (np.ones(20, np.float32), np.ones(20, np.float16)),
+    "block_magnitudes": lambda: (np.ones(20, np.float32), 8, np.ones(3, np.float32)),
+    "encode": lambda: ("float8", *floats(20), 8, *floats(3, 3), None, np.zeros(20, np.uint8), *floats(20)),
+    "decode": lambda: ("int8", np.zeros(20, np.int8), 8, *floats(3, 20)),
+    "exponents": lambda: (floats(20, 20), np.array([0, 8, 20]), np.zeros(2, np.uint8)),
+    "add_integers": lambda: (floats(20, 20), np.array([0, 8, 20]), np.ones(2), np.ones(2), True, np.ones(20)),
+    "finish": lambda: (np.ones(20), np.array([0, 8, 20]), np.ones(2), 3, *floats(20)),
+    "sum_fixed": lambda: (floats(20, 20), floats(20), np.array([0, 8, 20]), 51, 2),
+}
+
+
+def floats(*sizes: int) -> list[np.ndarray]:
+    return [np.full(size, 2, np.float32) for size in sizes]
+
+
+def spoiled(array: np.ndarray, how: str) -> Any:
+    memory = np.ones(2 * array.nbytes + 64, np.uint8)
+    if how == "long" or how == "short":
+        return np.ones(array.size + (1 if how == "long" else -1), array.dtype)
+    if how == "every second":
+        return memory[: 2 * array.nbytes].view(array.dtype)[::2]
+    if how == "unaligned":
+        return memory[1 : 1 + array.nbytes].view(array.dtype)
+    if how == "read-only":
+        array = array.copy()
+        array.flags.writeable = False
+        return array
+    return {"dtype": array.astype(np.int16), "2-D": array.reshape(1, -1), "list": array.tolist(), "None": None}[how]
+
+
+WAYS = ["long", "short", "every second", "unaligned", "read-only", "dtype", "2-D", "list", "None", "overlap", "number"]
+
+
+@hypothesis.given(name=st.sampled_from(sorted(MAKERS)), how=st.sampled_from(WAYS), data=st.data())
+@hypothesis.settings(max_examples=400, deadline=None, derandomize=True)
+def test_wrong_arguments_are_named_errors(name: str, how: str, data: st.DataObject) -> None:
+    """Or False, where NumPy has to do it."""
+    arguments = [list(each) if isinstance(each, list) else each for each in MAKERS[name]()]
+    places = [(arguments, at) for at, each in enumerate(arguments) if isinstance(each, np.ndarray)]
+    places += [(each, at) for each in arguments if isinstance(each, list) for at in range(len(each))]
+    if how == "number":
+        at = data.draw(st.sampled_from([at for at, each in enumerate(arguments) if not isinstance(each, list)] or [0]))
+        arguments[at] = data.draw(st.sampled_from([-1, 0, 2**70, 2.5, "x", np.zeros(3)]))
+    elif how == "overlap":
+        (one, first), (other, second) = data.draw(st.permutations(places))[:2]
+        room, shift = np.zeros(1000, np.uint8), 8
+        size = one[first].nbytes
+        one[first] = room[:size].view(one[first].dtype)
+        other[second] = room[shift : shift + other[second].nbytes].view(other[second].dtype)
+    else:
+        holder, at = data.draw(st.sampled_from(places))
+        holder[at] = spoiled(holder[at], how)
+    with contextlib.suppress(TypeError, ValueError):
+        getattr(kernels, name)(*arguments)
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_right_arguments_and_a_wrong_number_of_them(name: str) -> None:
+    function = getattr(kernels, name)
+    assert function(*MAKERS[name]()) == (kernels.status() == "C")
+    for arguments in ((), MAKERS[name]()[:-2], (*MAKERS[name](), 1, 2, 3)):
+        with pytest.raises(TypeError):
+            function(*arguments)
+
+
+@pytest.mark.parametrize("edges", [[0, 0, 20], [0, 12, 8], [-1, 8, 20], [0, 8, 21], [0, 8, 2**62]])
+def test_wrong_edges(edges: list[int]) -> None:
+    for name in ("exponents", "add_integers", "finish", "sum_fixed"):
+        arguments = [np.array(edges) if getattr(each, "dtype", None) == np.int64 else each for each in MAKERS[name]()]
+        if kernels.status() == "C":
+            with pytest.raises(ValueError, match="edges"):
+                getattr(kernels, name)(*arguments)
