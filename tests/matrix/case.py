@@ -141,6 +141,16 @@ class Case:
     # Local SGD: ranks train alone between meetings
 
     @property
+    def stopper(self) -> int:
+        """The rank that asks to stop in step `stop`. With LocalSGD it has rows in that step: of a loader a rank knows
+        the steps in which it has rows, and the first step after a meeting."""
+        parts = range(self.ranks)
+        if self.average == "LocalSGD":
+            rows = min(self.batch_size, self.rows - (self.stop - 1) % self.steps * self.batch_size)
+            parts = [part for part in parts if len(range(rows)[self.share(rows, self.ranks, part)])]
+        return parts[self.seed % len(parts)]
+
+    @property
     def stopped(self) -> int:
         """The step after which the ranks of LocalSGD stop: at a meeting, or the end of an epoch."""
         every = self.numbers["every"]
@@ -244,6 +254,11 @@ FOUND = [  # were wrong once, or need other numbers than the pairs have
     # a norm so small that each step is clipped, beside a compression
     Case("numpy", "replicated", "", ("ClipNorm",), compress="bfloat16", seed=SMALL_NORM),
     Case("torch", "sharded optimizer", "", ("ClipNorm",), compress="bfloat16", seed=SMALL_NORM),
+    # the rank that was to stop had no rows, and stopped a round later
+    Case(
+        "torch", average="LocalSGD", transforms=("Schedule", "SkipNotFinite"), loader="divided", update="sgd", ranks=4,
+        stop=2, resumed=2, rows=16, batch_size=5, epochs=1, seed=534, uneven=True,
+    ),
 ]
 LINEAR = 19  # a seed with which Schedule is linear, and LocalSGD takes two steps
 

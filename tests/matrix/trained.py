@@ -35,14 +35,16 @@ MICRO_BATCH = 4
 
 
 class StopAt(Callback):
-    """Stops a fit after a step, on one rank."""
+    """Stops a fit after a step of the training, on one rank, which may not see all steps before it."""
 
-    def __init__(self, step: int) -> None:
-        self.left = step
+    def __init__(self, step: int, steps: int) -> None:
+        self._step, self._steps = step, steps
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._before = epoch * self._steps
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.left -= 1
-        self.trainer.stop_training |= self.left <= 0
+        self.trainer.stop_training |= self._before + batch + 1 >= self._step
 
 
 def numpy_replica(case: Case) -> Replica:
@@ -182,7 +184,7 @@ def train(case: Case, ranks: allreduce.Topology, resumes: bool, folder: str) -> 
         from tests.matrix import loop
 
         return loop.train(case, ranks, resumes, os.path.join(folder, "state")), None, None
-    stops = [StopAt(case.stop)] if case.stop and not resumes and ranks.rank == case.seed % ranks.size else []
+    stops = [StopAt(case.stop, case.steps)] if case.stop and not resumes and ranks.rank == case.stopper else []
     kept = None
     if case.stop:
         kept = Checkpoint(os.path.join(folder, "run"), "1 step", same_data=False)
