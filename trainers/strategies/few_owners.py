@@ -45,16 +45,15 @@ class Placement(Protocol):
 
 
 class FewOwners(Mirrored):
-    """Mirrored with the backend Central. placement: the trainer's arguments. copies: see Sharded; None for backups
-    wherever the failure of one owner would leave a part of the state alone.
+    """Mirrored with the backend Central. placement: the trainer's arguments. copies: see Sharded; servers have backups
+    wherever the failure of one of them would leave a part of the state alone.
 
     servers: the owners now.
     """
 
-    def __init__(self, replica: Replica, name: str, placement: Placement, copies: int | None = None) -> None:
+    def __init__(self, replica: Replica, name: str, placement: Placement, copies: int = 1) -> None:
         super().__init__(replica, name, None, None, Sharded())
-        self._placement, self._backs_up = placement, copies is None
-        self._copies = copies or 1
+        self._placement, self._copies = placement, copies
         self.servers: tuple[int, ...] = ()
 
     def describe(self) -> str:
@@ -120,7 +119,7 @@ class FewOwners(Mirrored):
         return step
 
     def _effective_copies(self) -> int:
-        if self._backs_up:
+        if self._placement.serve:
             return 2 if len(self.servers) > 1 and outlives_ranks(self) else 1
         return super()._effective_copies()
 

@@ -142,6 +142,9 @@ def test_arguments_that_make_no_sense_leave_nothing_behind(
         CentralStorageTrainer(network(), topology, device="gpu")
     with pytest.raises(ArgumentError, match='device="cuda": this NumpyNetwork is on cpu'):
         CentralStorageTrainer(network(), topology, device="cuda")
+    for copies in (0, None, 3):
+        with pytest.raises(ArgumentError, match=f"copies={copies}: give 1, or 2"):
+            CentralStorageTrainer(network(), topology, copies=copies)  # type: ignore[arg-type]
     if topology.size > 1:
         with pytest.raises(ArgumentError, match=r"CentralStorageTrainer updates slices .*it has no slices"):
             CentralStorageTrainer(network(Bare), topology)
