@@ -256,8 +256,19 @@ FOUND = [  # were wrong once, or need other numbers than the pairs have
     Case("torch", "sharded optimizer", "", ("ClipNorm",), compress="bfloat16", seed=SMALL_NORM),
     # the rank that was to stop had no rows, and stopped a round later
     Case(
-        "torch", average="LocalSGD", transforms=("Schedule", "SkipNotFinite"), loader="divided", update="sgd", ranks=4,
-        stop=2, resumed=2, rows=16, batch_size=5, epochs=1, seed=534, uneven=True,
+        "torch",
+        average="LocalSGD",
+        transforms=("Schedule", "SkipNotFinite"),
+        loader="divided",
+        update="sgd",
+        ranks=4,
+        stop=2,
+        resumed=2,
+        rows=16,
+        batch_size=5,
+        epochs=1,
+        seed=534,
+        uneven=True,
     ),
 ]
 LINEAR = 19  # a seed with which Schedule is linear, and LocalSGD takes two steps
