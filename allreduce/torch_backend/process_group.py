@@ -102,7 +102,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
             streams.synchronize()
 
         limit = timeout_seconds(timeout or getattr(opts, "timeout", None), self._timeout)
-        waits = not getattr(opts, "asyncOp", True) and self._coalesced is None
+        # a thread inside MPI can't be told that the time is over, so only calls of the executor are done by the caller
+        waits = signature is None and not getattr(opts, "asyncOp", True) and self._coalesced is None
         return self._coalesce(self._operations.submit(name, written, limit, run, signature, waits))
 
     # Reductions
