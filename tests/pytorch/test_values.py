@@ -3,8 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 torch = pytest.importorskip("torch")
+from trainers import checks  # noqa: E402
+from trainers.pytorch.state import comparable  # noqa: E402
 from trainers.replicas.pytorch import values  # noqa: E402
 
 STRIDED = {
@@ -31,3 +34,18 @@ def test_tensors_of_any_layout_are_packed(name: str) -> None:
 def test_arrays_whose_dtype_would_be_lost_are_refused() -> None:
     with pytest.raises(TypeError, match="can't be sent"):
         values.pack(np.ones(3, ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "complex64", "int16"])
+def test_a_state_of_any_dtype_is_compared(dtype: str) -> None:
+    """Also if NumPy has no such dtype, or no conjugate views."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    held = []
+    for value in (1, 2):
+        array = torch.full((3,), value).to(getattr(torch, dtype))
+        optimizer.state[model.weight]["moment"] = array.conj()
+        held.append(comparable(optimizer, {"weight": model.weight}, {"weight": model.weight}))
+        assert checks.compare(MPI.COMM_SELF, held[-1]) is None
+    name = "the state of weight, moment"
+    assert not np.array_equal(held[0][name], held[1][name])

@@ -57,8 +57,8 @@ def comparable(
 def _comparable(value: Any) -> np.ndarray | str:
     if not isinstance(value, Tensor):
         return repr(value) if isinstance(value, int | float | str | bool | None) else type(value).__name__
-    whole = value.detach().cpu().contiguous()
-    return as_bytes(whole) if whole.dtype == torch.bfloat16 else whole.numpy()
+    known = value.dtype in (torch.float16, torch.float32, torch.float64)  # the norm of others is not told
+    return as_bytes(value).view(str(value.dtype).removeprefix("torch.") if known else np.uint8)
 
 
 def _text(group: dict) -> str:
