@@ -125,7 +125,7 @@ class LoaderBatches(BatchSource):
         own = None if data is None else [structure_of(data), *([] if self._divided else [checksum(data)])]
         everyone = values([own, self.length], "fit: the first batches of the ranks")
         described, lengths = zip(*everyone, strict=True)
-        self.length = None if None in lengths else max(lengths)
+        self.length = None if None in lengths else max(lengths) or None  # 0 is wrong: a rank has a batch
         given = [each for each in described if each is not None]
         if not given:
             raise self.empty(0)
@@ -241,8 +241,8 @@ class LoaderBatches(BatchSource):
     def _place_of(self, epoch: int, step: int) -> Place | None:
         """Return the place of a step; None if this rank has read on, in a round of local SGD that a failure ended."""
         place = self._places.get((epoch, step))
-        if place is None:  # its batch has not been read
-            return None if epoch == self._epoch and step != self._read else self._reader.tell()
+        if place is None:  # its batch has not been read, or this rank has joined and has read nothing
+            return None if self._read < 0 or (epoch == self._epoch and step != self._read) else self._reader.tell()
         return place._replace(now=generator_states())
 
     def seek(self, cursor: Cursor) -> None:

@@ -245,8 +245,13 @@ def test_a_rank_that_joins_after_the_last_batch_of_an_epoch_reads_the_next_one(l
     batches = LoaderBatches(Source(), "whole", None, limit, 0, 1)
     batches.meet(lambda value, _: [value])
     batches.seek(Cursor(2, 5, 15, {"sizes": [2] * 5}, {}))
-    batches.learn(0, batches.begin(3, 0))
-    assert batches.share(3, 0, 0).x[0] == 15
+    place = batches.tell(3, 0)
+    resumed = LoaderBatches(Source(), "whole", None, limit, 0, 1)
+    resumed.meet(lambda value, _: [value])
+    resumed.seek(place)  # of a checkpoint that is written before the rank has read anything
+    for each in (batches, resumed):
+        each.learn(0, each.begin(3, 0))
+        assert each.share(3, 0, 0).x[0] == 15
 
 
 class Closes:

@@ -228,6 +228,13 @@ class Passes:
         return iter(self._batches)
 
 
+class Untold(Passes):
+    """A loader that counts its batches when they are read."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 @few
 def test_a_function_of_the_step(flat: allreduce.Topology) -> None:
     """Also of steps of a loader, whose number is not known; a named schedule that ends needs it."""
@@ -248,6 +255,10 @@ def test_a_function_of_the_step(flat: allreduce.Topology) -> None:
             flat.world, ArgumentError, lambda: trainer.fit(without_length, transforms=[Schedule("linear")], **options)
         )
         assert "give the steps of the Loader" in text
+        lies = Loader(Untold(batches.data), rows="whole")
+        raised_everywhere(
+            flat.world, ArgumentError, lambda: trainer.fit(lies, transforms=[Schedule("linear")], **options)
+        )
         longer = Loader([*batches.data, *[(x[9:10], y[9:10])] * flat.rank], rows="divided")
         known = [(replace(without_length, steps=2), 4), (batches, 4), (longer, 2 * (flat.size + 1))]
         for given, steps in known:  # with the length of the longest loader
