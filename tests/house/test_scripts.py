@@ -1,6 +1,7 @@
 """scripts/environment.sh and scripts/train.sh with a pretended Python, pip and mpirun: nothing is installed."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -319,6 +320,16 @@ def test_tests_leave_the_environment_of_the_user_alone(checkout: Checkout) -> No
     for version in ("", "newest", "2.15.0; rm"):
         words = said(checkout.run(script, "--torch", version))
         assert words == f'test.sh: --torch "{version}" names no version of PyTorch; give one such as 2.15.0'
+
+
+def test_each_test_of_the_newest_packages_installs_again(checkout: Checkout) -> None:
+    """There may be newer ones, and the C library has to be built in the new copy of the checkout."""
+    script, folder = checkout.root / "scripts" / "test.sh", checkout.root / "environment"
+    script.write_text(re.sub(r"/environment\b(?!\.sh)", shlex.quote(str(folder)), script.read_text()))
+    folder.mkdir()
+    for _ in range(2):
+        assert "unexpected: -m pytest -n " in checkout.run(str(script), "--newest").stderr
+    assert ["--upgrade" in call for call in checkout.calls] == [False, False, True, False, True]
 
 
 @pytest.mark.parametrize("option", ["--hlep", "-n", "html"])
