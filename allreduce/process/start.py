@@ -18,6 +18,7 @@ INSTALL = (
 )
 ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
 COLL = "OMPI_MCA_coll"
+VERSION = "OMPI_VERSION"  # of Open MPI, set by its mpirun
 LIMIT = "ALLREDUCE_START_SECONDS"
 LIMIT_SECONDS = 120.0  # for the start of MPI where ranks may fail (ULFM)
 
@@ -63,10 +64,12 @@ def _leave_out_collectives() -> None:
 
 
 def _load_before_mpi() -> None:
-    """Load the library of kernels/communicators.c, if it was built, in front of Open MPI.
+    """Load the library of kernels/communicators.c, if it was built, in front of Open MPI 5.0, whose functions it knows.
 
-    It has no effect if the program has imported mpi4py.MPI before.
+    It must not come after MPI. So it has no effect if the program has imported mpi4py.MPI before.
     """
+    if "mpi4py.MPI" in sys.modules or not os.environ.get(VERSION, "").startswith("5.0."):
+        return
     for path in Path(__file__).parents[1].glob("kernels/communicators*.so"):
         with suppress(OSError):  # of another machine
             ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)

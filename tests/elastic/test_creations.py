@@ -79,8 +79,25 @@ def test_a_revocation_waits_for_the_communicator(steps: str, printed: str, tmp_p
     assert done.stdout.split("\n")[:-1] == printed.split("; "), done.stderr
 
 
-def test_the_library_stands_before_mpi_under_ulfm(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "loads"), [("5.0.11", True), ("5.0.3rc1", True), ("5.1.0", False), ("6.0.0", False), (None, False)]
+)
+def test_the_library_stands_before_open_mpi_5_0(
+    version: str | None, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other versions have other functions, or libraries of another name, in which it would call itself for ever."""
     loaded: list[str] = []
+    monkeypatch.delenv(start.VERSION, raising=False)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    if version is not None:
+        monkeypatch.setenv(start.VERSION, version)
     monkeypatch.setattr(start.ctypes, "CDLL", lambda path, mode: loaded.append(path) or mode == os.RTLD_GLOBAL)
     start._load_before_mpi()
-    assert loaded == [str(path) for path in LIBRARIES]
+    assert loaded == [str(path) for path in LIBRARIES if loads]
+
+
+def test_the_library_does_not_come_after_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(start.VERSION, "5.0.11")
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", sys)
+    monkeypatch.setattr(start.ctypes, "CDLL", lambda *_: pytest.fail("loaded"))
+    start._load_before_mpi()
