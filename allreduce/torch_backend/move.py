@@ -46,7 +46,7 @@ class TensorMover:
         several, sent = len(outputs) > 1, readable(source)
         sizes = [output.nbytes for output in outputs] if several else [source.nbytes] * self._comm.size
         slices = [slice(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
-        row = torch.empty(sum(sizes), dtype=torch.uint8) if several else outputs[0]
+        row = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if several else outputs[0]
         with writable(row) as plain, waiting(self._comm, "all_gather of a process group"):
             memory = as_bytes(plain)
             memory[slices[self._comm.rank]] = as_bytes(sent)

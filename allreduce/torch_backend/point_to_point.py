@@ -138,7 +138,7 @@ class GroupMessages:
                 return
 
     def _start_token(self, step: str, rank: int, limit: float, receives: bool) -> "SentMessage":
-        token = torch.tensor([self._barriers], dtype=torch.int64)
+        token = torch.tensor([self._barriers], dtype=torch.int64, device="cpu")
         message = SentMessage("monitored_barrier", f"monitored_barrier ({step})", token, limit, self)
         return message.start(rank, self.largest_tag + 1, receives)
 
@@ -166,8 +166,8 @@ class SentMessage(Operation):
         if not receives:
             self._memory = readable(self._tensor)
         else:
-            plain = is_plain(self._tensor)
-            self._memory = self._tensor if plain else torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
+            given = self._tensor
+            self._memory = given if is_plain(given) else torch.empty(given.shape, dtype=given.dtype, device="cpu")
         begin = self.messages.comm.Irecv if receives else self.messages.comm.Isend
         self._request = begin(mpi_buffer(as_bytes(self._memory)), peer, tag)
         _in_flight.add(self)

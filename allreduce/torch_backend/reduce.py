@@ -389,7 +389,7 @@ def sparse_all_reduce(backend: AllReduce, tensor: torch.Tensor, reduction: Reduc
     A rank sends only the entries that it has. The numbers of sparse and dense dimensions must be equal on all ranks.
     """
     shape, entries = tensor.shape[: tensor.sparse_dim()], tensor._nnz()
-    strides = torch.tensor([math.prod(shape[at + 1 :]) for at in range(len(shape))], dtype=torch.int64)
+    strides = torch.tensor([math.prod(shape[at + 1 :]) for at in range(len(shape))], dtype=torch.int64, device="cpu")
     flat = (tensor._indices().cpu() * strides.unsqueeze(1)).sum(0)  # as if the sparse dimensions were one
     values = readable(tensor._values())
     if reduction.factor is not None:
@@ -397,12 +397,12 @@ def sparse_all_reduce(backend: AllReduce, tensor: torch.Tensor, reduction: Reduc
     rows = as_array(values).reshape(entries, math.prod(values.shape[1:]))
     found, sums = backend.sparse(flat.numpy(), rows, math.prod(shape), reduction.op)
     indices = np.stack(np.unravel_index(found, shape)) if shape else np.empty((0, found.size), np.int64)
-    whole = torch.empty((found.size, *values.shape[1:]), dtype=values.dtype)
+    whole = torch.empty((found.size, *values.shape[1:]), dtype=values.dtype, device="cpu")
     as_array(whole).reshape(sums.shape)[...] = sums
     if reduction.divide:
         whole = torch.div(whole, backend.size, rounding_mode="trunc")
     tensor.copy_(  # not detach().copy_: a detached sparse tensor has its own entries
         torch.sparse_coo_tensor(
-            torch.from_numpy(indices), whole, tensor.shape, is_coalesced=True, check_invariants=False
+            torch.from_numpy(indices), whole, tensor.shape, device="cpu", is_coalesced=True, check_invariants=False
         ).to(tensor.device)
     )

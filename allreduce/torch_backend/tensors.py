@@ -38,7 +38,7 @@ def writable(tensor: torch.Tensor, filled: bool = False, on_gpu: bool = False) -
     if is_plain(tensor, on_gpu):
         yield tensor
         return
-    memory = readable(tensor, on_gpu) if filled else torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = readable(tensor, on_gpu) if filled else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     yield memory
     tensor.copy_(memory)
 

@@ -460,6 +460,29 @@ def test_a_caller_that_waits_at_once_does_the_work_itself() -> None:
     assert threads[1] == "allreduce worker"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_memory_is_on_the_cpu_whatever_the_default_device(overlap: bool) -> None:
+    """torch.set_default_device("cuda") holds for the calling thread, which does some operations itself."""
+    group = dist.new_group(pg_options=allreduce.torch_backend.Options(overlap=overlap))
+    whole, part, received = torch.ones(2 * size()), torch.zeros(4)[::2], torch.zeros(4)[::2]
+    outputs, own = [torch.zeros(2)[::1] for _ in range(size())], torch.full((2,), float(dist.get_rank()))
+    rows = torch.sparse_coo_tensor(torch.zeros((1, 1), dtype=torch.int64), torch.ones(1), (3,), check_invariants=False)
+    left, right = (dist.get_rank() - 1) % size(), (dist.get_rank() + 1) % size()
+    with torch.device("meta"):
+        dist.reduce_scatter_tensor(part, whole, group=group)
+        dist.all_gather(outputs, own, group=group)
+        dist.all_reduce(rows, group=group)
+        if size() > 1:
+            works = [dist.isend(own, right, group=group), dist.irecv(received, left, group=group)]
+            [work.wait() for work in works]
+        dist.monitored_barrier(group)
+    dist.destroy_process_group(group)
+    assert part.tolist() == [size()] * 2
+    assert [each.tolist() for each in outputs] == [[rank, rank] for rank in range(size())]
+    assert rows.to_dense().tolist() == [size(), 0, 0]
+    assert received.tolist() == ([left] * 2 if size() > 1 else [0, 0])
+
+
 def test_collectives_inside_of_callbacks_keep_their_place() -> None:
     """As in PowerSGD's hook: submitted in a callback, and waited for in that callback."""
 
