@@ -110,6 +110,21 @@ def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRu
     assert job.stderr.count(" continue") == 4, job.stderr  # a training without its server does not
 
 
+@pytest.mark.parametrize("name", ["central", "sync", "async"])
+def test_owners_keep_their_parts_where_a_second_rank_is_lost_in_the_recovery(mpirun: JobRunner, name: str) -> None:
+    """The second one before the ranks have met: a number of a rank is then of the topology in between."""
+    job = mpirun(5, [*job_of("repairs"), name], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
+    assert (came[name]["ranks"], came[name]["servers"], came[name]["lost"]) == (3, [3], [[0, 1]])
+    assert len(set(came[name]["sha256"])) == 1
+    for metric in ("loss", "accuracy", "validation_loss"):
+        exact = {"rtol": 1e-4} if name != "async" else {"atol": 0.25}
+        np.testing.assert_allclose(
+            [e[metric] for e in came[name]["history"]], [e[metric] for e in came["alone"]["history"]], **exact
+        )
+
+
 def test_servers_and_spare_replicas_with_loaders_go_on_without_a_worker(mpirun: JobRunner) -> None:
     """Of divided rows, those of the lost worker are missing; whole batches are computed by the others."""
     job = mpirun(6, [*job_of("streams")], ulfm=True, timeout=120)

@@ -256,6 +256,7 @@ class Recovery:
         strategy.replica.use_parameters()  # in an evaluation the average may be in their place
         strategy.rescue()
         group.topology = topology.survivors(admit)
+        strategy.follow(group.previous)
         self.owns_topology = True
         return group.topology
 

@@ -90,15 +90,16 @@ class FewOwners(Mirrored):
         self.servers = self._placement.owners(group.size)
         super().connect(group)
 
+    def follow(self, previous: tuple[int, ...]) -> None:
+        self.servers = tuple(rank for rank, old in enumerate(previous) if old in self.servers)
+
     def rebuild(self, go_back: Callable[[], bool]) -> bool:
         """As Strategy.rebuild. The remaining owners own everything. If none remains, rank 0 becomes the storage rank,
         but no worker a server: then RankLostError is raised on all ranks."""
         previous, comm = self.group.previous, self.group.comm
-        servers = [rank for rank, old in enumerate(previous) if old in self.servers]
         if JOINED in previous:
             old = next(rank for rank, before in enumerate(previous) if before != JOINED)
-            servers = root_value(comm, servers, "learn the ranks that own the parameters", old)
-        self.servers = tuple(servers)
+            self.servers = tuple(root_value(comm, list(self.servers), "learn the ranks that own the parameters", old))
         if self._placement.serve and not (self.servers and self.computing):
             lost = "workers have failed, and servers do not compute"
             if not self.servers:

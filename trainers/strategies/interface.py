@@ -204,6 +204,12 @@ class Strategy:
         """
         raise NotImplementedError
 
+    def follow(self, previous: tuple[int, ...]) -> None:
+        """Translate the numbers of ranks that this strategy keeps, once for each topology after a failure. Local.
+
+        previous: see `renumber`.
+        """
+
     def rebuild(self, go_back: Callable[[], bool]) -> bool:
         """Create again, on the group's new ranks, everything that depends on the ranks; load the newest state that they
         hold completely, and set `steps`. If there is none, call `go_back`, which loads an earlier one; returns False if

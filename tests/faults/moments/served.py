@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from allreduce.errors import RankLostError
+from allreduce.transport import processes
 from tests.faults.moments.training import BATCH, EPOCHS, Deaths, data, network
 from tests.faults.points import die
 from trainers import EMA, ClipNorm, MirroredTrainer, ParameterServerTrainer, Schedule, SpareReplicasTrainer
@@ -39,10 +40,12 @@ def trained(name: str, make: Callable[..., Any], deaths: dict[int, Moment], **op
         moment = deaths.get(ranks.rank)
         watches = [WorkersDeath(moment)]
         history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=watches, validation_data=(x[:50], y[:50]), **OPTIONS)
+        ranks_now = trainer.topology.world
         came = {
             "history": [epoch.as_dict() for epoch in history],
             "ranks": trainer.size,
             "workers": getattr(trainer, "ranks_of_workers", ()),
+            "servers": [processes.world_ranks(ranks_now)[rank] for rank in trainer.strategy.servers],
             "lost": [failure.ranks for failure in trainer.failures],
             "sha256": trainer.parameters_sha256(),
         }

@@ -210,12 +210,14 @@ class ServerStrategy(Strategy, Owners):
             return "a server has failed, and its slice of the parameters and of the optimizer's state is lost"
         return "" if self.workers else "all workers have failed, and servers do not compute"
 
+    def follow(self, previous: tuple[int, ...]) -> None:
+        now = {old: rank for rank, old in enumerate(previous)}
+        self.servers = tuple(now[rank] for rank in self.servers if rank in now)
+        self.workers = remaining(self.workers, now)
+
     def rebuild(self, go_back: Callable[[], bool]) -> bool:
         """Load the servers' parameters on all ranks. Raises RankLostError on all ranks if a server, or every worker,
         has failed. Collective."""
-        now = {old: rank for rank, old in enumerate(self.group.previous)}
-        self.servers = tuple(now[rank] for rank in self.servers if rank in now)
-        self.workers = remaining(self.workers, now)
         if why := self._why_it_ends():
             text = f"{why}; resume from the last checkpoint (resume=True, --resume)"
             raise on_all_ranks(RankLostError(text), self.group.comm)
