@@ -93,6 +93,23 @@ def test_state_of_groups_and_schedules(flat: allreduce.Topology) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:SGD.fused=True. of PyTorch")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_kernels(dtype: torch.dtype, flat: allreduce.Topology) -> None:
+    """A user's fused=True gives the results of the plain implementation, also where PyTorch's kernel is wrong."""
+    x, weights = np.tile((np.arange(1000) % 7 + 1) / 8, (12, 1)).astype("float32"), []
+    for options in ({"foreach": False}, {"fused": True}):
+        module = nn.Linear(1000, 1, bias=False).to(dtype)
+        nn.init.ones_(module.weight)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5, **options)
+        made = TorchReplica(module, lambda output, target: output.sum() / len(output), optimizer)
+        with MirroredTrainer(made, topology=flat) as trainer:
+            trainer.fit(x, np.zeros(12, "float32"), epochs=2, batch_size=6, progress=False)
+        weights.append(module.weight.detach().clone())
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=8 * torch.finfo(dtype).eps)
+    assert abs(weights[0].float().mean().item() - 1) > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:SGD.fused=True. of PyTorch")
 @pytest.mark.parametrize("backend", ["shared", "central"])
 def test_a_fused_kernel_that_fails_on_one_rank_is_used_on_none(
     backend: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
@@ -457,6 +474,16 @@ def test_a_replica_leaves_the_memory_of_a_trainer() -> None:
     module = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
     made = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters()))
     check_own_memory(made, data(24)[0])
+
+
+def test_batch_norm_is_averaged_by_rows(flat: allreduce.Topology) -> None:
+    """The ranks' statistics are weighted by their rows, which differ in number."""
+    module = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+    made = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), lr=0.1))
+    x, y = data(3 * flat.size - 1)
+    with MirroredTrainer(made, topology=flat) as trainer:
+        trainer.fit(x, y, 1, len(x), progress=False)
+        np.testing.assert_allclose(module[0].running_mean.numpy(), 0.1 * x.mean(0), rtol=1e-4, atol=1e-6)
 
 
 def test_the_average_leaves_batch_norm_statistics_after_a_bound_memory() -> None:

@@ -97,6 +97,7 @@ def fit(trainer: Any, shape: str, **options: Any) -> History:
     if shape == "divided":  # the first ranks have more batches than the others
         share = slice(0, 4 + 2 * (trainer.rank == 0))
         batches = [(x[trainer.rank :: SIZE], y[trainer.rank :: SIZE]) for x, y in batches[share]]
+        batches = [each for batch in batches for each in ((x[:0], y[:0]), batch)]  # those without rows are no steps
     serves = computing is not None and not isinstance(trainer, SpareReplicasTrainer) and trainer.rank == SIZE - 1
     return trainer.fit(Loader(None if serves else batches, rows=shape), **options)
 
