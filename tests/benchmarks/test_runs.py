@@ -101,11 +101,9 @@ def spoilt() -> str:
     """The beginning of a script: native spoils one element of its result on one rank."""
     return (
         "import sys\nfrom allreduce import Work\nfrom allreduce.algorithms.native import Native\n"
-        "plain = Native.work\n"
         "def spoiling(self, call, op):\n"
-        "    run = plain(self, call, op).run\n"
         "    def spoil(buffer):\n"
-        "        run(buffer)\n"
+        "        self.reduce(buffer, op)\n"
         "        buffer[buffer.size // 2] += self.rank == 1\n"
         "    return Work(spoil)\n"
         "Native.work = spoiling\n"

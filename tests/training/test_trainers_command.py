@@ -73,7 +73,7 @@ def test_a_training_goes_on_with_other_data_when_that_is_asked_for(tmp_path: Pat
     assert run(rows, "--epochs", "1").returncode == 0
     other = run(rows[::-1], "--epochs", "2", "--resume")
     assert other.returncode == 2
-    assert re.search(r"of a training with other data: .* of x differ .*--other-data", other.stderr)
+    assert re.search(r"of a training with other data: .* of x differ; .*--other-data", other.stderr)
     job = run(rows[::-1], "--epochs", "2", "--resume", "--other-data")
     assert job.returncode == 0, job.stderr
     assert "the end of epoch 1" in job.stdout
