@@ -155,7 +155,9 @@ RESULTS = {  # classes that users read and do not create: what they have are att
     "trainers.pytorch.Report",
     "trainers.watching.history.Epoch",
 }
-ITEM = re.compile(r"(\*{0,2}[a-z_][\w.`]*(?:\([\w, ]*\)|(?:, \*{0,2}[a-z_][\w.`]*)*)): (\S.*)")  # "Attributes: ..." is a sentence
+ITEM = re.compile(
+    r"(\*{0,2}[a-z_][\w.`]*(?:\([\w, ]*\)|(?:, \*{0,2}[a-z_][\w.`]*)*)): (\S.*)"
+)  # "Attributes: ..." is a sentence
 STAR = re.compile(r"(?<![\\`\w*])(\*{1,2})(?=[\w=])")
 
 
