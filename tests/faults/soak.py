@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -47,7 +48,8 @@ class Attempt:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run a soak, and print what it has found. Returns 1 if a job ended that should have gone on."""
+    """Run a soak, and print what it has found. Returns 1 if a job ended that should have gone on, or if the ranks had
+    different bits at the end."""
     chance, seconds = random.Random(options.seed), options.hours * 3600
     with tempfile.TemporaryDirectory(prefix="soak", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -56,14 +58,15 @@ def main(options: argparse.Namespace) -> int:
         while time.monotonic() < until and not any(attempt.why for attempt in attempts):
             attempts.append(_attempt(folder / "kills" / str(len(attempts)), options, until, chance))
             print(f"job {len(attempts)}: {len(attempts[-1].kills)} kills {attempts[-1].why}", flush=True)
-        found = report(calm, attempts, options.most_ranks)
         bad = [attempt for attempt in (calm, *attempts) if attempt.why]
         for attempt in bad:
             print((attempt.folder / "output").read_text(errors="replace")[-3000:])
+        differ = any(len(_bits(attempt, options.most_ranks)) > 1 for attempt in (calm, *attempts))
+        found = report(calm, attempts, options.most_ranks)
     print("\n".join(f"{title:50}{value}" for title, value in found.items()))
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if bad else 0
+    return 1 if bad or differ else 0
 
 
 def _attempt(folder: Path, options: argparse.Namespace, until: float, chance: random.Random | None) -> Attempt:
@@ -120,7 +123,7 @@ def report(calm: Attempt, attempts: Sequence[Attempt], ranks: int) -> dict[str, 
     starts = [min(mine[0]["time"] for mine in attempt.notes(ranks) if mine) - attempt.begin for attempt in attempts[1:]]
     redone = sum(max(map(_redone, attempt.notes(ranks))) for attempt in attempts)
     oldest = max((mine for attempt in attempts for mine in attempt.notes(ranks) if mine), key=_age)
-    hashes = [set(note["hashes"]) for note in _ends(attempts[-1], ranks) if "hashes" in note]
+    bits = _bits(attempts[-1], ranks)
     return {
         "steps a second, without kills": f"{quiet:.1f}",
         "steps a second, with kills and restarts": f"{speed:.1f} ({speed / quiet:.0%})",
@@ -132,14 +135,15 @@ def report(calm: Attempt, attempts: Sequence[Attempt], ranks: int) -> dict[str, 
         "the oldest process": f"{_age(oldest):.0f} s, {len({tuple(note['ranks']) for note in oldest}) - 1} recoveries",
         "its memory, MiB": _grown(oldest, "memory"),
         "its open descriptors": _grown(oldest, "files"),
-        "bits at the end": f"equal on {len(hashes)} ranks" if len(set().union(*hashes)) == 1 else str(hashes),
+        "bits at the end": f"equal on {max(bits.values())} ranks" if len(bits) == 1 else str(dict(bits)),
         "jobs that ended by themselves": str([attempt.why for attempt in (calm, *attempts) if attempt.why] or "none"),
     }
 
 
-def _ends(attempt: Attempt, ranks: int) -> Iterator[dict[str, Any]]:
-    for rank in range(ranks):
-        yield from (note for note in notes.read(attempt.folder, rank) if note["what"] == "end")
+def _bits(attempt: Attempt, ranks: int) -> Counter[str]:
+    """Return the hashes that the ranks have noted at the end, each with the number of these ranks."""
+    ends = [note for rank in range(ranks) for note in notes.read(attempt.folder, rank) if note["what"] == "end"]
+    return Counter(value for note in ends for value in set(note.get("hashes", ())))
 
 
 def _speed(attempts: Sequence[Attempt], ranks: int) -> tuple[float, int]:

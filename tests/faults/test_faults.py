@@ -1,11 +1,13 @@
 """The drivers of tests.faults, in short: the table of leaks, and one job for each kind of fault."""
 
+import argparse
 import importlib
 import inspect
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,3 +144,21 @@ def test_the_report_of_a_soak_counts_what_kills_have_cost(tmp_path: Path) -> Non
     assert report["steps done again after recoveries"] == "1"
     assert report["steps lost at restarts"] == "50"
     assert report["bits at the end"] == "equal on 1 ranks"
+
+
+@pytest.mark.parametrize(("hashes", "code"), [("aa", 0), ("ab", 1)])
+def test_a_soak_fails_if_the_ranks_differ_at_the_end(
+    hashes: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attempt(folder: Path, *_: Any) -> soak.Attempt:
+        folder.mkdir(parents=True)
+        with open(notes.path_of(folder, 0), "w") as file:
+            for number in (1, 2):
+                at = {"what": "at", "time": number, "step": number, "done": number, "ranks": [0, 1]}
+                file.write(json.dumps(at | {"memory": 1.0, "files": 1}) + "\n")
+            file.write(json.dumps({"what": "end", "time": 3.0, "hashes": [*hashes]}) + "\n")
+        return soak.Attempt(folder, 0.0)
+
+    monkeypatch.setattr(soak, "_attempt", attempt)
+    given = argparse.Namespace(seed=1, hours=1e-4, mtbf=1.0, most_ranks=2, json=str(tmp_path / "found.json"))
+    assert soak.main(given) == code
