@@ -4,7 +4,7 @@ allreduce/process/start.py.
 
 `pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, every function
 here returns False or None, and its caller does the same by NumPy and Python. Arrays are contiguous, aligned and 1-D; an
-output may be one of the inputs, and no two arrays overlap otherwise. Other arguments raise TypeError or
+output may be one of the inputs, and overlaps no other array. Other arguments raise TypeError or
 ValueError. All functions are local; those on arrays work outside the GIL.
 """
 
@@ -12,7 +12,6 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +42,7 @@ class _Memory(NamedTuple):
 
     start: int
     stop: int
+    written: bool
 
 
 def status() -> str:
@@ -205,7 +205,7 @@ def _given(array: Any, dtype: np.dtype, size: int, written: bool = False) -> _Me
             f"of {dtype}, not {given} (strides {getattr(array, 'strides', None)})"
         )
     start = array.ctypes.data
-    return _Memory(start, start + array.nbytes)
+    return _Memory(start, start + array.nbytes, written)
 
 
 def _check(right: bool, given: str) -> None:
@@ -216,13 +216,25 @@ def _check(right: bool, given: str) -> None:
 def _run(name: str, *arguments: Any) -> bool:
     """Call a function of C with arrays, lists of arrays, and numbers. Returns False if there is no library."""
     arrays = [each for argument in arguments for each in (argument if isinstance(argument, list) else [argument])]
-    memories = sorted({each for each in arrays if isinstance(each, _Memory) and each.start < each.stop})
-    _check(all(one.stop <= other.start for one, other in pairwise(memories)), f"arrays that overlap ({name})")
+    memories = [each for each in arrays if isinstance(each, _Memory) and each.start < each.stop]
+    _check(not _overlap(memories), f"arrays that overlap an output ({name})")
     function = _function(name)
     if function is None:
         return False
     _check(function(*map(_converted, arguments)) != 0, "edges that are not ascending, or not those of short blocks")
     return True
+
+
+def _overlap(memories: Sequence[_Memory]) -> bool:
+    """Return whether one of the arrays that are written shares a part of its memory with another one."""
+    spans = {(each.start, each.stop): each.written for each in sorted(memories)}  # outputs come after equal inputs
+    end = end_of_outputs = 0
+    for (start, stop), written in spans.items():
+        if start < (end if written else end_of_outputs):
+            return True
+        end = max(end, stop)
+        end_of_outputs = max(end_of_outputs, stop) if written else end_of_outputs
+    return False
 
 
 def _converted(argument: Any) -> Any:

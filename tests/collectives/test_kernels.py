@@ -293,6 +293,27 @@ def test_right_arguments_and_a_wrong_number_of_them(name: str) -> None:
             function(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("spans", "written", "raises"),  # elements of the terms, and of the output
+    [
+        ([(0, 20), (5, 25), (0, 20)], (30, 50), False),  # terms may overlap
+        ([(0, 20), (30, 50)], (0, 20), False),
+        ([(0, 20), (30, 50)], (10, 30), True),
+        ([(0, 20), (5, 25)], (5, 25), True),
+        ([(5, 25), (0, 20)], (0, 20), True),
+    ],
+)
+def test_arrays_that_overlap(spans: list[tuple[int, int]], written: tuple[int, int], raises: bool) -> None:
+    """Arrays that are only read may overlap, as windows of a series do."""
+    memory, edges = np.ones(50, np.float32), np.array([0, 8, 20])
+    terms, out = [memory[slice(*span)] for span in spans], memory[slice(*written)]
+    if raises:
+        with pytest.raises(ValueError, match="overlap"):
+            kernels.sum_fixed(terms, [out], edges, 51, 1)
+    elif kernels.sum_fixed(terms, [out], edges, 51, 1):
+        assert out.tolist() == [len(terms)] * 20
+
+
 @pytest.mark.parametrize("edges", [[0, 0, 20], [0, 12, 8], [-1, 8, 20], [0, 8, 21], [0, 8, 2**62]])
 def test_wrong_edges(edges: list[int]) -> None:
     for name in ("exponents", "add_integers", "finish", "sum_fixed"):
