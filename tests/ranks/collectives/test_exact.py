@@ -242,7 +242,9 @@ def test_bad_input(flat: allreduce.Topology) -> None:
         raised_everywhere(WORLD, errors.OptionError, lambda: sums(ones, out, "sum", 2 * SIZE, "broadcast"))
         sums(ones, out, "mean", 2 * SIZE)
         assert out.tolist() == [1, 1, 1, 1]
-        sums(np.lib.stride_tricks.sliding_window_view(np.ones(5, np.float32), 4), out, "mean", 2 * SIZE)  # terms overlap
+        sums(
+            np.lib.stride_tricks.sliding_window_view(np.ones(5, np.float32), 4), out, "mean", 2 * SIZE
+        )  # terms overlap
         assert out.tolist() == [1, 1, 1, 1]
         again = allreduce.create(reduce.config.name, flat, **reduce.config.options)
         assert again.sums_terms
