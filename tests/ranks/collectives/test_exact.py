@@ -195,9 +195,10 @@ def test_special_values(name: str, dtype: str, made: Callable[..., Any]) -> None
             assert array[:9].tobytes() == wanted.tobytes()
             assert everywhere_equal(array, "special")
             assert not array[9:].any()
-            array[:4] = [-0.0 if first else 0.0, np.nan if last else 5, RANK, -RANK]
-            reduce(array, "max")
-            assert array[:4].tobytes() == np.array([0, np.nan, SIZE - 1, 0], array.dtype).tobytes()
+            for op, ends in (("max", [SIZE - 1, 0]), ("min", [0, 1 - SIZE])):
+                array[:4] = [-0.0 if first else 0.0, np.nan if last else 5, RANK, -RANK]
+                reduce(array, op)
+                assert array[:4].tobytes() == np.array([0, np.nan, *ends], array.dtype).tobytes()
 
 
 @several
