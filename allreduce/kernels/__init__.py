@@ -186,12 +186,13 @@ def _terms(arrays: Sequence[np.ndarray], written: bool = False) -> list[_Memory]
 
 
 def _check_edges(edges: np.ndarray) -> None:
-    _check(_fit(edges) and edges.size > 0, f"edges={edges!r}")
+    _check(_fit(edges) and edges.size > 0, "edges of another layout, or none")
 
 
 def _blocks(array: np.ndarray, block: int) -> tuple[int, int]:
     """Return the size of an array, and the number of its blocks."""
-    _check(isinstance(array, np.ndarray) and isinstance(block, int) and block > 0, f"{array!r} in blocks of {block!r}")
+    _fit(array)
+    _check(isinstance(block, int) and block > 0, f"blocks of {block!r}")
     return array.size, -(-array.size // block)
 
 
