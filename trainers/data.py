@@ -167,8 +167,6 @@ class Arrays:
         self.data = data
         if len(data) > 1 and not len(self):
             raise ArgumentError("there are no samples: x and y are empty")
-        if len(data) > 2 and not data[2].any():
-            raise ArgumentError("sample_weight (times class_weight) is 0 for all rows: there is nothing to train on")
 
     def __len__(self) -> int:
         return row_count(self.data)

@@ -175,6 +175,8 @@ def checked_rows(replica: Replica, given: Given, settings: Mapping[str, Any]) ->
         if weigh is not None:
             rows = Arrays(weigh.of_all(rows.data))
         first = rows.data
+        if len(first) > 2 and not first[2].any():
+            raise ArgumentError("sample_weight (times class_weight) is 0 for all rows: there is nothing to train on")
     _check_settings(settings)
     check_rows(replica, first if len(first) > 1 else (*first, None))
     return rows

@@ -16,6 +16,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import DisagreementError
 from allreduce.transport import control
+from tests.ranks.together import raised_everywhere
 from tests.ranks.training.test_fit import data, network
 from trainers import (
     CentralStorageTrainer,
@@ -448,6 +449,17 @@ def test_a_loader_is_evaluated_as_all_rows_by_one_rank(kind: str, rows: str, fla
             if endless is not None:
                 endless.read = 0
             assert trainer.evaluate(Loader(endless, rows=rows, steps=1)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_batch_of_a_loader_may_have_no_weight(flat: allreduce.Topology) -> None:
+    """In an evaluation, as in a fit; all rows together must have some."""
+    x, y = data()
+    weights = np.repeat([1.0, 0.0], 4)
+    loader = Loader([(x[:4], y[:4], weights[:4]), (x[4:8], y[4:8], weights[4:])], rows="whole")
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        assert trainer.evaluate(loader) == pytest.approx(trainer.evaluate(x[:8], y[:8], sample_weight=weights), rel=1e-6)
+        fit = functools.partial(trainer.fit, x[:8], y[:8], 1, sample_weight=0 * weights, progress=False)
+        assert "nothing to train on" in raised_everywhere(flat.world, ArgumentError, fit)
 
 
 def test_a_bad_loader_to_evaluate_is_one_error_on_all_ranks(flat: allreduce.Topology) -> None:
