@@ -457,7 +457,9 @@ def test_a_batch_of_a_loader_may_have_no_weight(flat: allreduce.Topology) -> Non
     weights = np.repeat([1.0, 0.0], 4)
     loader = Loader([(x[:4], y[:4], weights[:4]), (x[4:8], y[4:8], weights[4:])], rows="whole")
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        assert trainer.evaluate(loader) == pytest.approx(trainer.evaluate(x[:8], y[:8], sample_weight=weights), rel=1e-6)
+        assert trainer.evaluate(loader) == pytest.approx(
+            trainer.evaluate(x[:8], y[:8], sample_weight=weights), rel=1e-6
+        )
         fit = functools.partial(trainer.fit, x[:8], y[:8], 1, sample_weight=0 * weights, progress=False)
         assert "nothing to train on" in raised_everywhere(flat.world, ArgumentError, fit)
 
