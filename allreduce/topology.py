@@ -25,7 +25,7 @@ from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
 from allreduce.process import children, launcher
 from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import CMA
-from allreduce.transport.control import agree, all_values, on_all_ranks
+from allreduce.transport.control import agree, all_values, everywhere, on_all_ranks
 from allreduce.transport.layout import NodeLayout, NodeSizes, error_of_sizes, nodes_left, simulated
 from allreduce.transport.wait import NamedCall, WaitRecord, record_of, waiting, watched
 
@@ -124,9 +124,9 @@ class Topology:
             watched(first, self.detector, self.wait_record())
             with waiting(first, asked):
                 self._connect(first, on_one_host or (parent is not None and parent.host.size == parent.size))
-        except BaseException:
+        except BaseException as error:
             self.closed = True
-            if unrevoked is not None:
+            if unrevoked is not None and not everywhere(error, unrevoked):
                 self.revoke_comms()
             self._defer_free()
             if self._revoked and "detector" in vars(self):  # else other ranks may still wait in it
@@ -568,7 +568,8 @@ class Topology:
                 nodes = nodes_left(ranks_per_node, previous, comm.size)
                 made = cls(left, nodes, timeout, on_one_host=on_one_host, unrevoked=left)
             except Exception as error:
-                ulfm.revoke(left)  # also where no rank of it has failed: others may wait for this one in it
+                if not everywhere(error, left):  # else some ranks would get another error, and wait for this one
+                    ulfm.revoke(left)  # also where no rank of it has failed: others may wait for this one in it
                 if ulfm.lost(error) is None and not (ulfm.may_be_failure(error) and left.size != tried):
                     if isinstance(error, MPI.Exception):
                         text = f"MPI can't create the communicators of the {left.size} surviving ranks: {error}"

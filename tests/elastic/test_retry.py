@@ -110,6 +110,22 @@ def test_an_unnamed_error_of_mpi_is_taken_for_a_failure_once(
     assert len(revoked) == failures  # which ends the waits of ranks that had no error
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_an_error_of_all_ranks_revokes_nothing(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slower rank would get the revocation for its error, and then wait for the others."""
+    monkeypatch.setattr(ulfm, "shrink", lambda comm: comm.Dup())
+    revoked: list[MPI.Comm] = []
+    monkeypatch.setattr(ulfm, "revoke", revoked.append)
+
+    def differ(topology: Topology, comm: MPI.Intracomm, on_one_host: bool) -> None:
+        raise on_all_ranks(OptionError("timeout"), comm)
+
+    monkeypatch.setattr(Topology, "_connect", differ)
+    with pytest.raises(OptionError, match="timeout"):
+        Topology.of_survivors(MPI.COMM_SELF, timeout=1.0 if late else -1.0)
+    assert revoked == []
+
+
 @pytest.mark.parametrize(
     ("given", "set_to"),
     [(None, "^hcoll,portals4,han"), ("^hcoll", "^hcoll,han"), ("^han", "^han"), ("tuned,basic", "tuned,basic")],
