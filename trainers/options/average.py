@@ -219,12 +219,13 @@ def sharded_of(update: Any) -> Sharded | None:
     )
 
 
-def choice_error(update: Any, average: Any) -> str:
-    """Return why these values of `update` and `average` are invalid, as text; "" if they are valid."""
+def choice_error(update: Any, average: Any, averages: str = "None, an Exact or a LocalSGD") -> str:
+    """Return why these values of `update` and `average` are invalid, as text; "" if they are valid. averages: the
+    valid kinds of `average`, for the text."""
     if not isinstance(update, Sharded) and not (isinstance(update, str) and update in UPDATES):
         return f'update={update!r} is unknown; use "{REPLICATED}", "{SHARDED}" or a Sharded'
     if average is not None and not isinstance(average, Average):
-        return f"average={average!r} is unknown; use None, an Exact or a LocalSGD"
+        return f"average={average!r} is unknown; use {averages}"
     if isinstance(average, LocalSGD) and sharded_of(update):
         return (
             f"{average!r} with a sharded update: ranks that train on their own need all parameters and the whole "

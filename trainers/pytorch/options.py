@@ -148,7 +148,7 @@ class Options:
 
     def errors(self, ranks: int) -> Iterator[OptionError]:
         """Yield the errors in the options, for an optimizer on `ranks` ranks; the first one counts. Local."""
-        if wrong := choice_error(self.update, self.average):
+        if wrong := choice_error(self.update, self.average, "None or a LocalSGD"):
             yield OptionError(wrong)
         if isinstance(self.average, Exact):
             yield OptionError(f"{self.average!r} {NO_EXACT}")
