@@ -11,13 +11,27 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
-from tests.ranks.together import raised_everywhere
+from tests.ranks.together import raised_everywhere, usable
 
 JOBS = "openmpi 1 2 3, mpich 2"
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
 SUM = SIZE * (SIZE + 1) / 2
+
+
+@pytest.mark.parametrize("name", ["native", "shared", "ring", "auto", "reduce_to_one"])
+def test_it_reduces_as_a_call(name: str, flat: allreduce.Topology) -> None:
+    with usable(name, flat) as reduce:
+        for array in (np.empty(8, "float32"), reduce.allocate(8)):
+            for op, wanted in (("sum", SUM), ("mean", SUM / SIZE), ("max", SIZE), ("min", 1)):
+                bound, called = reduce.bind(array, op), np.full(8, reduce.rank + 1, "float32")
+                reduce(called, op)
+                for _ in range(3):
+                    array[:] = reduce.rank + 1
+                    bound()
+                    assert array.tobytes() == called.tobytes()
+                np.testing.assert_allclose(called, wanted, rtol=1e-6)
 
 
 def test_kinds_that_are_not_there(flat: allreduce.Topology) -> None:

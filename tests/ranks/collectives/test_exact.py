@@ -196,9 +196,9 @@ def test_special_values(name: str, dtype: str, made: Callable[..., Any]) -> None
             assert everywhere_equal(array, "special")
             assert not array[9:].any()
             for op, ends in (("max", [SIZE - 1, 0]), ("min", [0, 1 - SIZE])):
-                array[:4] = [-0.0 if first else 0.0, np.nan if last else 5, RANK, -RANK]
+                array[:5] = [-0.0 if first else 0.0, -0.0, np.nan if last else 5, RANK, -RANK]
                 reduce(array, op)
-                assert array[:4].tobytes() == np.array([0, np.nan, *ends], array.dtype).tobytes()
+                assert array[:5].tobytes() == np.array([0, 0, np.nan, *ends], array.dtype).tobytes()
 
 
 @several
