@@ -6,6 +6,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -155,8 +156,8 @@ class Replica(ABC):
     scores: str = ""
     columns: Columns | None = None
     statistics: int = 0
-    shapes: Mapping[str, tuple[int, ...]] = {}
-    config: Mapping[str, Any] = {}
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # no replica may add to that of all classes
+    config: Mapping[str, Any] = MappingProxyType({})
     optimizer_state: OptimizerState | None = None
     whole_tensors: tuple[slice, ...] = ()
     unseeded: str = ""

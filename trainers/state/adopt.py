@@ -190,7 +190,7 @@ def mirror(target: Target, whole: bool = True, root: int = 0) -> None:
     replica, group = target.replica, target.group
     if whole:
         together(group.comm, target.owners.check_edits)
-    config, held = together(group.comm, lambda: (json.dumps(replica.config, sort_keys=True), replica.state()))
+    config, held = together(group.comm, lambda: (json.dumps(dict(replica.config), sort_keys=True), replica.state()))
     state = dict(sorted((target.owners.gather_state(held) if whole else held).items()))
     # a moving average may be in rank 0's model file alone
     kinds = {name: f"{name} {array.dtype}{list(np.shape(array))}" for name, array in state.items() if name != AVERAGE}

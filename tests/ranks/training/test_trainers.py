@@ -636,6 +636,12 @@ def test_a_former_method_of_a_replica_is_shown_its_new_form(name: str, flat: all
         MirroredTrainer(kind(declares=True, reloads=True), "ring", flat)
 
 
+@pytest.mark.parametrize("name", ["shapes", "config"])
+def test_a_replica_does_not_add_to_the_attributes_of_all_replicas(name: str) -> None:
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        getattr(Sliced(declares=True, reloads=True), name)["w"] = (3,)
+
+
 def test_a_replica_of_a_user_has_a_moving_average(flat: allreduce.Topology) -> None:
     """Also where ranks update slices, and without a line of the replica."""
     x, ends = np.random.default_rng(0).normal(size=(40, 6)).astype("float32"), []
