@@ -103,7 +103,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
         limit = timeout_seconds(timeout or getattr(opts, "timeout", None), self._timeout)
         # a thread inside MPI can't be told that the time is over, so only calls of the executor are done by the caller
-        waits = signature is None and not getattr(opts, "asyncOp", True) and self._coalesced is None
+        waits = signature is None and self._options.backend != "native" and self._coalesced is None
+        waits = waits and not getattr(opts, "asyncOp", True)
         return self._coalesce(self._operations.submit(name, written, limit, run, signature, waits))
 
     # Reductions

@@ -460,6 +460,14 @@ def test_a_caller_that_waits_at_once_does_the_work_itself() -> None:
     assert threads[1] == "allreduce worker"
 
 
+def test_a_caller_does_not_call_mpi_where_no_time_out_can_reach_it() -> None:
+    group, threads = dist.new_group(pg_options="native"), []
+    group._reducer.main.executor.observers.append(lambda *_: threads.append(threading.current_thread().name))
+    dist.all_reduce(torch.ones(8), group=group)
+    dist.destroy_process_group(group)
+    assert threads[:1] == ["allreduce worker"]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_memory_is_on_the_cpu_whatever_the_default_device(overlap: bool) -> None:
     """torch.set_default_device("cuda") holds for the calling thread, which does some operations itself."""
