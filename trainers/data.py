@@ -317,9 +317,12 @@ SAMPLED, PIECE = 1 << 20, 256  # bytes of an array that a checksum reads, if it 
 
 
 def checksum(data: Data, start: int = 0) -> int:
-    """Return a CRC-32 of rows, never 0. Of an array over a megabyte it reads a megabyte, spread over all rows."""
+    """Return a CRC-32 of rows, never 0. Of an array over a megabyte it reads a megabyte, spread over all rows. Raises
+    DataError for Python objects."""
     found = start
     for leaf in leaves(data):
+        if leaf.dtype.hasobject:
+            raise DataError(f"an array of shape {leaf.shape} is of Python objects, not of numbers, so it can't be compared")
         content = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
         found = zlib.crc32(np.int64(content.size).tobytes(), found)
         if content.size > SAMPLED:

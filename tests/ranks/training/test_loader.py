@@ -399,6 +399,14 @@ def test_bad_arguments(options: dict[str, Any], text: str, flat: allreduce.Topol
         trainer.fit(Loader([(x, y)], rows="whole"), progress=False, **options)
 
 
+def test_whole_batches_of_objects_are_refused(flat: allreduce.Topology) -> None:
+    x, y = data()
+    loader = Loader([(x, y.astype(object))], rows="whole")
+    with MirroredTrainer(network(), "ring", flat) as trainer:
+        text = raised_everywhere(flat.world, DataError, lambda: trainer.fit(loader, progress=False))
+        assert f"shape {y.shape} is of Python objects" in text
+
+
 def test_exact_sums_take_whole_batches_only(flat: allreduce.Topology) -> None:
     exact = MirroredTrainer(network(), "ring", flat, average=Exact())
     with exact as trainer, pytest.raises(ArgumentError, match="Exact divides every batch"):
