@@ -322,7 +322,9 @@ def checksum(data: Data, start: int = 0) -> int:
     found = start
     for leaf in leaves(data):
         if leaf.dtype.hasobject:
-            raise DataError(f"an array of shape {leaf.shape} is of Python objects, not of numbers, so it can't be compared")
+            raise DataError(
+                f"an array of shape {leaf.shape} is of Python objects, not of numbers, so it can't be compared"
+            )
         content = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
         found = zlib.crc32(np.int64(content.size).tobytes(), found)
         if content.size > SAMPLED:
