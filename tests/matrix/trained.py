@@ -37,6 +37,8 @@ MICRO_BATCH = 4
 class StopAt(Callback):
     """Stops a fit after a step of the training, on one rank, which may not see all steps before it."""
 
+    reads_model = False  # else LocalSGD would end its round after each epoch
+
     def __init__(self, step: int, steps: int) -> None:
         self._step, self._steps = step, steps
 
