@@ -98,11 +98,12 @@ class Case:
         return drawn if self.weighs else np.ones(self.rows)
 
     def share(self, rows: int, parts: int, part: int) -> slice:
-        """Return the part of a batch's rows that one of `parts` ranks has."""
+        """Return the part of a batch's rows that one of `parts` ranks has. A loader skips batches without rows, so a
+        rank that has no rows of a full batch has none of the last one."""
         if not (self.uneven and self.loader == "divided"):
             return slice(rows * part // parts, rows * (part + 1) // parts)
-        cuts = np.sort(np.random.default_rng([self.seed, parts]).integers(0, rows + 1, parts - 1))
-        ends = [0, *cuts.tolist(), rows]
+        cuts = np.sort(np.random.default_rng([self.seed, parts]).integers(0, self.batch_size + 1, parts - 1))
+        ends = [min(end, rows) for end in (0, *cuts.tolist(), self.batch_size)]
         return slice(ends[part], ends[part + 1])
 
     def files(self) -> list[slice]:
