@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Usage: bash scripts/debian.sh COMMAND...: runs a command in a copy of this checkout, on a newer Debian than this one.
-# The Debian lies in .debian-trixie (some 400 MB, made by debootstrap on first use; remove the folder to make it anew). It needs
-# root. What the command installs stays in the folder for the next call; the copy is made anew in each.
+# Root is needed. On first use debootstrap makes the folder .debian-trixie, of some 400 MB, which holds that Debian.
+# Packages that a command installs stay there for the next call; each call makes a new copy of the checkout. Remove the
+# folder to start again.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -14,7 +15,7 @@ if [ ! -f "$tree/complete" ]; then
     rm -rf "$tree"
     run debootstrap --variant=minbase \
         --include=python3,python3-venv,python3-dev,gcc,libc6-dev,ca-certificates,git,iproute2,procps \
-        "$suite" "$tree" http://deb.debian.org/debian >&2
+        "$suite" "$tree" >&2
     : >"$tree/complete"
 fi
 cp -L /etc/resolv.conf /etc/hosts "$tree/etc/" # the names, the network and the certificates are those of this machine

@@ -16,7 +16,7 @@ That takes less than 20 minutes on two cores; a summary at the end lists where t
             (the grid with three dtypes, errors, trainers) on 1 to 3 ranks under Open MPI alone: two or
             three minutes. MPICH, JAX, Keras, and PyTorch's tests on ranks run only without --quick.
   --changed the tests and pages of the files that differ from the branch main: `python -m tests.changed` lists them.
-  --all     also the tests marked `expensive`, which cost much for what they can find: the commands of every page (else
+  --all     also the tests marked `expensive`, which take long and seldom find a defect: the commands of every page (else
             those of README.md and docs/start), the site's programs with Lightning, Fabric, Accelerate, Transformers,
             JAX and Keras, those before their conversion, and those that import PyTorch in a job of their own, the
             browser, the notebook, PyTorch's own tests, models in stages, 16 ranks over TCP, some simulated hosts, the
