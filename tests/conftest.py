@@ -34,7 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a script: jobs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "rank_driver: runs the tests in ranks/; -k and -m are left to those")
-    config.addinivalue_line("markers", "expensive: takes long and seldom finds a defect; `scripts/test.sh --all` runs it")
+    config.addinivalue_line(
+        "markers", "expensive: takes long and seldom finds a defect; `scripts/test.sh --all` runs it"
+    )
     config.addinivalue_line("markers", "jobs: starts jobs of several ranks, which `scripts/test.sh --quick` leaves out")
     if config.stash.get(LAUNCHES, None) is None:
         config.stash[LAUNCHES] = launch.Launches()
