@@ -27,7 +27,8 @@ class Kernels(Protocol):
     """Fast implementations of a part of the computation."""
 
     def test(self, agree: Callable[[list[bool]], Sequence[bool]]) -> None:
-        """Use only those that give right results on the CPUs of all ranks. Called on all ranks, whose models are equal.
+        """Keep only implementations that give right results on the CPUs of all ranks. Called on all ranks, whose models
+        are equal.
 
         agree: takes whether each gives right results on this rank's CPU, and returns whether it does on all ranks.
         """
@@ -87,18 +88,19 @@ class Replica(ABC):
     hold: set by the trainer that uses the replica.
     features: the numbers in a row of x, if it must have just as many; otherwise None.
     probabilities: whether `predict` returns the probabilities of classes.
-    scores: what the outputs of `predict` are for an export: "probabilities" or "logits" of classes; "" if unknown.
-    columns: what was learned of the table with the rows (`datasets.load(...).columns`), None without a table. It is
+    scores: the meaning of the outputs of `predict`, for an export: "probabilities" or "logits" of classes; "" if it is
+        unknown.
+    columns: the facts learned of the table with the rows (`datasets.load(...).columns`), None without a table. It is
         saved with the model, so that `Trainer.predict` takes tables of the same kind.
-    statistics: the number of gradients after those of the trained parameters; they are averaged too.
+    statistics: the number of averaged values that follow the gradients of the trained parameters.
     shapes: of the parameters by name, in their order, to compare models; may be empty.
     config: the arguments from which this replica can be rebuilt, as JSON types, for `save`.
     optimizer_state: the state of the optimizer, if it is not in `others`; see trainers.replicas.flat.
     whole_tensors: the slices of the parameters that the tensors occupy, if a rank can update only whole tensors; () if
         it can update any slice, or none.
-    unseeded: why the random numbers that `gradients` draws can't be seeded, as text. "": they are those of Python,
-        NumPy and PyTorch.
-    kernels: fast implementations, of which the ranks use those that give right results on the CPUs of all ranks.
+    unseeded: the reason why the random numbers that `gradients` draws can't be seeded. "": Python, NumPy and PyTorch
+        draw them.
+    kernels: fast implementations. The ranks use one only if it gives right results on the CPUs of all ranks.
 
     A replica may have these methods, which are None here:
     arrays(): the parameters as 1-D arrays on the device, one after the other; views where possible. They are one array

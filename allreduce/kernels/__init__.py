@@ -5,7 +5,7 @@ allreduce/process/start.py.
 `pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, every function
 here returns False or None, and its caller does the same by NumPy and Python. Arrays are contiguous, aligned and 1-D; an
 output may be one of the inputs, and overlaps no other array. Other arguments raise TypeError or
-ValueError. All functions are local; those on arrays work outside the GIL.
+ValueError. All functions are local; the functions on arrays work outside the GIL.
 """
 
 import ctypes

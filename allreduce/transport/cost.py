@@ -42,8 +42,8 @@ class Layout:
 
     sizes: the number of ranks of each node. allocated: the array is from `allocate`. cma: the ranks of a node can read
     each other's memory. half: its dtype has 16 bits. by_c: when the ranks meet, "shared" sums a short array in one call
-    of C. cores: of a node; 0: one for each rank. sharing: the number of ranks that share these cores; 0: those of the
-    largest node.
+    of C. cores: of a node; 0: one for each rank. sharing: the number of ranks that share these cores; 0: all ranks
+    of the largest node.
     """
 
     sizes: tuple[int, ...]

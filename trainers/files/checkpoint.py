@@ -51,7 +51,7 @@ class Progress:
     rates: the learning rates, one a group of parameters.
     choices: the backend and update that the job used: {"allreduce": "shared", ...}.
     history: the epochs so far, as trainers.watching.history.Epoch.as_dict gives them.
-    values: those of the steps of the unfinished epoch, as Meter.values gives them.
+    values: the values of the steps of the unfinished epoch, as Meter.values gives them.
     stage, logs, stops: not in files. The next stage of the epoch; its logs, when its steps are done; whether all ranks
         know that the training stops, and whether it ends with the epoch.
     """

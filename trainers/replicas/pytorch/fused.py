@@ -56,7 +56,7 @@ class Kernels:
             return
         needed = [(group, dtype) for group in self._optimizer.param_groups for dtype in _dtypes_of(group)]
         right = agree([is_correct(self._kind, *each) for each in needed])
-        # not those of an earlier test, which may have been one of other ranks
+        # without the results of an earlier test, in which other ranks may have taken part
         self._correct = {key_of(self._kind, *each) for each, is_right in zip(needed, right, strict=True) if is_right}
 
     def correct(self, group: dict[str, Any], dtype: torch.dtype) -> bool:
