@@ -109,7 +109,9 @@ def test_allocated_arrays_are_in_huge_pages(flat: allreduce.Topology) -> None:
     with allreduce.create("shared", flat) as reduce:
         for _ in range(5):
             array = reduce.allocate((4 * huge_pages.HUGE + 12) // 4)
-            offset = flat.rank * mmap.PAGESIZE  # the ranks' arrays follow each other, each of 4 huge pages and a small one
+            offset = (
+                flat.rank * mmap.PAGESIZE
+            )  # the ranks' arrays follow each other, each of 4 huge pages and a small one
             aligned = MPI.Get_address(array) % huge_pages.HUGE == offset
             if flat.world.allreduce(aligned, MPI.LAND):
                 break
