@@ -36,6 +36,7 @@ class Work(NamedTuple):
     rank alone. address: returns the address of the array. When `run` begins, the ranks of the node
     know all their addresses (`executor.addresses`). place: returns the place of the array in memory from `allocate`
     (see Allocations.place), which must be the same on all ranks; they compare it. in_c: see PreparedCall.
+    waits_inside_mpi: whether it waits for other ranks inside MPI, where no time-out ends the wait.
     """
 
     run: Callable[[Any], object]
@@ -43,6 +44,7 @@ class Work(NamedTuple):
     address: Callable[[Any], int] | None = None
     place: Callable[[Any], tuple[int, int] | None] | None = None
     in_c: Callable[[Any], CWork] | None = None
+    waits_inside_mpi: bool = True
 
 
 class Context:

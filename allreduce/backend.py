@@ -537,6 +537,10 @@ class AllReduce:
         name, why = self._algorithm.choice(call) if call.length and self.size > 1 else ("", "")
         return why if reason else name or self.name
 
+    def waits_inside_mpi(self, call: Call) -> bool:
+        """Return whether calls like this one wait inside MPI, where no time-out ends the wait. Local."""
+        return self.size > 1 and self._algorithm.work(call, ops.OPS[call.op]).waits_inside_mpi
+
     def check_dtype(self, dtype: np.dtype) -> None:
         """Raise UnsupportedDtypeError if this backend can't reduce arrays of `dtype`. Local."""
         if dtype not in dtypes.TYPES:

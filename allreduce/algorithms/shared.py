@@ -97,6 +97,10 @@ class Shared(TwoPhase):
     # phases, in which the ranks meet first.
 
     def work(self, call: Call, op: Op) -> Work:
+        # in an all_gather, ranks without CMA send messages
+        return self._work(call, op)._replace(waits_inside_mpi=call.kind == "all_gather")
+
+    def _work(self, call: Call, op: Op) -> Work:
         if call.memory == GPU:
             return super().work(call, op)
         place = self.context.allocations.place

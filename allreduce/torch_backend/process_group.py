@@ -86,11 +86,13 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         *,
         read: Sequence[torch.Tensor] = (),
         signature: str | None = "",
+        here: bool = False,
     ) -> Operation:
         """Submit `action`, to run after all earlier operations; return its Operation.
 
         written, read: the tensors that `action` writes and reads. opts, timeout: either may hold the caller's timeout.
-        signature: see OperationQueue.submit.
+        signature: see OperationQueue.submit. here: the caller may do it, if it waits at once: the waits of `action` end
+        after the timeout. A thread inside MPI can't be told that the time is over.
         """
         tensors = [*written, *read]
         checks.check_devices(name, tensors)
@@ -102,10 +104,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
             streams.synchronize()
 
         limit = timeout_seconds(timeout or getattr(opts, "timeout", None), self._timeout)
-        # a thread inside MPI can't be told that the time is over, so only calls of the executor are done by the caller
-        waits = signature is None and self._options.backend != "native" and self._coalesced is None
-        waits = waits and not getattr(opts, "asyncOp", True)
-        return self._coalesce(self._operations.submit(name, written, limit, run, signature, waits))
+        here = here and self._coalesced is None and not getattr(opts, "asyncOp", True)
+        return self._coalesce(self._operations.submit(name, written, limit, run, signature, here))
 
     # Reductions
 
@@ -113,10 +113,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         tensor = single_tensor("all_reduce", tensors)
         reduction = self._options.resolve(operation(opts, op), tensor.dtype, tensor.numel(), tensor.is_sparse)
         action = partial(self._reducer.all_reduce, tensor, reduction)
-        signature = None
-        if not self._reducer.is_one_call(tensor, reduction):
-            signature = f"{_lengths([tensor])}, {reduction.op}"
-        return self._submit("all_reduce", [tensor], action, opts, timeout, signature=signature)
+        one_call = self._reducer.is_one_call(tensor, reduction)
+        signature = None if one_call else f"{_lengths([tensor])}, {reduction.op}"
+        here = one_call and not self._reducer.waits_inside_mpi("all_reduce", tensor, reduction)
+        return self._submit("all_reduce", [tensor], action, opts, timeout, signature=signature, here=here)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Operation:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -173,10 +173,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
                 self._reducer.reduce_scatter(*call)
 
         read, reduction = list(chain(*inputs)), calls[0][2]
-        signature = None
-        if len(read) > 1 or not self._reducer.is_one_call(outputs[0], reduction, scatters=True):
-            signature = f"{_lengths(read)}, {reduction.op}"
-        return self._submit(name, outputs, action, opts, timeout, read=read, signature=signature)
+        one_call = len(read) == 1 and self._reducer.is_one_call(outputs[0], reduction, scatters=True)
+        signature = None if one_call else f"{_lengths(read)}, {reduction.op}"
+        here = one_call and not self._reducer.waits_inside_mpi("reduce_scatter", read[0], reduction)
+        return self._submit(name, outputs, action, opts, timeout, read=read, signature=signature, here=here)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

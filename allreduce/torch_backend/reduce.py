@@ -1,5 +1,6 @@
 """Reductions of tensors: by the selected backend of allreduce, or by MPI for dtypes that our backends do not take."""
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -18,14 +19,16 @@ from allreduce.arrays import chunks, gpu
 from allreduce.arrays import compression as compressions
 from allreduce.arrays.arguments import is_integer
 from allreduce.arrays.compression import Given
+from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import numpy_operation
 from allreduce.arrays.parts import Part
 from allreduce.arrays.workspace import Workspace
 from allreduce.backend import AllReduce
+from allreduce.call.call import Call
 from allreduce.errors import OptionError, UnknownBackendError
 from allreduce.memory.allocations import address
 from allreduce.topology import Topology
-from allreduce.torch_backend.tensors import as_array, is_plain, readable, writable
+from allreduce.torch_backend.tensors import as_array, is_plain, numpy_dtype, readable, writable
 from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
 from allreduce.transport.wait import waiting
@@ -210,7 +213,13 @@ class TensorReducer:
         self._owns_trace = False
         self._workspace = Workspace()
         self.repeated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self.main = self.backend()
+        self.main = main = self.backend()
+
+        @functools.lru_cache
+        def waits(kind: str, length: int, dtype: torch.dtype, op: str, memories: Sequence[int]) -> bool:
+            return any(main.waits_inside_mpi(Call(kind, length, numpy_dtype(dtype), op, each)) for each in memories)
+
+        self._waits_inside_mpi = waits
         self._scatters = _slices_equally(self.main)
 
     def is_one_call(self, tensor: torch.Tensor, reduction: Reduction, scatters: bool = False) -> bool:
@@ -219,6 +228,11 @@ class TensorReducer:
         plain = reduction.op.islower() and reduction.compress is None and reduction.factor is None
         plain = plain and not (tensor.is_sparse or tensor.is_complex())
         return plain and self.main.executor.compares and (self._scatters or not scatters)
+
+    def waits_inside_mpi(self, kind: str, tensor: torch.Tensor, reduction: Reduction) -> bool:
+        """Return whether a call of `main` with this tensor waits inside MPI, where no timeout ends the wait. Local."""
+        memories = (GPU,) if tensor.is_cuda else (UNREGISTERED, ALLOCATED)
+        return self._waits_inside_mpi(kind, tensor.numel(), tensor.dtype, reduction.op, memories)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""

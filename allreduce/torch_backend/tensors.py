@@ -50,11 +50,12 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """Return the memory of a plain tensor as a 1-D array, for operations that reduce it; complex numbers as pairs."""
-    return _memory(tensor, _numpy_dtype(tensor.dtype))
+    return _memory(tensor, numpy_dtype(tensor.dtype))
 
 
 @functools.cache
-def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """Return the dtype of `as_array`."""
     return np.dtype("uint8" if dtype == torch.bool else str(dtype.to_real()).removeprefix("torch."))
 
 

@@ -23,6 +23,7 @@ torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra
 import torch.distributed as dist  # noqa: E402
 
 import allreduce.torch_backend  # noqa: E402
+from allreduce.algorithms.shared import Shared  # noqa: E402
 from allreduce.errors import DisagreementError, UnavailableError, UnknownBackendError  # noqa: E402
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -460,12 +461,23 @@ def test_a_caller_that_waits_at_once_does_the_work_itself() -> None:
     assert threads[1] == "allreduce worker"
 
 
-def test_a_caller_does_not_call_mpi_where_no_time_out_can_reach_it() -> None:
-    group, threads = dist.new_group(pg_options="native"), []
+@pytest.mark.parametrize("backend", ["native", "ring", "hierarchical_copy", "auto", "auto selects native"])
+def test_a_caller_does_not_wait_inside_mpi_where_no_time_out_can_reach_it(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of these, "auto" alone does the work in shared memory on one node, where a wait can end."""
+    if backend == "auto selects native":
+        monkeypatch.setattr(Shared, "cost", lambda *_: float("inf"))
+    group, threads = dist.new_group(pg_options=backend.split()[0]), []
     group._reducer.main.executor.observers.append(lambda *_: threads.append(threading.current_thread().name))
-    dist.all_reduce(torch.ones(8), group=group)
+    whole, part = torch.ones(8 * size()), torch.empty(8)
+    dist.all_reduce(whole, group=group)
+    dist.reduce_scatter_tensor(part, whole, group=group)
     dist.destroy_process_group(group)
-    assert threads[:1] == ["allreduce worker"]
+    own = threading.current_thread().name
+    worker = "allreduce worker" if size() > 1 else own
+    scattering = own if backend.startswith("auto") else worker
+    assert threads[:2] == [own if backend == "auto" else worker, scattering]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
