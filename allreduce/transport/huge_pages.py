@@ -17,11 +17,6 @@ COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def whole(nbytes: int) -> int:
-    """Return the length of a mapping of `nbytes` that can have huge pages: a multiple of HUGE, unless it is short."""
-    return nbytes if nbytes < SHORTEST else -(-nbytes // HUGE) * HUGE
-
-
 def move(address: int, nbytes: int) -> None:
     """Move the whole huge pages in a span of memory, as far as the system can. Local."""
     begin, end = -(-address // HUGE) * HUGE, (address + nbytes) // HUGE * HUGE

@@ -27,6 +27,7 @@ from allreduce.transport.wait import wait_for
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE
+MAP_FIXED = 0x10  # of Linux, macOS and FreeBSD; Python's mmap lacks it
 STAGING_BYTES = 16 * 1024 * 1024  # of a node, whatever the number of ranks; a container may have 64 MB in all
 SPARE_BYTES = 512 * 1024  # left free for MPI, for each rank: some libraries reserve no pages before they write
 
@@ -129,15 +130,30 @@ def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
 
 
 def _mapping(file: int, nbytes: int) -> np.ndarray:
-    """Map a file as a byte array, until its last view is gone. (mmap.mmap would hold a file descriptor as long.)"""
-    mapped = huge_pages.whole(nbytes)  # Linux aligns mappings of this length; nothing touches what is above the file
-    address = _system.mmap(None, mapped, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
-    if address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    buffer: Any = MPI.buffer.fromaddress(address, nbytes)
-    memory = np.frombuffer(buffer, np.uint8)
-    weakref.finalize(memory, _system.munmap, address, mapped).atexit = False
+    """Map a file as a byte array, until its last view is gone. (mmap.mmap would hold a file descriptor as long.)
+
+    It begins where a huge page can begin; Linux itself aligns files in memory only if they are to get huge pages.
+    """
+    reserved = nbytes + huge_pages.HUGE
+    begin = _mmap(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    try:
+        address = -(-begin // huge_pages.HUGE) * huge_pages.HUGE
+        _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED, file)
+        buffer: Any = MPI.buffer.fromaddress(address, nbytes)
+        memory = np.frombuffer(buffer, np.uint8)
+    except BaseException:
+        _system.munmap(begin, reserved)
+        raise
+    weakref.finalize(memory, _system.munmap, begin, reserved).atexit = False
     return memory
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, file: int) -> int:
+    """Return the address of a new mapping. Raises OSError. Local."""
+    mapped: int = _system.mmap(address, nbytes, protection, flags, file, 0)
+    if mapped == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapped
 
 
 def _check_space(nbytes: int, ranks: int) -> None:
