@@ -3,7 +3,6 @@
 from collections.abc import Callable, Generator
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -151,9 +150,3 @@ def test_in_trainers(reduce: AllReduce) -> None:
 def test_its_name(reduce: AllReduce) -> None:
     assert reduce.name == "adasum"
     assert "adasum" not in (*allreduce.NAMES, *allreduce.available(reduce.topology))
-
-
-def test_traced(reduce: AllReduce, tmp_path: Path) -> None:
-    path = MPI.COMM_WORLD.bcast(str(tmp_path / "trace.json"))
-    with allreduce.create("adasum", reduce.topology, trace=path) as traced:
-        test_layers(traced)

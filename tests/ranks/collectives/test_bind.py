@@ -11,27 +11,12 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import errors
-from tests.ranks.together import raised_everywhere, usable
+from tests.ranks.together import raised_everywhere
 
 JOBS = "openmpi 1 2 3, mpich 2"
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
-SUM = SIZE * (SIZE + 1) / 2
-
-
-@pytest.mark.parametrize("name", ["native", "shared", "ring", "auto", "reduce_to_one"])
-def test_it_reduces_as_a_call(name: str, flat: allreduce.Topology) -> None:
-    with usable(name, flat) as reduce:
-        for array in (np.empty(8, "float32"), reduce.allocate(8)):
-            for op, wanted in (("sum", SUM), ("mean", SUM / SIZE), ("max", SIZE), ("min", 1)):
-                bound, called = reduce.bind(array, op), np.full(8, reduce.rank + 1, "float32")
-                reduce(called, op)
-                for _ in range(3):
-                    array[:] = reduce.rank + 1
-                    bound()
-                    assert array.tobytes() == called.tobytes()
-                np.testing.assert_allclose(called, wanted, rtol=1e-6)
 
 
 def test_kinds_that_are_not_there(flat: allreduce.Topology) -> None:
@@ -81,37 +66,6 @@ def test_backends_without_phases_say_which_have_them(
             text = raised_everywhere(flat.world, errors.OptionError, call)
             assert text.startswith(f"{name!r} has no reduce_scatter; use a backend with two phases")
         reduce(np.ones(3), "adasum" if name == "adasum" else "mean")
-
-
-@several
-def test_phases_that_differ(flat: allreduce.Topology) -> None:
-    with allreduce.create("ring", flat) as reduce:
-        array, odd = np.ones(3 * SIZE), reduce.rank == SIZE - 1
-        for _ in range(2):
-            mine = reduce.all_gather if odd else lambda array: reduce.reduce_scatter(array, "sum")
-            raised_everywhere(flat.world, errors.DisagreementError, lambda mine=mine: mine(array))  # type: ignore[misc]
-        strided = np.ones(6 * SIZE)[::2]  # alike in shape and dtype
-        reduce.all_gather(array)
-        raised_everywhere(flat.world, errors.NotContiguousError, lambda: reduce.all_gather(strided))
-
-
-def test_several_are_called_in_any_order(flat: allreduce.Topology) -> None:
-    with allreduce.create("auto", flat) as reduce:
-        whole = reduce.allocate(100)
-        buckets = [reduce.bind(whole[start : start + 25], "sum") for start in range(0, 100, 25)]
-        for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
-            whole[:] = reduce.rank + 1
-            for number in order:
-                buckets[number]()
-            assert (whole == SUM).all()
-
-
-def test_every_check(flat: allreduce.Topology) -> None:
-    for check in (True, False):
-        with allreduce.create("ring", flat, check=check) as reduce:
-            array = np.full(5, reduce.rank + 1.0)
-            reduce.bind(array, "sum")()
-            assert (array == SUM).all()
 
 
 def test_bad_arguments_are_refused_when_it_is_bound(flat: allreduce.Topology) -> None:

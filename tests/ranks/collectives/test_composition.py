@@ -31,6 +31,7 @@ CASES = [
     *((name, given, "submitted", "flat") for name in ("native", "shared") for given in ("plain", "exact")),
     *((name, given, "bound", "flat") for name in ("halving_doubling", "shared") for given in ("bfloat16", "exact")),
     *((name, "plain", "bound", "flat") for name in (*SHARDED, "native", "reduce_to_one")),
+    *((name, "bfloat16", "traced", "flat") for name in ("reduce_to_one", "hierarchical_copy")),
     ("reduce_to_one", "exact", "again", "flat"),
 ]
 

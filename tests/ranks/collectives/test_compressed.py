@@ -13,7 +13,6 @@ from allreduce import errors
 from allreduce.arrays.compression import Compression, PowerSGD
 from allreduce.arrays.parts import Part
 from allreduce.memory.allocations import divide
-from tests.backends import SUMS_HALF
 from tests.ranks.counting import Counting
 from tests.ranks.together import raised
 from trainers import MirroredTrainer
@@ -29,91 +28,6 @@ SHORT = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat1
 
 def values(number: int, dtype: str, length: int = LENGTH) -> np.ndarray:
     return np.random.default_rng(number).normal(size=length).astype(dtype)
-
-
-def wanted(short: np.dtype, dtype: str) -> np.ndarray:
-    """Return every rank's values rounded, summed in float32 and rounded again."""
-    sides = [values(number, dtype).astype(short).astype(np.float32) for number in range(size)]
-    return np.sum(sides, axis=0, dtype=np.float32).astype(short)
-
-
-def expect(found: np.ndarray, short: np.dtype, what: str) -> None:
-    """Compare with the sums, up to the last bit, which depends on the order of adding; 16-bit results must be equal on
-    all ranks."""
-    right = wanted(short, str(found.dtype)).astype(np.float64)
-    unit = 2.0 ** (-10 if short == np.float16 else -7)
-    assert (np.abs(found - right) <= unit * np.abs(right) + 2.0**-20).all(), what
-    assert (found == found.astype(short)).all(), f"{what}: not rounded"
-    assert len(set(MPI.COMM_WORLD.allgather(found.tobytes()))) == 1, f"{what}: ranks have different bits"
-
-
-CASES = [
-    (name, compress) for name in SUMS_HALF for compress in (SHORT if name in ("ring", "shared") else ("bfloat16",))
-]
-
-
-@several
-@pytest.mark.parametrize(("name", "compress"), CASES)
-def test_sums(name: str, compress: str, flat: allreduce.Topology) -> None:
-    with allreduce.create(name, flat, compress=compress) as reduce:
-        assert reduce.lossy
-        short = SHORT[compress]
-        for dtype in ("float32", "float64"):
-            for array in (np.empty(LENGTH, dtype), reduce.allocate(LENGTH, dtype)):
-                for _ in range(2):
-                    array[:] = values(rank, dtype)
-                    reduce(array, "sum")
-                    expect(array, short, f"{name}, {compress}, {dtype}")
-            table = np.empty((30, LENGTH // 30), dtype, order="F")
-            table.reshape(-1, order="A")[:] = values(rank, dtype)
-            reduce({"table": table}, "sum")
-            flat = table.reshape(-1, order="A")
-            expect(flat, short, f"{name}, {compress}, {dtype}, a tree")
-            phases(reduce, dtype, short)
-        exact(reduce)
-        disagree(reduce)
-
-
-def phases(reduce: Any, dtype: str, short: np.dtype) -> None:
-    array = values(rank, dtype)
-    part = reduce.reduce_scatter(array, "sum")
-    assert part.base is array
-    reduce.all_gather(array)
-    expect(array, short, f"the phases of {reduce}")
-
-
-def exact(reduce: Any) -> None:
-    """Not compressed: integers, collectives that compute nothing, and lossless reductions."""
-    counts = np.full(5, 1_000_001 + rank)
-    reduce(counts, "sum")
-    assert (counts == size * 1_000_001 + sum(range(size))).all()
-    moved = values(rank, "float32")
-    reduce.broadcast(moved, root=size - 1)
-    assert (moved == values(size - 1, "float32")).all()
-    assert (reduce.stack(values(rank, "float64")) == [values(number, "float64") for number in range(size)]).all()
-    array = np.zeros(LENGTH)
-    array[reduce.owned(LENGTH)] = values(0, "float64")[reduce.owned(LENGTH)]
-    reduce.all_gather(array)
-    assert (array == values(0, "float64")).all()
-    flag = np.full(3, 1 + 2.0**-20)
-    reduce(flag, "max", lossless=True)
-    assert (flag == 1 + 2.0**-20).all()
-    found, rows = reduce.sparse(np.array([rank]), np.full((1, 2), 1 + 2.0**-20), size, "sum")
-    assert found.tolist() == list(range(size))
-    assert (rows == 1 + 2.0**-20).all()
-    found, rows = reduce.sparse(np.arange(1 << 10), np.full((1 << 10, 256), 1 + 2.0**-20, "float32"), 1 << 10, "sum")
-    assert (rows == np.float32(size * (1 + 2.0**-20))).all()  # summed as one dense array
-
-
-def disagree(reduce: Any) -> None:
-    raised(errors.DisagreementError, lambda: reduce(np.ones(10 + (rank == 0), "float32"), "sum"))
-    raised(errors.DisagreementError, lambda: reduce(np.ones(30, "float32" if rank else "float64"), "sum"))
-    raised(errors.DisagreementError, lambda: reduce(np.ones(31, "float32" if rank else "int32"), "sum"))
-    raised(errors.NotContiguousError, lambda: reduce(np.ones(64)[:: 1 + (rank == 0)], "sum"))
-    wrong: Any = "no array" if rank == 0 else np.ones(64)
-    raised(errors.NotAnArrayError, lambda: reduce(wrong, "sum"))
-    raised(errors.UnsupportedOpError, lambda: reduce(np.ones(7), "no"))
-    reduce(np.ones(7), "mean")
 
 
 @pytest.mark.skipif(size < 3, reason="needs a node of several ranks, and another one")

@@ -1,11 +1,9 @@
 """exact=True: the bits of sums depend on nothing but the data, with every backend, division into nodes and slices."""
 
 import itertools
-import json
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,17 +22,8 @@ JOBS = "openmpi 1 2 3"
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 SHAPES = shapes(SIZE)
-LENGTHS = (SIZE + 1, 40_003)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-DTYPES = FLOATS if SIZE == 2 else ("float32", "float64") if SIZE == 3 else ("float32",)  # many ranks take long
-# Every dtype at every length, and both operations with each of them, but not all three crossed.
-CASES = [
-    (dtype, length, ("sum", "mean")[(one + other) % 2])
-    for one, dtype in enumerate(DTYPES)
-    for other, length in enumerate(LENGTHS)
-]
 several = pytest.mark.skipif(SIZE == 1, reason="one rank alone is its own sum")
-PLACES = [(name, shape) for name in allreduce.NAMES for shape in SHAPES]
 
 
 @pytest.fixture
@@ -61,50 +50,6 @@ def everywhere_equal(array: np.ndarray, what: str) -> bytes:
     bits = array.tobytes()
     assert len(set(WORLD.allgather(bits))) == 1, f"{what}: the ranks have different bits"
     return bits
-
-
-@several
-def test_bits_are_those_of_every_other_backend(made: Callable[..., Any], topology_of: Any) -> None:
-    """Of allocated and foreign arrays, in any order of ranks, by either phase, in slices of whole blocks."""
-    found: dict[tuple[str, int, str], dict[bytes, str]] = {}
-    for name, shape in PLACES:
-        try:
-            reduce = allreduce.create(name, topology_of(SHAPES[shape]), exact=True)
-        except UnavailableError:
-            continue
-        with reduce:
-            for case in CASES:
-                for way, bits in ways(reduce, *case):
-                    found.setdefault(case, {}).setdefault(bits, f"{name}, {shape}, {way}")
-    different = {case: list(bits.values()) for case, bits in found.items() if len(bits) > 1}
-    assert not different, different
-    assert len(found) == len(CASES)
-
-
-def ways(reduce: Any, dtype: str, length: int, op: str) -> Any:
-    """Yield (name, bits of the result) of several ways to sum the same terms. Collective."""
-    allocated = reduce.allocate(length, dtype)
-    allocated[:] = values(RANK, dtype, length)
-    reduce(allocated, op)
-    yield "allocated", everywhere_equal(allocated, "allocated")
-    foreign = values(SIZE - 1 - RANK, dtype, length)
-    reduce(foreign, op)
-    yield "foreign, reversed", everywhere_equal(foreign, "foreign")
-    allocated[:] = values(RANK, dtype, length)
-    reduce.reduce_scatter(allocated, op)
-    reduce.all_gather(allocated)
-    yield "phases", everywhere_equal(allocated, "phases")
-    allocated[:] = values(RANK, dtype, length)
-    cuts = [0, *(cut for cut in (BLOCK, 2 * BLOCK, 30 * BLOCK) if cut < length), length]
-    for begin, end in reversed(list(itertools.pairwise(cuts))):
-        reduce(allocated[begin:end], op)
-    yield "slices", everywhere_equal(allocated, "slices")
-    tree = {"first": values(RANK, dtype, 7), "second": values(RANK, dtype, length)}
-    reduce(tree, op)
-    yield "a tree", everywhere_equal(tree["second"], "a tree")
-    out = np.empty(length, numpy_dtype(dtype))
-    reduce.sum_terms([values(RANK, dtype, length)], out, op, SIZE)
-    yield "sum_terms", everywhere_equal(out, "sum_terms")
 
 
 TERMS = 12
@@ -284,21 +229,3 @@ def test_values_that_must_not_be_rounded_are_summed_exactly(made: Callable[..., 
             reduce(other, "sum", lossless=True)
             assert everywhere_equal(other, name) == own.tobytes()
             assert np.abs(other - sums).max() < 1e-15
-
-
-def test_traced_terms(made: Callable[..., Any], tmp_path: Path) -> None:
-    """A trace changes no bit, and records the calls."""
-    terms, path = values(RANK, "float32", 1000)[None], f"{WORLD.bcast(str(tmp_path))}/trace.json"
-    plain, found = np.zeros(1000, "float32"), np.zeros(1000, "float32")
-    with made("ring") as reduce:
-        reduce.sum_terms(terms, plain, "mean", count=SIZE)
-        topology = reduce.topology
-        with allreduce.create("ring", topology, exact=True, trace=path) as traced:
-            traced.sum_terms(terms, found, "mean", SIZE)
-        assert found.tobytes() == plain.tobytes()
-        with allreduce.create("ring", topology) as other:
-            text = raised_everywhere(WORLD, errors.OptionError, lambda: other.sum_terms(terms, found, "sum", SIZE))
-            assert "exact=True" in text
-    if RANK == 0:
-        events = json.loads(Path(path).read_text())["traceEvents"]
-        assert any(event["name"].startswith("sum_terms") for event in events)

@@ -64,26 +64,6 @@ def test_broadcast(reduce: AllReduce, dtype: str, monkeypatch: pytest.MonkeyPatc
         assert (allocated[:50] == np.ones((), kind)).all()
 
 
-def test_collect(reduce: AllReduce) -> None:
-    assert reduce.stack(reduce.rank).tolist() == list(range(SIZE))
-    assert reduce.stack(np.float32(0.5)).dtype == np.float32
-    table = reduce.stack(np.full((2, 3), reduce.rank + 1, "int32").T)
-    assert table.shape == (SIZE, 3, 2)
-    assert (table == np.arange(1, SIZE + 1, dtype="int32").reshape(SIZE, 1, 1)).all()
-    assert reduce.stack(np.empty((0, 3))).shape == (SIZE, 0, 3)
-
-
-def test_all_gather(reduce: AllReduce) -> None:
-    """From the slices that ranks own; with hierarchical_copy all nodes own the same slices."""
-    for length in (0, 1, 1000):
-        whole = np.arange(length, dtype="float32")
-        buffer = np.full(length, -1, "float32")
-        own = reduce.owned(length)
-        buffer[own] = whole[own]
-        reduce.all_gather(buffer)
-        assert np.array_equal(buffer, whole)
-
-
 @several
 @pytest.mark.parametrize("name", ["native", "auto", "reduce_to_one"])
 def test_a_stack_and_an_all_gather_are_one_call_of_mpi(
@@ -174,14 +154,6 @@ def test_elements_larger_than_the_memory_for_segments(topology_of: Callable[...,
             assert _bits(buffer) == _bits(whole)
 
 
-@several
-def test_dtypes_that_only_move_differ(reduce: AllReduce) -> None:
-    for kinds in (("u4", "f4"), ("u4", "i4"), ("<u4", ">u4")):
-        mine = np.ones(4, kinds[reduce.rank % 2])
-        text = raised_everywhere(WORLD, DisagreementError, lambda mine=mine: reduce.broadcast(mine))
-        assert "rank 1: broadcast: length 4, dtype" in text
-
-
 def test_references_are_refused(reduce: AllReduce) -> None:
     for array in (np.array([None, 1]), np.zeros(2, [("a", "f4"), ("b", "O")])):
         for call in (reduce.broadcast, reduce.stack, reduce.all_gather):
@@ -232,21 +204,6 @@ def test_elements_without_bytes(reduce: AllReduce) -> None:
     reduce.all_gather(array)
     reduce.broadcast(array)
     assert reduce.stack(array).shape == (SIZE, 7)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "bool", "float16", "float32"])
-def test_sparse_rows_that_only_some_ranks_repeat(reduce: AllReduce, dtype: str) -> None:
-    """The last rank passes row 3 twice; sums of repeated rows keep the dtype, also of short integers, which wrap."""
-    sides = [(np.array([3, rank % 3]), np.full((2, 3), 100, dtype)) for rank in range(SIZE)]
-    sides[-1] = np.array([3, 1, 3]), np.full((3, 3), 100, dtype)
-    with np.errstate(over="ignore"):
-        table = np.zeros((5, 3), dtype)
-        for indices, values in sides:
-            np.add.at(table, indices, values)
-    found, sums = reduce.sparse(*sides[reduce.rank], 5, "sum")
-    assert found.tolist() == sorted({int(index) for indices, _ in sides for index in indices})
-    assert sums.dtype == dtype
-    assert np.array_equal(sums, table[found])
 
 
 def test_cupy(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None:

@@ -9,7 +9,6 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, OptionError, UnsupportedOpError
 from tests.backends import ON_CPU
-from tests.ranks.hosts import Hosts
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
@@ -23,19 +22,6 @@ def test_allocate_meets_a_call(flat: allreduce.Topology, world: MPI.Intracomm) -
     with pytest.raises(DisagreementError, match=r"allocate\(10") as raised:
         call()
     assert len(set(world.allgather(str(raised.value)))) == 1
-    reduce.close()
-
-
-@several
-def test_shared_finds_different_phases_that_were_seen_before(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    reduce = allreduce.create("shared", flat)
-    assert reduce.two_phase
-    array = reduce.allocate(100)
-    reduce(array, "sum")
-    reduce.reduce_scatter(array, "sum")
-    call = reduce.__call__ if world.rank == 0 else reduce.reduce_scatter
-    with pytest.raises(DisagreementError, match="rank 1: reduce_scatter: length 100"):
-        call(array, "sum")
     reduce.close()
 
 
@@ -90,24 +76,6 @@ def test_subclasses_of_arrays(topology_of: Callable[..., allreduce.Topology], wo
             reduce(np.ma.masked_less(np.ones(4, np.float32), 0), "sum")
         with pytest.raises(NotAnArrayError, match="MaskedArray"):
             reduce.stack(np.ma.masked_less(np.ones(4, np.float32), 0))
-
-
-@several
-@pytest.mark.parametrize("name", ["ring", "native", "auto"])
-def test_a_broadcast_is_not_taken_for_another_call_on_hosts(name: str, world: MPI.Intracomm) -> None:
-    """MPI's broadcasts have no tags, so broadcasts of calls that all ranks know could match each other and give wrong
-    numbers."""
-    Hosts.sizes = (1,) * SIZE
-    topology = allreduce.Topology(Hosts(world))
-    reduce = allreduce.create(name, topology)
-    array = np.ones(1)
-    for _ in range(2):
-        reduce.broadcast(array)
-        reduce.stack(array)
-    call = reduce.broadcast if world.rank == 0 else reduce.stack
-    with pytest.raises(DisagreementError, match=r"rank 0: broadcast: (.*\n)+.*rank 1: stack"):
-        call(array)
-    topology.close()
 
 
 @pytest.mark.parametrize("name", ["auto", "hierarchical_copy", "native", "ring", "shared"])

@@ -177,29 +177,6 @@ def test_vectors_go_uncompressed(kind: str, flat: allreduce.Topology) -> None:
 
 @several
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_compressed(kind: str, flat: allreduce.Topology) -> None:
-    """Short arrays, integers, 16-bit floats, other operations, and other collectives."""
-    with allreduce.create("ring", flat, compress=kind) as reduce:
-        for array in (np.full(SHORTEST - 1, 1 / 3 + rank), reduce.allocate(10)):
-            array[:] = 1 / 3 + rank
-            reduce(array, "sum")
-            np.testing.assert_allclose(array, size / 3 + sum(range(size)), rtol=1e-6)
-        counts = np.full(9000, 1_000_001 + rank)
-        reduce(counts, "sum")
-        assert (counts == size * 1_000_001 + sum(range(size))).all()
-        largest = gradient(0, 9000)
-        reduce(largest, "max")
-        assert (largest == np.max([gradient(0, 9000, of=of) for of in range(size)], axis=0)).all()
-        moved = gradient(0, 9000)
-        reduce.broadcast(moved, root=size - 1)
-        assert (moved == gradient(0, 9000, of=size - 1)).all()
-        exact = gradient(0, 9000, "float64")
-        reduce(exact, lossless=True)
-        np.testing.assert_allclose(exact, mean(0, 9000, "float64"), rtol=1e-12, atol=1e-12)
-
-
-@several
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_phases(kind: str, dtype: str, flat: allreduce.Topology) -> None:
     """A reduce_scatter alone rounds once: the owner's slice is not rounded again."""

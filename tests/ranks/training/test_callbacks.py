@@ -16,7 +16,7 @@ from allreduce.errors import DisagreementError
 from tests.trace_schema import check_trace
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.callbacks import CSVLogger, EarlyStopping, LearningRateSchedule, ModelCheckpoint, TensorBoard, Timeline
-from trainers.errors import ArgumentError, ModelFileError
+from trainers.errors import ModelFileError
 from trainers.watching.history import History
 
 SIZE = MPI.COMM_WORLD.size
@@ -39,15 +39,6 @@ def fit(trainer: MirroredTrainer, *callbacks: Any, epochs: int = 4) -> History:
 def folder(tmp_path: Path, world: MPI.Intracomm) -> Path:
     """Return rank 0's folder, on all ranks."""
     return world.bcast(tmp_path)
-
-
-@pytest.mark.parametrize("where", ["everywhere", "last rank"])
-def test_stopping_reaches_all_ranks(where: str, flat: allreduce.Topology) -> None:
-    with trainer_of(flat) as trainer:
-        given = where == "everywhere" or trainer.rank == SIZE - 1
-        callbacks = [EarlyStopping("val_loss", min_delta=100, patience=1)] if given else []
-        assert len(fit(trainer, *callbacks)) == 2
-        assert len(set(trainer.parameters_sha256())) == 1
 
 
 @UPDATES
@@ -143,17 +134,6 @@ def test_models_are_saved(update: str, flat: allreduce.Topology, folder: Path) -
         assert trainer.evaluate(X, Y)["loss"] == pytest.approx(history[1].validation["loss"], rel=1e-6)
 
 
-def test_a_schedule_trains_as_one_rank_does(flat: allreduce.Topology) -> None:
-    def trained(topology: allreduce.Topology) -> np.ndarray:
-        with trainer_of(topology) as trainer:
-            fit(trainer, LearningRateSchedule(lambda epoch, rate: 0.9 * rate))
-            return trainer.replica.state()["parameters"].copy()
-
-    alone = allreduce.Topology(MPI.COMM_SELF)
-    assert trained(flat) == pytest.approx(trained(alone), rel=1e-4, abs=1e-5)
-    alone.close()
-
-
 @pytest.mark.skipif(SIZE == 1, reason="one rank is all ranks")
 @pytest.mark.parametrize("kind", ["ModelCheckpoint", "LearningRateSchedule", "EarlyStopping"])
 def test_what_all_ranks_must_have(kind: str, flat: allreduce.Topology, folder: Path) -> None:
@@ -183,21 +163,6 @@ def _tensorboard(folder: Path) -> list[TensorBoard]:
     """Whether the package that writes the files is installed: MPICH's test environment has none."""
     there = importlib.util.find_spec("tensorboardX") is not None
     return [TensorBoard(folder / "board", update_freq=2)] if there else []
-
-
-@pytest.mark.parametrize("rank", sorted({0, SIZE - 1}))
-def test_an_error_of_one_rank(rank: int, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
-    """The error comes before a callback that communicates: no rank waits for the failed one."""
-
-    class Fails(CSVLogger):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            raise ArgumentError("the disk is full, on purpose")
-
-    with trainer_of(flat) as trainer:
-        first = [Fails(folder / "log.csv")] if world.rank == rank else []
-        with pytest.raises(ArgumentError, match="on purpose"):
-            fit(trainer, *first, ModelCheckpoint(folder / "m.npz"))
-        fit(trainer, epochs=1)
 
 
 def test_a_folder_that_goes_away(flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:

@@ -1,19 +1,16 @@
 """Central storage: the bits of a mirrored training that sums in the same order, for every storage rank."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import allreduce
 import allreduce.errors
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork, datasets
 from trainers.errors import ArgumentError
 from trainers.strategies.sharded import SliceOwners
-from trainers.watching.callback import Callback
 
 JOBS = "openmpi 1 2 3 5"
 
@@ -69,63 +66,12 @@ def test_it_gives_the_bits_of_a_mirrored_training(
     np.testing.assert_allclose(history.column("loss"), losses, rtol=several * 1e-4)
 
 
-def test_it_saves_loads_evaluates_and_predicts(
-    data: Data, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
-) -> None:
-    path = world.bcast(str(tmp_path / "model.npz"))
-    replica, resumed = network(), network(seed=9)
-    with CentralStorageTrainer(replica, flat, storage=flat.size - 1) as trainer:
-        trainer.fit(*data, 1, progress=False)
-        trainer.save(path)
-        trainer.fit(*data, 1, progress=False)
-        scores, outputs = trainer.evaluate(*data), trainer.predict(data[0])
-    with CentralStorageTrainer(resumed, flat, storage=0) as other:
-        other.load(path)
-        other.fit(*data, 1, progress=False)
-    for name, array in replica.state().items():
-        assert np.array_equal(array, resumed.state()[name]), name
-    assert scores["accuracy"] == (outputs.argmax(1) == data[1]).mean()
-
-
 def test_the_optimizer_works_on_one_rank_alone(data: Data, flat: allreduce.Topology) -> None:
     replica = network()
     with CentralStorageTrainer(replica, flat, storage=flat.size - 1) as trainer:
         trainer.fit(*data, 1, progress=False)
         touched = bool(replica.optimizer.state["first_moment"].any())
         assert touched == (flat.rank == flat.size - 1)
-
-
-class Faulty(NumpyNetwork):
-    calls, faulty = 0, False
-
-    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
-        self.calls += 1
-        if self.faulty and self.calls == 3:
-            raise ValueError("a fault of this rank")
-        return super().gradients(x, y, share)
-
-
-def test_no_replica_is_updated_by_a_step_that_one_rank_has_failed(data: Data, flat: allreduce.Topology) -> None:
-    replica, expected = network(Faulty), network()
-    replica.faulty = flat.rank == flat.size - 1  # type: ignore[attr-defined]
-    with CentralStorageTrainer(replica, flat) as trainer:
-        with pytest.raises(ValueError, match="a fault of this rank"):
-            trainer.fit(*data, 1, 100, shuffle=False, progress=False)
-        parameters = replica.parameters.copy()
-    with CentralStorageTrainer(expected, flat) as trainer:
-        trainer.fit(data[0][:200], data[1][:200], 1, 100, shuffle=False, progress=False)
-    assert np.array_equal(parameters, expected.parameters)
-    assert replica.optimizer.steps == expected.optimizer.steps == 2
-
-
-def test_a_callback_on_one_rank_stops_all(data: Data, flat: allreduce.Topology) -> None:
-    class Stop(Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.trainer.stop_training = epoch == 1
-
-    with CentralStorageTrainer(network(), flat) as trainer:
-        stops = [Stop()] if flat.rank == flat.size - 1 else []
-        assert len(trainer.fit(*data, 9, callbacks=stops, progress=False)) == 2
 
 
 @pytest.mark.parametrize("size", [None, 2])

@@ -146,27 +146,6 @@ def test_torch(kind: str, topology_of: Callable[..., allreduce.Topology]) -> Non
         assert fitted(make, topology_of(SHAPES[shape]), FEW, update=update) == expected, (shape, update)
 
 
-class Augmented:
-    """A data set whose rows get random noise, from NumPy's global generator."""
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        x, y = data()
-        return x[row] + np.random.normal(0, 0.1, 20).astype("float32"), y[row]
-
-
-def test_augmentation_follows_the_row(flat: allreduce.Topology) -> None:
-    found = []
-    with allreduce.Topology(MPI.COMM_SELF) as single:
-        for topology in (single, flat):
-            with MirroredTrainer(numpy_network(), topology=topology, average=Exact(micro_batch=MICRO)) as trainer:
-                trainer.fit(Augmented(), epochs=2, batch_size=BATCH, progress=False)
-                found += trainer.parameters_sha256()
-    assert len(set(found)) == 1
-
-
 def test_statistics_that_depend_on_the_ranks_are_refused(flat: allreduce.Topology) -> None:
     torch = pytest.importorskip("torch")
     from trainers.replicas.pytorch.replica import TorchReplica

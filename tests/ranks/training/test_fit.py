@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import DisagreementError
 from allreduce.transport.control import on_all_ranks
-from trainers import Loader, MirroredTrainer, NumpyNetwork
+from trainers import CentralStorageTrainer, Loader, MirroredTrainer, NumpyNetwork
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.watching.callback import Callback
 
@@ -152,18 +153,23 @@ class Fragile(NumpyNetwork):
         return super().gradients(x, y, share)
 
 
-@pytest.mark.parametrize("update", ["replicated", "sharded"])
+KINDS: dict[str, Callable[..., Any]] = {
+    "replicated": partial(MirroredTrainer, allreduce="shared"),
+    "sharded": partial(MirroredTrainer, allreduce="shared", update="sharded"),
+    "central": CentralStorageTrainer,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["a callback", "the gradients"])
-def test_no_rank_updates_by_a_step_that_one_of_them_has_failed(
-    place: str, update: str, flat: allreduce.Topology
-) -> None:
+def test_no_rank_updates_by_a_step_that_one_of_them_has_failed(place: str, kind: str, flat: allreduce.Topology) -> None:
     x, y = data()
     mine, seen = Fragile([FEATURES, 8, 3], seed=1), []
     last = flat.rank == flat.size - 1
     mine.fails = last and place == "the gradients"
     keep = Once("on_train_batch_begin", lambda trainer: seen.append(trainer.replica.parameters.copy()), epoch=0)
     broken = [Once("on_train_batch_begin", fail, epoch=0)] if last and place == "a callback" else []
-    with MirroredTrainer(mine, "shared", flat, update=update) as trainer:
+    with KINDS[kind](mine, topology=flat) as trainer:
         with pytest.raises((OSError, IndexError), match=r"disk is full|label 12") as caught:
             trainer.fit(x, y, 1, 20, callbacks=[keep, *broken], progress=False)
         assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[union-attr]

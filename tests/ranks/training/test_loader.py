@@ -70,35 +70,6 @@ def together(parts: list[list[Pair]]) -> list[Pair]:
     return [(np.concatenate([x for x, _ in step]), np.concatenate([y for _, y in step])) for step in steps]
 
 
-def one_rank(batches: list[Pair]) -> tuple[np.ndarray, list[float]]:
-    """Train on the global batches without a trainer; returns the parameters, and the mean loss of each epoch."""
-    replica, losses, rows = network(), [0.0] * EPOCHS, sum(len(x) for x, _ in batches)
-    replica.bind(None, np.empty(replica.gradient_length, "float32"))
-    for epoch in range(EPOCHS):
-        for x, y in batches:
-            losses[epoch] += float(replica.gradients(x, y, 1.0)[0]) * len(x) / rows
-            replica.update()
-    return replica.state()["parameters"].copy(), losses
-
-
-@pytest.mark.parametrize("rows", ["divided", "whole"])
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_a_loader_trains_as_one_rank_with_all_rows(kind: str, rows: str, flat: allreduce.Topology) -> None:
-    for seed in range(3):
-        with trainer_of(kind, flat) as trainer:
-            part = trainer.strategy.part
-            divided = batches_of(trainer.strategy.parts, seed)
-            batches = together(divided)
-            own = batches if rows == "whole" else None if part is None else divided[part]
-            history = trainer.fit(Loader(own, rows=rows), epochs=EPOCHS, progress=False)
-            assert kind == "spare" or trainer.steps == EPOCHS * len(batches)
-            assert len(set(trainer.parameters_sha256())) == 1
-            found = trainer.replica.state()["parameters"].copy()
-        expected, losses = one_rank(batches)
-        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
-        np.testing.assert_allclose([epoch.loss for epoch in history], losses, rtol=1e-5)
-
-
 def test_local_sgd_ends_when_all_loaders_have_ended(flat: allreduce.Topology) -> None:
     """A round is 3 steps, and the loaders give 4 batches and fewer."""
     x, y = data()

@@ -28,10 +28,9 @@ from trainers import (
     NumpyNetwork,
     ParameterServerTrainer,
     Schedule,
-    SkipNotFinite,
     SpareReplicasTrainer,
 )
-from trainers.callbacks import CheckGradients, LearningRateSchedule
+from trainers.callbacks import LearningRateSchedule
 from trainers.errors import ArgumentError
 from trainers.options.transforms import Transform
 from trainers.state.adopt import complete, copy_state
@@ -43,7 +42,6 @@ JOBS = "openmpi 1 2 5"
 SIZE = MPI.COMM_WORLD.size
 EPOCHS, BATCH, STEPS = 2, 20, 3
 CLIP, DECAY, WARM_UP = 0.3, 0.8, 2
-TRANSFORMS: list[Transform] = [Accumulate(3), ClipNorm(CLIP), EMA(DECAY), Schedule("cosine", warmup=WARM_UP)]
 TRAINERS: dict[str, Any] = {
     "replicated": functools.partial(MirroredTrainer, allreduce="ring"),
     "sharded": functools.partial(MirroredTrainer, allreduce="shared", update="sharded"),
@@ -90,55 +88,6 @@ def test_running_statistics_of_micro_batches_are_averaged(flat: allreduce.Topolo
                 found.append(trainer.replica.state())
     for name, array in found[0].items():
         np.testing.assert_allclose(array, found[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
-
-
-@few
-def test_micro_batches(flat: allreduce.Topology) -> None:
-    """More micro-batches than rows, ranks without rows, and loaders."""
-    x, y = data()
-    rows = [slice(flat.rank * len(x) // SIZE, (flat.rank + 1) * len(x) // SIZE)]
-    found = []
-    for count in (1, 7):
-        with MirroredTrainer(network(), "ring", flat) as trainer:
-            weights = np.arange(11) / 5
-            trainer.fit(
-                x[:11], y[:11], EPOCHS, 4, progress=False, transforms=[Accumulate(count)], sample_weight=weights
-            )
-            trainer.fit(
-                Loader([(x[each], y[each]) for each in rows], rows="divided"),
-                epochs=2,
-                transforms=[Accumulate(count)],
-                progress=False,
-            )
-            found.append(trainer.replica.state()["parameters"].copy())
-    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
-
-
-def test_a_step_that_is_left_out_leaves_no_trace(flat: allreduce.Topology) -> None:
-    """The gradients of one micro-batch are NaN; the next steps train."""
-    x, y = data()
-    x[-1] = np.nan
-    with MirroredTrainer(network(), "ring", flat) as trainer:
-        skip = CheckGradients("skip")
-        trainer.fit(x, y, EPOCHS, BATCH, callbacks=[skip], progress=False, transforms=TRANSFORMS)
-        assert skip.skipped == EPOCHS
-        history = trainer.fit(x, y, EPOCHS, BATCH, progress=False, transforms=[*TRANSFORMS, SkipNotFinite()])
-        assert all(math.isfinite(epoch.metrics["grad_norm"]) for epoch in history)
-        assert np.isfinite(trainer.replica.state()["ema"]).all()
-        assert len(set(trainer.parameters_sha256())) == 1
-
-
-@pytest.mark.parametrize("update", ["replicated", "sharded"])
-def test_exact_bits_do_not_depend_on_the_ranks(update: str, flat: allreduce.Topology) -> None:
-    found = []
-    with allreduce.Topology(MPI.COMM_SELF) as single:
-        for topology in (single, flat):
-            with MirroredTrainer(network(), topology=topology, average=Exact(), update=update) as trainer:
-                trained = fitted(trainer, TRANSFORMS[1:])
-                found.append((trained["parameters"].tobytes(), trained["ema"].tobytes()))
-                norms = trained["history"].column("grad_norm")
-                found[-1] += (norms,)
-    assert found[0] == found[1]
 
 
 @few

@@ -2,7 +2,6 @@
 ranks."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,37 +75,6 @@ class Seen(Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.batches += 1
         self.losses.append(logs["loss"])
-
-
-@served
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-@pytest.mark.parametrize("strategy", ["one server", "two servers", "the first rank serves", "no spare replica"])
-def test_synchronous_training_is_that_of_mirrored_replicas(
-    strategy: str, optimizer: str, flat: allreduce.Topology, world: MPI.Intracomm
-) -> None:
-    servers: Any = {"one server": 1, "two servers": 2, "the first rank serves": (0,)}.get(strategy)
-    if servers == 2 and SIZE < 3:
-        return
-    x, y = data()
-    replica = network(optimizer)
-    made: Trainer
-    if servers is None:
-        made = SpareReplicasTrainer(replica, flat, spare=0)
-    else:
-        made = ParameterServerTrainer(replica, flat, servers=servers, updates="sync")
-    with MirroredTrainer(network(optimizer), "ring", flat) as trainer:
-        expected = trainer.fit(x, y, 3, BATCH, progress=False, validation_data=(x, y))
-        state = trainer.replica.state()
-    seen = Seen()
-    with made as trainer:
-        history = trainer.fit(x, y, 3, BATCH, progress=False, validation_data=(x, y), callbacks=[seen])
-        assert len(set(trainer.parameters_sha256())) == 1
-    for name in ("loss", "accuracy", "validation_loss"):
-        np.testing.assert_allclose(history.column(name), expected.column(name), rtol=1e-4)
-    for name, array in replica.state().items():  # the optimizer's too, on every rank
-        np.testing.assert_allclose(array, state[name], rtol=1e-3, atol=1e-5, err_msg=name)
-    assert seen.batches == 3 * STEPS
-    assert len(set(world.allgather(str(seen.losses)))) == 1
 
 
 @straggling
@@ -401,41 +369,6 @@ def test_divergence_is_told_on_all_ranks(make: Make, flat: allreduce.Topology) -
     with make(network("sgd", lr=1e30), flat) as trainer, pytest.raises(DivergedError) as caught:
         trainer.fit(x, y, 5, BATCH, progress=False)
     assert caught.value.ranks == tuple(range(flat.size))
-
-
-@few
-@every_strategy
-def test_any_rank_may_stop_the_training(make: Make, flat: allreduce.Topology) -> None:
-    class Stops(Callback):
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.trainer.stop_training |= epoch == 1
-
-    x, y = data()
-    for rank in {0, flat.size - 1}:
-        with make(network(), flat) as trainer:
-            history = trainer.fit(x, y, 4, BATCH, callbacks=[Stops()] if flat.rank == rank else [], progress=False)
-        assert len(history) == 2
-
-
-@few
-def test_models_move_between_strategies(flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
-    """Two trainers at once, on one topology; each continues from the model of the other."""
-    x, y = data()
-    path = world.bcast(str(tmp_path / "model.npz"))
-    with asynchronous(network("momentum"), flat) as first, with_spare(network("momentum"), flat) as second:
-        first.fit(x, y, 2, BATCH, progress=False)
-        first.save(path)
-        second.load(path)
-        assert first.parameters_sha256() == second.parameters_sha256()
-        np.testing.assert_array_equal(first.predict(x), second.predict(x))
-        second.fit(x, y, 1, BATCH, progress=False)
-        second.save(path)
-        with MirroredTrainer(network("momentum"), "ring", flat) as third:
-            third.load(path)
-            assert third.parameters_sha256() == second.parameters_sha256()
-            steps = third.replica.state()["optimizer.steps"]
-            assert steps == STEPS * (2 * len(first.workers) + 1)
-            assert third.replica.state()["optimizer.velocity"].any()
 
 
 @few
