@@ -214,6 +214,7 @@ def _read_model(value: Content, folder: Path) -> None:
     with suppress(ModelFileError):
         files.network().restore(path)
     made = NumpyNetwork.load(path)
+    assert np.isfinite(made.parameters).all()
     if made.sizes[0] < 1000:
         with np.errstate(all="ignore"):
             made.predict(np.zeros((2, made.sizes[0]), np.float32))

@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz.readers import READERS
 from tests.fuzz.running import Reader, run
 
-INPUTS, SEED = 12, 1
+INPUTS, SEED = 50, 1
 
 
 @pytest.mark.filterwarnings("ignore")

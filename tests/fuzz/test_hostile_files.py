@@ -1,8 +1,6 @@
 """Files made to break their readers: each raises a named error, and never takes much more memory than the file."""
 
-import contextlib
 import gzip
-import json
 import os
 import struct
 import tracemalloc
@@ -15,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from allreduce.tuning import constants
 from trainers import datasets
 from trainers.datasets import rows, table
 from trainers.errors import ArgumentError, DataError, ModelFileError
@@ -78,43 +75,22 @@ def data(**replaced: bytes) -> dict[str, bytes]:
     return {**good, **replaced}
 
 
-NPZ: dict[str, Callable[[Path], object]] = {
-    "terabytes": lambda path: archive(path, data(x=npy(described("(1099511627776, 2)")))),
-    "more than an int": lambda path: archive(path, data(x=npy(described(f"({10**30}, 2)")))),
-    "a product that overflows": lambda path: archive(path, data(x=npy(described("(4294967296, 4294967296)")))),
-    "nothing of a lot": lambda path: archive(path, data(x=npy(described("(0, 4294967295, 4294967295, 65536)")))),
-    "negative": lambda path: archive(path, data(x=npy(described("(-4, -2)"), bytes(32)))),
-    "an open bracket": lambda path: archive(path, data(x=npy("{'descr': ('<f4', \n"))),
-    "half a token": lambda path: archive(path, data(x=npy("{'descr': '''<f4\n"))),
-    "no descr": lambda path: archive(path, data(x=npy(described("(4, 2)", "3"), bytes(32)))),
-    "descr of a list": lambda path: archive(path, data(x=npy(described("(4, 2)", "[1, 2]"), bytes(32)))),
-    "shape of text": lambda path: archive(path, data(x=npy(described("('a', 2)"), bytes(32)))),
-    "no shape": lambda path: archive(path, data(x=npy("{}\n", bytes(32)))),
-    "a deep header": lambda path: archive(path, data(x=npy("(" * 9000 + "\n"))),
-    "a long header": lambda path: archive(path, data(x=npy(b" " * 60000 + b"\n"))),
-    "bytes that are no text": lambda path: archive(path, data(x=npy(b"\xff\xfe\x00\n"))),
-    "a version to come": lambda path: archive(path, data(x=npy(described("(4, 2)"), bytes(32), (9, 0)))),
-    "64 dimensions too many": lambda path: archive(path, data(x=npy(described(str((1,) * 100)), bytes(4)))),
-    "lzma": lambda path: archive(path, data(), zipfile.ZIP_LZMA),
-    "bzip2": lambda path: archive(path, data(), zipfile.ZIP_BZIP2),
-    "a directory that lies": lambda path: archive(path, data(), claim=1 << 40),
-    "a deflated bomb": lambda path: archive(
+BOMBS: dict[str, Callable[[Path], object]] = {
+    "deflated": lambda path: archive(
         path, data(x=npy(described("(300, 1048576)", "'|u1'"), bytes(300 << 20))), zipfile.ZIP_DEFLATED
     ),
-    "a member cut short": lambda path: archive(path, data(x=npy(described("(4, 2)"), bytes(31)))),
     "a stored member that lies": lambda path: lying(path, 1 << 24),
-    "one name twice": lambda path: twice(path, "x"),
     "a long name twice": lambda path: twice(path, "x" * 60_000),
     "a zip in a bomb": lambda path: path.write_bytes(ZEROS * 64),
 }
 
 
-@pytest.mark.parametrize("fault", NPZ)
+@pytest.mark.parametrize("fault", BOMBS)
 def test_npz(tmp_path: Path, fault: str) -> None:
     path = tmp_path / "set.npz"
     archive(path, data())
     assert datasets.load(str(path)).features == 2
-    NPZ[fault](path)
+    BOMBS[fault](path)
     with pytest.raises(DataError, match=r"set\.npz") as caught:
         datasets.load(str(path))
     with pytest.raises(ModelFileError, match=r"set\.npz") as refused:
@@ -122,24 +98,7 @@ def test_npz(tmp_path: Path, fault: str) -> None:
     assert max(len(str(caught.value)), len(str(refused.value))) <= 500
 
 
-@pytest.mark.filterwarnings("error")
-def test_any_byte_of_a_header(tmp_path: Path) -> None:
-    """Changed bytes of the .npy header itself; the archive is written again each time, because its checksum would
-    reveal the change."""
-    path, good = tmp_path / "set.npz", data()["x"]
-    for position in range(8, len(good) - 32):
-        for value in (0, 0x27, 0x28, 0x5B, 0x39, 0xFF):
-            archive(path, data(x=good[:position] + bytes([value]) + good[position + 1 :]))
-            with contextlib.suppress(DataError):  # and nothing else
-                datasets.load(str(path))
-
-
 IDX = {
-    "100 dimensions": (struct.pack(">HBB100I", 0, 8, 100, *[1] * 100) + b"x", "magic number 0x00000864"),
-    "nothing of a lot": (struct.pack(">HBB3I", 0, 8, 3, 0, 2**32 - 1, 2**32 - 1), "is empty"),
-    "a lot of nothing": (struct.pack(">HBB3I", 0, 8, 3, 2**32 - 1, 2**32 - 1, 0), "is empty"),
-    "claims all there is": (struct.pack(">HBB3I", 0, 0x0E, 3, *[2**32 - 1] * 3), "is truncated"),
-    "gzipped, claims all": (gzip.compress(struct.pack(">HBB3I", 0, 0x0E, 3, *[2**32 - 1] * 3)), "is truncated"),
     "a bomb": (ZEROS * 64, "has magic number 0x00000000"),
     "a bomb behind a header": (gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 7, 3, 2)) + ZEROS * 64, "is too long"),
     "a bomb that its header owns to": (
@@ -227,69 +186,6 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, name: str, kind: str) -> No
 # Models
 
 
-def saved(path: Path, config: dict[str, Any] | None = None, **arrays: Any) -> str:
-    """Write a model file of NumpyNetwork([4, 3]) with adam, some of its entries replaced."""
-    network = NumpyNetwork([4, 3])
-    header = {"format": 1, "kind": "NumpyNetwork", "config": {**network.config, **(config or {})}}
-    np.savez(path, model=np.array(json.dumps(header)), **{**network.state(), **arrays})  # type: ignore[arg-type]
-    return str(path)
-
-
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "huge sizes": ({"sizes": [10**9, 10**9]}, {}, "describes no network"),
-    "sizes beyond int": ({"sizes": [10**30, 3]}, {}, "describes no network"),
-    "sizes of text": ({"sizes": ["4", "3"]}, {}, "describes no network"),
-    "sizes that are a text": ({"sizes": "43"}, {}, "describes no network"),
-    "one size": ({"sizes": 4}, {}, "describes no network"),
-    "infinite sizes": ({"sizes": [4, float("inf")]}, {}, "describes no network"),
-    "nested sizes": ({"sizes": [[4], [3]]}, {}, "describes no network"),
-    "a seed": ({"seed": -1}, {}, "describes no network"),
-    "a device": ({"device": "cuda"}, {}, "describes no network"),
-    "options": ({"optimizer_options": [1]}, {}, "describes no network"),
-    "a huge rate": ({"optimizer_options": {"lr": 10**400}}, {}, "describes no network"),
-    "an unhashable name": ({"activation": ["relu"]}, {}, "describes no network"),
-    "an unhashable optimizer": ({"optimizer": {}}, {}, "describes no network"),
-    "text": ({}, {"parameters": np.array(["a"] * 15)}, "parameters is <U1, not numbers"),
-    "sizes array of text": ({}, {"sizes": np.array(["4", "3"])}, "not numbers"),
-    "dates": ({}, {"input.shift": np.zeros(4, "M8[s]")}, "not numbers"),
-    "complex": ({}, {"parameters": np.zeros(15, complex)}, "not the state of a NumpyNetwork"),
-    "0-d moment": ({}, {"optimizer.first_moment": np.float32(0)}, "is another one: optimizer.first_moment"),
-    "2-d moment": ({}, {"optimizer.first_moment": np.zeros((15, 1), np.float32)}, "is another one: optimizer"),
-    "0-d sizes": ({}, {"sizes": np.array(4)}, "sizes 4, and this one has 4-3"),
-    "2-d sizes": ({}, {"sizes": np.array([[4], [4]])}, "sizes 4-4, and this one has 4-3"),
-    "no sizes": ({}, {"sizes": np.zeros(0)}, "and this one has 4-3"),
-    "NaN parameters": ({}, {"parameters": np.full(15, np.nan, np.float32)}, "parameters has elements"),
-    "infinite moment": ({}, {"optimizer.second_moment": np.full(15, np.inf, np.float32)}, "has diverged"),
-    "NaN shift": ({}, {"input.shift": np.full(4, np.nan, np.float32)}, "input.shift has elements"),
-    "steps": ({}, {"optimizer.steps": np.array(-1)}, "-1 steps"),
-    "many steps": ({}, {"optimizer.steps": np.zeros(5)}, "not the state of a NumpyNetwork"),
-    "wide shift": ({}, {"input.shift": np.zeros((1, 4), np.float32)}, "is another one: input.shift"),
-    "a parameter too many": ({}, {"parameters": np.zeros(16, np.float32)}, "describes no network"),
-    "0-d parameters": ({}, {"parameters": np.float32(1)}, "describes no network"),
-    "a header of numbers": ({}, {"model": np.zeros(100000)}, "is not a model file"),
-    "a deep header": ({}, {"model": np.array("[" * 100000)}, "is not a model file"),
-}
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("fault", MODELS)
-def test_models(tmp_path: Path, fault: str) -> None:
-    config, arrays, complaint = MODELS[fault]
-    path = tmp_path / "model.npz"
-    saved(path)
-    assert NumpyNetwork.load(str(path)).sizes == [4, 3]
-    header = arrays.pop("model", None)
-    saved(path, config, **arrays)
-    if header is not None:
-        arrays["model"] = header
-        np.savez(path, **arrays)
-    with pytest.raises(ModelFileError, match=complaint):
-        NumpyNetwork.load(str(path))
-    if not config:
-        with pytest.raises(ModelFileError):
-            NumpyNetwork([4, 3]).restore(str(path))
-
-
 @pytest.mark.parametrize("seed", [-1, 1.5, "1", None, float("nan")])
 def test_seeds(seed: Any) -> None:
     with pytest.raises(ArgumentError, match="seed must be an integer >= 0, got"):
@@ -297,20 +193,3 @@ def test_seeds(seed: Any) -> None:
 
 
 # The file of constants
-
-
-@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "folder", "large", "deep"])
-def test_tables(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "table.json"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind.startswith("/"):
-        path.symlink_to(kind)
-    else:
-        path.write_text("[" * 100000)
-        os.truncate(path, 1 << 40 if kind == "large" else 100000)
-    complaint = {"large": "more than", "deep": "not JSON", "folder": "directory"}.get(kind, "not a regular file")
-    with pytest.raises((constants.ContentError, OSError), match=complaint):
-        constants.read(path)
