@@ -11,7 +11,7 @@ from tests.matrix import alone
 from tests.matrix.case import Case
 from tests.matrix.trained import average_of
 from trainers import SkipNotFinite
-from trainers.pytorch import MirroredOptimizer
+from trainers.pytorch import Buckets, MirroredOptimizer
 
 
 def train(case: Case, ranks: allreduce.Topology, resumes: bool, path: str) -> np.ndarray:
@@ -21,6 +21,8 @@ def train(case: Case, ranks: allreduce.Topology, resumes: bool, path: str) -> np
     update = "sharded" if case.owner.startswith("sharded") else "replicated"
     checks = [SkipNotFinite()] if "SkipNotFinite" in case.transforms else []
     options = {"update": update, "average": average_of(case), "compress": case.compress or None}
+    if case.average != "LocalSGD":  # during backward, in several buckets, or after it in one
+        options["buckets"] = Buckets(case.seed % 2 == 0, 1e-4, 1e-4)
     if resumes:
         saved = torch.load(path, weights_only=False)
         module.load_state_dict(saved["model"])

@@ -49,26 +49,6 @@ def test_zero_grad(world: MPI.Intracomm, flat: allreduce.Topology, way: str, upd
     assert_close(model, reference)
 
 
-@both_updates
-@both_overlaps
-def test_accumulation(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
-    """Two halves of a batch, the first without averaging, give the result of the batch, with one average."""
-    model, reference = network(), network()
-    train(reference, OPTIMIZERS["adamw"](reference.parameters()), everything)
-    plain = OPTIMIZERS["adamw"](model.parameters())
-    with mirrored(plain, model, topology=flat, update=update, buckets=Buckets(overlap, **SMALL_BUCKETS)) as optimizer:
-        for x, y in zip(*data(), strict=True):
-            optimizer.zero_grad()
-            weights = [len(part) / len(mine(y)) for part in mine(y).chunk(2)]
-            parts = list(zip(mine(x).chunk(2), mine(y).chunk(2), weights, strict=True))
-            with optimizer.no_sync():
-                functional.cross_entropy(model(parts[0][0]), parts[0][1]).mul(parts[0][2]).backward()
-            functional.cross_entropy(model(parts[1][0]), parts[1][1]).mul(parts[1][2]).backward()
-            optimizer.step()
-        assert optimizer.report().averages == 5
-    assert_close(model, reference, 1e-4)
-
-
 @both_overlaps
 def test_accumulation_without_no_sync(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
     """Averaging averaged gradients again changes nothing; as with DDP it only takes longer."""

@@ -150,41 +150,6 @@ def test_an_optimizer_without_kernels_to_try(
         assert_mirrored(world, model)
 
 
-BACKENDS: list[tuple[str, Any]] = [
-    ("auto", None), ("ring", None), ("halving_doubling", None), ("native", None),
-    ("auto", 2), ("auto", (1, SIZE - 1)), ("ring", 2),
-]  # fmt: skip
-
-
-@both_updates
-@both_overlaps
-@pytest.mark.parametrize(("backend", "shape"), BACKENDS, ids=str)
-def test_backends(
-    world: MPI.Intracomm,
-    topology_of: Callable[..., allreduce.Topology],
-    backend: str,
-    shape: Any,
-    overlap: bool,
-    update: str,
-) -> None:
-    if (shape is not None and SIZE < 3) or (backend == "native" and update == "sharded"):
-        pytest.skip("no such topology of so few ranks, or refused by name")
-    model, reference = network(seed=world.rank), network()
-    train(reference, OPTIMIZERS["momentum"](reference.parameters()), everything, steps=3)
-    plain = OPTIMIZERS["momentum"](model.parameters())
-    options = {"topology": topology_of(shape), "update": update, "buckets": Buckets(overlap, **SMALL_BUCKETS)}
-    with mirrored(plain, model, backend, **options) as optimizer:
-        train(model, optimizer, mine, steps=3)
-        report = optimizer.report()
-        assert_close(model, reference)
-        assert_mirrored(world, model)
-    assert report.overlap == (overlap and SIZE > 1)
-    assert len(report.buckets) == (2 if report.overlap else 1)
-    assert (report.steps, report.averages, report.bytes) == (3, 3, 3 * sum(report.buckets))
-    assert report.communication >= report.exposed >= 0
-    assert f"{update} update on {SIZE} rank" in str(report)
-
-
 @both_updates
 def test_frozen_and_shared_parameters(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
     def make() -> nn.Sequential:

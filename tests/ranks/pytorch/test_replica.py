@@ -194,25 +194,6 @@ class Scaled(nn.Module):
         return self.second(torch.relu(self.first(x) * self.scale))
 
 
-def test_a_sharded_module_is_saved_whole_and_goes_on(
-    world: MPI.Intracomm, flat: allreduce.Topology, tmp_path: Path
-) -> None:
-    path = world.bcast(str(tmp_path / "model.npz"))
-    x, y = data(60)
-    first, second, third = replica(), replica(seed=5), replica(seed=6)
-    with MirroredTrainer(first, topology=flat, update="sharded") as trainer:
-        trainer.fit(x, y, epochs=2, batch_size=20, progress=False, shuffle=False)
-        trainer.save(path)
-        trainer.fit(x, y, epochs=2, batch_size=20, progress=False, shuffle=False)
-    for other, update in ((second, "sharded"), (third, "replicated")):
-        with MirroredTrainer(other, "shared", topology=flat, update=update) as trainer:
-            trainer.load(path)
-            trainer.fit(x, y, epochs=2, batch_size=20, progress=False, shuffle=False)
-        for here, there in zip(first.module.parameters(), other.module.parameters(), strict=True):
-            assert torch.allclose(here, there, rtol=1e-5, atol=1e-7)
-    first.optimizer.step()  # the module and its optimizer are the user's again
-
-
 def test_sharded_batch_norm_and_16_bits(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     """Running statistics return after the parameters in the buffer; bfloat16 parameters have losses of 32 bits."""
     x = np.random.default_rng(0).normal(2.0, size=(50, 6)).astype("float32")

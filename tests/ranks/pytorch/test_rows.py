@@ -49,24 +49,6 @@ def uneven(rows: torch.Tensor, ranks: int = SIZE) -> torch.Tensor:
     return rows[start : len(rows) if rank == ranks - 1 else start + rank + 1]
 
 
-@both_updates
-@both_overlaps
-def test_rows(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
-    """Batches of different size train as one rank does on all rows."""
-    model, reference = network(), network()
-    train(reference, sgd(reference), everything)
-    with mirrored(
-        sgd(model), model, topology=flat, update=update, buckets=Buckets(overlap, **SMALL_BUCKETS)
-    ) as optimizer:
-        for x, y in zip(*data(), strict=True):
-            optimizer.rows(len(uneven(x)))
-            optimizer.zero_grad()
-            functional.cross_entropy(model(uneven(x)), uneven(y)).backward()
-            optimizer.step()
-        assert_mirrored(world, model)
-    assert_close(model, reference)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_rows_of_halves(flat: allreduce.Topology, dtype: torch.dtype) -> None:
     """Weights and flags are exact, whatever the gradients' dtype."""
