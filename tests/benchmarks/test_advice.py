@@ -8,12 +8,8 @@ import pytest
 from benchmarks.lib import sizes, table
 from benchmarks.lib.advice import (
     Choice,
-    Range,
     advice,
     choices,
-    competing,
-    crossovers,
-    ranges,
     times_of,
     wrong_results,
 )
@@ -34,25 +30,6 @@ def test_bad_sizes_are_named(text: str) -> None:
         sizes.parse(text)
 
 
-def test_sweep() -> None:
-    assert sizes.sweep(8, 64) == [8, 16, 32, 64]
-    assert sizes.sweep(8, 63, factor=2.5) == [8, 20, 50]
-    assert sizes.sweep(10, 40, step=15) == [10, 25, 40]
-    assert sizes.sweep(1, 6, factor=1.1) == [1, 2, 3, 4, 5, 6]
-    assert sizes.whole([1, 2, 4, 5, 6, 9], 4) == [4, 8]
-
-
-def test_show() -> None:
-    assert [sizes.show(each) for each in (8, 1000, 1024, 1536, 1 << 27, 1 << 30)] == [
-        "8 B",
-        "1000 B",
-        "1 KiB",
-        "1.5 KiB",
-        "128 MiB",
-        "1 GiB",
-    ]
-
-
 def test_busbw_is_that_of_nccl_tests() -> None:
     result = summarize("ring", "foreign", 250, 4, 4, np.array([3e-6, 1e-6, 2e-6]), 0)
     assert (result.size, result.iterations) == (1000, 3)
@@ -61,25 +38,6 @@ def test_busbw_is_that_of_nccl_tests() -> None:
     assert result.p99_us == pytest.approx(2.98)
     assert result.algbw == pytest.approx(0.5)
     assert result.busbw == pytest.approx(0.5 * 2 * 3 / 4)
-
-
-def test_ranges_merge_neighbours_and_forgive_ties() -> None:
-    times = {1: {"a": 1.0, "b": 2.0}, 2: {"a": 1.02, "b": 1.0}, 4: {"a": 2.0, "b": 1.0}, 8: {"b": 1.0}}
-    assert ranges(times) == [Range(1, 2, "a"), Range(4, 8, "b")]
-    assert ranges(times, tie=1.0) == [Range(1, 1, "a"), Range(2, 8, "b")]
-
-
-def test_crossover_lies_where_the_curves_meet() -> None:
-    # a takes 10 whatever the size, b a millisecond a byte: they meet at 10 bytes
-    times = {size: {"a": 10.0, "b": float(size)} for size in (1, 4, 16, 64)}
-    (crossing,) = crossovers(times)
-    assert (crossing.before, crossing.after) == ("b", "a")
-    assert crossing.nbytes == pytest.approx(10, rel=1e-6)
-
-
-def test_auto_does_not_compete_with_the_backends_it_chooses_from() -> None:
-    names = {name for found in competing(times_of(made_run(), "allocated")).values() for name in found}
-    assert names == {"ring", "shared", "native"}
 
 
 def test_wrong_results_are_told() -> None:

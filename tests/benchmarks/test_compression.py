@@ -8,25 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from allreduce import PowerSGD, Quantized
 from allreduce.errors import OptionError
 from benchmarks import compression
-from benchmarks.compressing import exact, speed
-from benchmarks.compressing.speed import Cost
+from benchmarks.compressing import exact
 from benchmarks.lib import hosts
 from tests import launch
 from tests.conftest import JobRunner, in_one_job, lacking
-from trainers import LocalSGD
 
 OnHosts = Callable[[list[str], Path], dict[str, Any]]
-COSTS = [
-    Cost("none", 260.0, 250.0, 1.0, 8.4e6, 3e-8, 3e-8),
-    Cost("int8", 80.0, 75.0, 3.25, 2.1e6, 1.2e-2, 1.2e-3),
-    Cost("powersgd:4", 20.0, 19.0, 13.0, None, 0.4, 0.1),
-]
 NETWORK = """\
 Inter-|   Receive                            |  Transmit
  face |bytes packets errs (and five more)    |bytes packets errs (and five more)
@@ -36,48 +27,11 @@ Inter-|   Receive                            |  Transmit
 """
 
 
-@pytest.mark.parametrize("length", [1, 783, 784, 2048 * 785, 4 << 20, 10_020_874, 25_000_000])
-def test_the_layers_fill_the_array(length: int) -> None:
-    parts = speed.layers(length)
-    assert parts[0].start == 0
-    assert [part.stop for part in parts] == [part.start for part in parts[1:]] + [length]
-    assert len({part.name for part in parts}) == len(parts)
-    matrices = sum(np.prod(part.shape) for part in parts if len(part.shape) == 2)
-    assert matrices >= 0.99 * length or length < 784
-
-
-def test_ranks_have_other_gradients_of_low_rank() -> None:
-    parts = speed.layers(2048 * 785)
-    first, second = (speed.gradients(parts, 2048 * 785, rank) for rank in (0, 1))
-    assert not np.array_equal(first, second)
-    assert np.array_equal(first, speed.gradients(parts, 2048 * 785, 0))
-    matrix = first[: 2048 * 784].reshape(2048, 784).astype(np.float64)
-    assert np.linalg.matrix_rank(matrix, tol=1e-4) == speed.BATCH
-
-
 def test_the_bytes_of_all_interfaces_but_the_loopback_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "dev"
     path.write_text(NETWORK)
     assert hosts.interface_bytes(str(path)) == 74
     assert hosts.interface_bytes() >= 0
-
-
-def test_the_table_has_a_line_for_each_method() -> None:
-    lines = [line.split() for line in speed.table(COSTS)[1:]]
-    assert [line[0] for line in lines] == ["none", "int8", "powersgd:4"]
-    assert lines[1][1:] == ["80.0", "75.0", "3.25", "2.100", "1.2e-02", "1.2e-03"]
-    assert lines[2][4] == "-"
-
-
-def test_the_picture_is_drawn() -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks.compressing import picture
-    from benchmarks.lib import plot
-
-    costs = [vars(cost) for cost in COSTS]
-    record = {"bytes": 16 << 20, "ranks": 4, "node_sizes": [2, 2], "rate": "1gbit", "costs": costs}
-    assert picture.place(record) == "4 ranks on 2 hosts with links of 1gbit"
-    assert plot.content(picture.of_speed(record), "png").startswith(b"\x89PNG")
 
 
 @pytest.mark.jobs
@@ -116,17 +70,6 @@ def test_refused_methods_of_training(name: str, complaint: str) -> None:
     with pytest.raises(OptionError) as raised:
         training.parse(name, 5)
     assert complaint in str(raised.value)
-
-
-def test_methods_of_training() -> None:
-    training = pytest.importorskip("benchmarks.compressing.training")
-    assert all(training.parse(name, 5).name == name for name in training.METHODS)
-    assert training.parse("powersgd:4", 5).options(5) == {"compress": PowerSGD(4, start_powerSGD_iter=2)}
-    streamed = training.parse("diloco:50+int8+streamed", 5)
-    assert streamed.options(5) == {
-        "compress": Quantized("int8"), "average": LocalSGD(50, outer="diloco", fragments=10, delay=2, alpha=0.5),
-    }  # fmt: skip
-    assert (streamed.evaluated_every(5), training.parse("sync:50", 5).evaluated_every(5)) == (5, 50)
 
 
 def test_the_target_is_reached_by_two_evaluations_in_a_row() -> None:

@@ -36,31 +36,6 @@ def test_the_bubble_is_that_of_a_pipeline_played_through(stages: int, microbatch
     assert bubble(stages, microbatches) == pytest.approx(simulated(stages, microbatches))
 
 
-def test_chunks_divide_the_bubble() -> None:
-    """Narayanan et al. 2021: relative to the computation it is (S - 1) / M, divided by the chunks."""
-    for chunks in (1, 2, 4):
-        part = bubble(4, 8, chunks)
-        assert part / (1 - part) == pytest.approx(3 / 8 / chunks)
-
-
-def test_messages_of_a_step() -> None:
-    assert Plan(1, 4).messages == 0
-    assert Plan(3, 4).messages == 2 * 2 * 4, "an activation and a gradient, over 2 boundaries, for 4 microbatches"
-    assert Plan(3, 4, "interleaved", 2).messages == 2 * 5 * 4, "the last rank sends to the first one, too"
-    model = MODELS["gpt2-xl"]
-    found = forecast(model, Machine(), 8, Plan(4, 16), itemsize=2, most=4)
-    assert found.message_bytes == model.samples * 4 // 16 * model.activation * 2
-    assert found.gradient_bytes == model.parameters * 2 // 4
-
-
-def test_without_messages_a_step_is_the_computation_and_the_bubble() -> None:
-    model = MODELS["bert-large"]
-    row = forecast(model, FREE, 4, Plan(4, 8), most=4).rows[0]
-    assert (row.ranks, row.replicas) == (4, 1)
-    assert row.step == pytest.approx(model.step_seconds * 11 / 8)
-    assert row.efficiency == pytest.approx(1 - bubble(4, 8))
-
-
 @pytest.mark.parametrize(("cores", "replicas", "longer"), [(4, 1, 11 / 8), (3, 1, 11 / 8), (2, 1, 2.0), (2, 2, 4.0)])
 def test_fewer_cores_than_ranks(cores: int, replicas: int, longer: float) -> None:
     """A rank waits for the larger of the bubble and of the time in which other ranks have the cores."""
@@ -81,13 +56,6 @@ def test_replicas_average_the_gradients_of_a_stage() -> None:
     assert "shared" not in apart.seconds
     slower = replace(k, net_beta=4 * k.net_beta)
     assert apart.seconds["ring"] == predict("ring", slower, Layout((1, 1), sharing=4), model.parameters * 4 // 4)
-
-
-def test_stages_on_several_nodes_send_over_the_network() -> None:
-    model, k = MODELS["gpt2-xl"], on_link(Machine(), 10e9 / 8, 5e-6)
-    inside, across = (forecast(model, k, size, Plan(4, 16), most=4).rows[0] for size in (4, 2))
-    assert across.transfer > 2 * inside.transfer
-    assert across.step > inside.step
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,26 +18,16 @@ from benchmarks.lib.results import FileError, Run, summarize, to_json
 from benchmarks.predicting import fitting
 from benchmarks.predicting.costs import backends, predict
 from benchmarks.predicting.fitting import FITTED, Point
-from benchmarks.predicting.forecast import MODELS, Prediction, exposed, forecast, saturation
-from benchmarks.predicting.pipeline import placed
+from benchmarks.predicting.forecast import MODELS, Prediction, forecast, saturation
 from tests import launch
 
 FREE = Machine(**dict.fromkeys(FITTED, 0.0))
-ONE_NODE = [Layout((n,)) for n in (2, 3, 4, 5, 8, 64)]
 MIB = float(1 << 20)
 
 
 def count(name: str, constant: str, at: Layout, s: float, allocated: bool = True) -> float:
     """Return how often a formula uses a constant: its value when all other constants are 0."""
     return predict(name, replace(FREE, **{constant: 1.0}), at, s, allocated)
-
-
-@pytest.mark.parametrize("at", ONE_NODE, ids=lambda at: f"{at.ranks}ranks")
-def test_ring_sends_and_adds_what_its_paper_says(at: Layout) -> None:
-    n, s = at.ranks, 1000.0
-    assert count("ring", "beta", at, s) == pytest.approx(2 * s * (n - 1) / n)
-    assert count("ring", "gamma", at, s) == pytest.approx(s * (n - 1) / n)
-    assert count("ring", "alpha", at, s) == 2 * (n - 1)
 
 
 @pytest.mark.parametrize(("n", "power", "extra"), [(2, 2, 0), (4, 4, 0), (8, 8, 0), (5, 4, 1), (7, 4, 1), (64, 64, 0)])
@@ -164,14 +154,6 @@ def test_fit_stands_noise_and_outliers() -> None:
     assert fitted.net_beta == pytest.approx(TRUE.net_beta, rel=0.1)
 
 
-def test_constants_without_data_keep_their_values_and_are_named() -> None:
-    points = made_points(0.0, LAYOUTS[:1])
-    start = Machine()
-    fitted = fitting.fit(points, start)
-    assert set(fitting.untouched(points, fitted)) == {"switch", "net_alpha", "net_beta"}
-    assert fitted.net_beta == pytest.approx(start.net_beta)
-
-
 def test_a_place_is_predicted_from_the_others() -> None:
     points = made_points(0)
     busy = [replace(point, seconds=point.seconds * 3) if point.place == LAYOUTS[2] else point for point in points]
@@ -181,36 +163,7 @@ def test_a_place_is_predicted_from_the_others() -> None:
     assert located["3 ranks"].held_out < 0.1
 
 
-def test_times_that_scatter_count_less() -> None:
-    points = [replace(point, seconds=point.seconds * 2, spread=4.0) if index % 3 == 0 else point
-              for index, point in enumerate(made_points(0))]  # fmt: skip
-    steady = [replace(point, spread=1.0) for point in points]
-    errors = [fitting.median_error(made_points(0), fitting.fit(some, Machine())) for some in (points, steady)]
-    assert points[0].weight < steady[0].weight == 1
-    assert errors[0] < errors[1]
-
-
-def test_more_ranks_never_cost_less_out_to_the_last() -> None:
-    at = {n: placed(n, 8) for n in (8, 16, 64, 512, 4096)}
-    for name in set(backends()) - {"shared"}:
-        for size in (8.0, MIB, 100 * MIB):
-            seconds = [predict(name, TRUE, place, size) for place in at.values()]
-            assert seconds == sorted(seconds), (name, size)
-
-
 # ---- Training ----
-
-
-def test_placed() -> None:
-    assert placed(8, 4).sizes == (4, 4)
-    assert placed(3, 4).sizes == (3,)
-    assert placed(9, 4).sizes == (4, 4, 1)
-
-
-def test_exposed() -> None:
-    assert exposed(1.0, 3.0, 0.0) == 1.0
-    assert exposed(1.0, 3.0, 2 / 3) == 0.0
-    assert exposed(3.0, 3.0, 2 / 3) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -235,12 +188,6 @@ def test_saturation_is_where_doubling_stops_to_pay() -> None:
     assert saturation(rows({1: 1, 2: 0.9, 4: 0.8, 8: 0.7})) is None
 
 
-def test_strong_scaling_has_a_best_number_of_ranks() -> None:
-    slow = replace(Machine(), net_beta=8 / 1e9)
-    fast = replace(Machine(), net_beta=8 / 1e12, net_alpha=1e-6)
-    assert forecast(MODELS["resnet50"], slow, 1).best_strong < forecast(MODELS["resnet50"], fast, 1).best_strong
-
-
 # ---- Files and the command line ----
 
 
@@ -252,30 +199,6 @@ def saved(path: Path, ranks: int, *, dtype: str = "float32") -> str:
             run.results.append(summarize(name, "allocated", size // 4, 4, ranks, seconds, 0))
     path.write_text(to_json(run))
     return str(path)
-
-
-def test_reading_files(tmp_path: Path) -> None:
-    points, runs = fitting.read([saved(tmp_path / "2.json", 2), saved(tmp_path / "4.json", 4)])
-    assert len(points) == 2 * len(backends()) * 4
-    assert [run.ranks for run in runs] == [2, 4]
-    assert all(abs(point.error(TRUE)) < 1e-6 for point in points)
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [("", "not JSON"), ("[1]", "no results of"), ('{"format": "allreduce bandwidth", "version": 99}', "version 99")],
-)
-def test_bad_files_are_refused_in_one_line(
-    content: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bad = tmp_path / "bad.json"
-    bad.write_text(content)
-    assert scaling.main(["--fit", str(bad)]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    assert str(bad) in shown.err
-    assert text in shown.err
 
 
 def test_files_that_cannot_be_fitted_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,11 +256,6 @@ def test_bad_options(arguments: list[str], text: str, capsys: pytest.CaptureFixt
         code = int(stop.code or 0)
     assert code == 2
     assert text in capsys.readouterr().err
-
-
-def test_links() -> None:
-    assert scaling._link("100gbit") == (100e9, scaling.LINK_LATENCY)
-    assert scaling._link("2.5Gbit,30us") == (2.5e9, pytest.approx(30e-6))
 
 
 def test_runs_without_mpirun() -> None:

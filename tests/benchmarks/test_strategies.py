@@ -1,39 +1,12 @@
 """benchmarks.strategies: its table, its picture, and one run of it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import strategies
-from benchmarks.strategies import VARIANTS, Outcome, lineup, spread
+from benchmarks.strategies import VARIANTS, lineup, spread
 from tests.conftest import JobRunner
-
-
-def outcome(variant: str, slow: bool = False, **values: float) -> Outcome:
-    made = Outcome(variant, slow, 4, 0.2, 75.0, 7000.0, 0.97, (), 0, 10.0, 0)
-    return replace(made, **values)  # type: ignore[arg-type]
-
-
-RUNS = [
-    outcome("mirrored", samples_per_second=7000),
-    outcome("1 spare replica", samples_per_second=6000, seconds=0.2),
-    outcome("1 server, async", samples_per_second=7100, megabytes=24, staleness=(1, 0, 3)),
-    outcome("2 servers, async", samples_per_second=5000, megabytes=9, workers=3, busiest=3),
-    outcome("1 server, async, scale", accuracy=0.96),
-    outcome("mirrored", True, seconds=0.8, updates_per_second=20),
-    outcome("1 spare replica", True, seconds=0.22, updates_per_second=70),
-    outcome("1 server, async", True, updates_per_second=180),
-    outcome("1 server, async, scale", True, accuracy=0.93, updates_per_second=170),
-]
-
-
-def test_the_table_has_a_line_for_each_run() -> None:
-    lines = strategies.table(RUNS)
-    assert len(lines) == len(RUNS) + 3
-    assert lines[1] == "# equal ranks"
-    assert lines[4].split()[-6:] == ["1.5", "0", "24.0", "120.0", "rank", "0"]
 
 
 def test_what_fits_the_ranks_is_run() -> None:
@@ -48,14 +21,6 @@ def test_servers_are_spread_over_nodes() -> None:
     assert spread([0, 0, 0], 2) == [1, 2]
     assert spread([0, 0, 1], 1) == [2]
     assert spread([0, 1], 0) == []
-
-
-def test_the_picture_is_drawn() -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks.strategies import draw
-
-    assert draw(RUNS, "a title").startswith(b"\x89PNG")
-    assert draw(RUNS[:1], "a title", "svg").startswith(b"<?xml")
 
 
 @pytest.mark.jobs

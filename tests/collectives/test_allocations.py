@@ -1,13 +1,11 @@
 """The registered arrays of a compressing backend: slices, parts, error feedback, call counts, and their state."""
 
-import gc
-
 import numpy as np
 import pytest
 
 from allreduce import Part
 from allreduce.errors import OptionError
-from allreduce.memory.allocations import Allocations, divide
+from allreduce.memory.allocations import Allocations
 
 
 def registry_of(*arrays: np.ndarray) -> Allocations:
@@ -28,17 +26,6 @@ def test_slices_are_found_by_their_address() -> None:
     assert registry.find(np.zeros(5, "float32")) is None
     assert registry.find(first.view("float64")) is None
     assert registry.find(first.view("uint8")[1:41].view("uint8")) is None
-
-
-def test_slices_share_the_error_feedback_of_their_array() -> None:
-    array = np.zeros(10, "float32")
-    registry = registry_of(array)
-    part, whole = registry.find(array[2:5]), registry.find(array)
-    assert part is not None
-    assert whole is not None
-    part.residual[:] = 1
-    assert whole.residual.tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 0]
-    assert [part.count_call(), part.count_call(), whole.count_call()] == [0, 1, 0]
 
 
 def test_parts_of_a_slice() -> None:
@@ -65,47 +52,3 @@ def test_parts_that_do_not_fit(part: Part) -> None:
         registry_of(array).describe(array, [part])
     with pytest.raises(OptionError, match="overlaps"):
         registry_of(array).describe(array, [Part("v", 0, (5,)), Part("w", 4, (2,))])
-
-
-def test_freed_memory_is_forgotten() -> None:
-    registry = Allocations()
-    memory = np.zeros(40, "float32")
-    registry.describe(memory[:])  # the array that is registered is gone at once, its memory is not
-    assert registry.find(memory[3:]) is not None
-    del memory
-    gc.collect()
-    with pytest.raises(OptionError, match="none"):
-        registry.load_state({"0/residual": np.zeros(40, "float32")})
-
-
-def test_a_state_is_loaded_where_it_fits() -> None:
-    array, other = np.zeros(10, "float32"), np.zeros(4, "float64")
-    registry = registry_of(other, array)
-    found = registry.find(array[2:4])
-    assert found is not None
-    found.residual[:] = 3
-    found.count_call()
-    state = registry.state()
-    assert sorted(state) == ["1/calls", "1/residual"]
-    kept, same = np.zeros(4, "float64"), np.zeros(10, "float32")
-    fresh = registry_of(kept, same)
-    fresh.load_state(state)
-    again = fresh.find(same[2:4])
-    assert again is not None
-    assert again.residual.tolist() == [3, 3]
-    assert again.count_call() == 1
-    for wrong in ({"0/residual": state["1/residual"]}, {"2/calls": state["1/calls"]}, {"1/q": state["1/calls"]}):
-        with pytest.raises(OptionError, match="not of the arrays of this backend: 0, float64 of length 4, 1"):
-            fresh.load_state(wrong)
-    assert again.residual.tolist() == [3, 3]  # nothing was changed
-    fresh.reset()
-    assert fresh.state() == {}
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_residuals_go_to_another_number_of_ranks(ranks: int) -> None:
-    states = [{"0/residual": np.full(3, 10.0**rank), "0/calls": np.array([[0, 7]])} for rank in range(3)]
-    divided = divide(states, ranks)
-    assert len(divided) == ranks
-    assert sum(state["0/residual"][0] for state in divided if "0/residual" in state) == 111
-    assert all(state["0/calls"].tolist() == [[0, 7]] for state in divided)

@@ -14,7 +14,7 @@ import pytest
 
 from tests import changed, launch
 from tests import test_ranks as driver
-from tests.conftest import LONGEST_JOBS, longest_first, pytest_xdist_make_scheduler, seconds_by_file
+from tests.conftest import pytest_xdist_make_scheduler
 from tests.ranks import jobs, pairs
 
 CHUNKS = "tests/collectives/test_chunks.py"
@@ -144,22 +144,6 @@ def test_every_run_finds_a_test_that_starts_a_job_without_the_mark(tmp_path: Pat
     assert done.stdout.count("starts a job; mark it: @pytest.mark.jobs") >= len(refused)
 
 
-def test_workers_begin_with_the_jobs() -> None:
-    """The driver's jobs, the longest first, in turn with the files with most jobs; the tests of a file keep their
-    order."""
-
-    def item(name: str, *marks: str) -> Any:
-        path = Path(name)
-        return SimpleNamespace(name=path.name, path=path.parent, get_closest_marker=lambda mark: mark in marks)
-
-    plain, one = [item("a/1"), item("a/2")], [item("b/1"), item("b/2", "jobs")]
-    two = [item("c/1", "jobs"), item("c/2", "jobs")]
-    other, first = item("d/test_ranks[mpich-1ranks]", "rank_driver"), item(f"d/{LONGEST_JOBS[0]}", "rank_driver")
-    items = [*plain, *one, *two, other, first]
-    longest_first(items)
-    assert items == [first, *two, other, *one, *plain]
-
-
 @pytest.mark.parametrize("dist", ["loadfile", "load"])
 def test_each_of_the_drivers_jobs_is_handed_out_by_itself(dist: str) -> None:
     pytest.importorskip("xdist")
@@ -194,27 +178,3 @@ def test_a_job_runs_each_pair_of_parameters(job: str) -> None:
         assert {(each[one], each[other]) for each in kept} == {(each[one], each[other]) for each in product}
     assert found == pairs.chosen([*grid, *whole], job)
     assert found != pairs.chosen([*grid, *whole], "another")
-
-
-def report(nodeid: str, when: str, duration: float, **properties: object) -> pytest.TestReport:
-    return pytest.TestReport(
-        nodeid, ("", 0, ""), {}, "passed", None, when, duration=duration, user_properties=list(properties.items())
-    )
-
-
-def test_time_goes_to_files_and_to_files_within_jobs() -> None:
-    job = "tests/test_ranks.py::test_ranks[openmpi-2ranks]"
-    inside = {"collectives/test_grid.py": 5.0, "collectives/test_errors.py": 3.0}
-    reports = [
-        report("tests/test_a.py::test_one", "setup", 1.0),
-        report("tests/test_a.py::test_two[x]", "call", 2.0),
-        report(job, "call", 10.0, seconds=inside),
-        report(job, "teardown", 0.0, seconds=inside),
-    ]
-    spent = seconds_by_file({"passed": reports[1:], "": reports[:1], "warnings": [object()]})
-    assert {name: seconds for name, seconds in spent.items() if seconds} == {
-        "tests/test_a.py": 3.0,
-        "collectives/test_grid.py in test_ranks[openmpi-2ranks]": 5.0,
-        "collectives/test_errors.py in test_ranks[openmpi-2ranks]": 3.0,
-        "test_ranks[openmpi-2ranks]: starting and ending": 2.0,
-    }

@@ -1,6 +1,5 @@
 """Data sets: the two built-in ones, the file formats, and an error with the file's name for every defect."""
 
-import contextlib
 import gzip
 import os
 import struct
@@ -115,14 +114,6 @@ def test_bad_idx(tmp_path: Path, fault: str, ending: str) -> None:
         datasets.load(str(mnist(tmp_path, ending, **changes)))
 
 
-def test_truncated_gzip(tmp_path: Path) -> None:
-    mnist(tmp_path, ".gz")
-    file = tmp_path / "train-images-idx3-ubyte.gz"
-    file.write_bytes(file.read_bytes()[:-12])
-    with pytest.raises(DataError, match=r"ubyte\.gz is truncated or damaged"):
-        datasets.load(str(tmp_path))
-
-
 def test_missing_parts(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no train-images-idx3-ubyte"):
         datasets.load(str(tmp_path))
@@ -165,16 +156,6 @@ def test_bad_npz(tmp_path: Path, fault: str) -> None:
     assert "set.npz" in str(caught.value)
 
 
-def test_damage_anywhere_in_a_compressed_npz_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "set.npz"
-    np.savez_compressed(path, x=IMAGES, y=LABELS)
-    whole = path.read_bytes()
-    for at in range(len(whole)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
-        with contextlib.suppress(DataError):  # and nothing else; some bytes mean nothing: dates, permissions
-            datasets.load(str(path))
-
-
 def test_features_that_never_change_are_not_blown_up(tmp_path: Path) -> None:
     path = tmp_path / "set.npz"
     x = np.random.default_rng(0).normal(size=(70, 3))
@@ -185,14 +166,6 @@ def test_features_that_never_change_are_not_blown_up(tmp_path: Path) -> None:
         scale = np.asarray(datasets.load(str(path)).scale)
         assert 0.5 < scale[0] < 2
         assert scale[1:].tolist() == [1, 1]
-
-
-def test_truncated_npz(tmp_path: Path) -> None:
-    path = tmp_path / "set.npz"
-    np.savez(path, x=IMAGES, y=LABELS)
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(DataError, match="damaged"):
-        datasets.load(str(path))
 
 
 @pytest.mark.parametrize("header", ["", "a,b,label\n"])
@@ -263,12 +236,6 @@ def test_bad_csv(tmp_path: Path, fault: str) -> None:
     with pytest.raises(DataError, match=text) as caught:
         datasets.load(str(path))
     assert str(path) in str(caught.value)
-
-
-def test_binary_csv(tmp_path: Path) -> None:
-    (tmp_path / "set.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="is not UTF-8 text"):
-        datasets.load(str(tmp_path / "set.csv"))
 
 
 def test_unknown_sources(tmp_path: Path) -> None:
