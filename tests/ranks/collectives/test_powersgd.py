@@ -136,48 +136,6 @@ def test_a_low_rank_sum_is_found(name: str, feedback: bool, flat: allreduce.Topo
 
 
 @several
-def test_the_sum_over_steps_follows(flat: allreduce.Topology) -> None:
-    """With one gradient again and again, the error stays bounded, so the mean of the results becomes right."""
-    with allreduce.create("auto", flat, compress=PowerSGD(4, start_powerSGD_iter=0)) as reduce:
-        array, sent, off = described(reduce), np.zeros(LENGTH), []
-        right = mean(0)
-        for step in range(1, 61):
-            array[:] = gradient(0)
-            reduce(array, "mean")
-            sent += array
-            off.append(np.linalg.norm(sent / step - right) / np.linalg.norm(right))
-        assert off[-1] < 0.35 * off[0]
-
-
-@several
-@pytest.mark.parametrize("nodes", [None, 1 if size == 2 else 2])
-def test_state(nodes: Any, topology_of: Any) -> None:
-    """With the state of another, a backend continues with the same bits; without it with other ones."""
-    options = PowerSGD(2, start_powerSGD_iter=1)
-    topology = topology_of(nodes)
-    with (
-        allreduce.create("auto", topology, compress=options) as one,
-        allreduce.create("auto", topology, compress=options) as other,
-    ):
-        first, second = described(one), described(other)
-        for step in range(3):
-            first[:] = gradient(step)
-            one(first, "mean")
-        other.load_state(one.state())
-        for step in range(3, 5):
-            first[:] = second[:] = gradient(step)
-            one(first, "mean")
-            other(second, "mean")
-            assert first.tobytes() == second.tobytes()
-        one.reset()
-        assert one.state() == {}
-        first[:] = gradient(5)
-        one(first, "mean")
-        np.testing.assert_allclose(first, mean(5), atol=1e-5)
-        raised(errors.OptionError, lambda: one.load_state({"3/residual": np.zeros(3)}))
-
-
-@several
 def test_a_rank_without_state(flat: allreduce.Topology) -> None:
     """Rank 0 lacks the state, as a rank that joined: all ranks take the same path, and the others' errors are sent."""
     with allreduce.create("shared", flat, compress=PowerSGD(2, start_powerSGD_iter=1)) as reduce:

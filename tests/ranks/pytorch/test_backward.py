@@ -267,16 +267,6 @@ def test_rank_without_backward(world: MPI.Intracomm, flat: allreduce.Topology, u
         assert_mirrored(world, model)
 
 
-def test_embedding_with_sparse_gradients(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    model = nn.Embedding(10, 4, sparse=True)
-    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat) as optimizer:
-        before = model.weight.detach().clone()
-        model(torch.tensor([world.rank])).sum().backward()
-        optimizer.step()
-        before[:SIZE] -= 1 / SIZE
-        torch.testing.assert_close(model.weight.data, before)
-
-
 @both_overlaps
 @pytest.mark.parametrize("forget", [True, False], ids=["zero_grad", "model.zero_grad"])
 def test_backward_that_raises_is_tried_again(

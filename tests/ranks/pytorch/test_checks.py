@@ -217,6 +217,8 @@ def test_bad_options(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = network()
     for bad, value in (
         (CheckDivergence(1, "ignore"), "on_divergence='ignore'"),
+        (CheckDivergence(-1), "CheckDivergence: every must be an integer >= 0, got -1"),
+        (CheckDivergence(True), "got True"),
         (CheckDivergence(1, "copy", 3), "got 3"),
         (CheckGradients("ignore"), "on_bad='ignore'"),
     ):

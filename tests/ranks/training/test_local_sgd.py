@@ -20,7 +20,7 @@ from allreduce.errors import DisagreementError, UnavailableError
 from allreduce.health.dump import Entry
 from tests.gpu import fake_cupy
 from tests.ranks.together import raised_everywhere
-from trainers import Checkpoint, LocalSGD, MirroredTrainer, NumpyNetwork, OuterSGD, SkipNotFinite, data, datasets
+from trainers import Checkpoint, LocalSGD, MirroredTrainer, NumpyNetwork, OuterSGD, data
 from trainers.callbacks import Callback, CheckDivergence, CheckGradients, EarlyStopping
 from trainers.errors import ArgumentError, CheckpointError, DivergedError, ModelFileError, NotFiniteError
 from trainers.files import checkpoint as files
@@ -173,15 +173,6 @@ def test_as_the_reference(world: MPI.Intracomm, flat: allreduce.Topology, case: 
         assert len(set(trainer.parameters_sha256())) == 1
         np.testing.assert_allclose(history.column("loss"), reference.losses, rtol=1e-4)
     assert len(set(map(str, world.allgather([epoch.loss for epoch in history])))) == 1
-
-
-def test_diloco_reaches_the_accuracy_of_digits(flat: allreduce.Topology) -> None:
-    digits = datasets.load("digits")
-    replica = NumpyNetwork([64, 64, 32, 10], lr=0.002)
-    x, x_test = ((each - digits.shift) * digits.scale for each in (digits.x_train, digits.x_test))
-    with MirroredTrainer(replica, topology=flat, average=LocalSGD(10, outer="diloco")) as trainer:
-        trainer.fit(x, digits.y_train, 20, 100, progress=False)
-        assert trainer.evaluate(x_test, digits.y_test)["accuracy"] >= 0.93
 
 
 def note_length(lengths: list[int], event: Entry) -> None:
@@ -458,27 +449,6 @@ def test_values_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Topolo
         history = trainer.fit(x, y, callbacks=[CheckGradients("skip"), EarlyStopping("loss")], **given)
         assert np.isfinite(history.column("loss")).all()
         assert np.isfinite(trainer.replica.parameters).all()
-
-
-@several
-def test_discarded_rows_weigh_nothing_in_the_history_of_a_resumed_training(
-    flat: allreduce.Topology, folder: Path
-) -> None:
-    x, y = rows()
-    x[13] = np.nan
-    lines = []
-    for parts in ([None], [Stop(0, 4), None]):
-        for part in parts:
-            given: dict[str, Any] = {"epochs": 2, "batch_size": BATCH, "shuffle": False, "progress": False}
-            checkpoint = Checkpoint(str(folder / f"{len(parts)}"), "1 step")
-            given |= {"transforms": [SkipNotFinite()], "checkpoint": checkpoint, "resume": part is None}
-            with MirroredTrainer(network(), "ring", flat, average=LocalSGD(2)) as trainer:
-                if part is None:
-                    lines.append(trainer.fit(x, y, **given).column("loss"))
-                    continue
-                with pytest.raises(ZeroDivisionError):
-                    trainer.fit(x, y, callbacks=[part], **given)
-    assert lines[0] == lines[1]
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -12,7 +12,6 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from tests.ranks.training.test_loader import TRAINERS
 from tests.training.test_tables import HEADER, people, write
 from trainers import MirroredTrainer, NumpyNetwork, datasets, load_network, network_of
 from trainers.apps.tables import predicting
@@ -34,25 +33,6 @@ def table(folder: Path, world: MPI.Intracomm) -> str:
         write(folder / "people.csv", people(200))
     world.Barrier()
     return str(folder / "people.csv")
-
-
-def parameters_of_one_rank(data: Any) -> np.ndarray:
-    with allreduce.Topology(MPI.COMM_SELF) as alone, MirroredTrainer(network(data), "native", alone) as trainer:
-        trainer.fit(data.x_train, data.y_train, **SIZES)
-        return trainer.replica.state()["parameters"].copy()
-
-
-def test_a_table_trains_as_on_one_rank(table: str, flat: allreduce.Topology) -> None:
-    data = datasets.load(table, "income")
-    expected = parameters_of_one_rank(data)
-    for kind, trainer_of in TRAINERS.items():
-        if kind == "servers" and flat.size == 1:
-            continue
-        with trainer_of(network(data), topology=flat) as trainer:
-            trainer.fit(data.x_train, data.y_train, **SIZES)
-            assert len(set(trainer.parameters_sha256())) == 1
-            found = trainer.replica.state()["parameters"].copy()
-        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-5, err_msg=kind)
 
 
 def rows_of(path: str) -> list[list[str]]:

@@ -1,7 +1,6 @@
 """The mirrored trainer on several ranks: the results of one rank, equal bits, and the same errors on all ranks."""
 
 import gc
-import json
 import re
 import weakref
 from collections.abc import Callable, Mapping
@@ -37,7 +36,7 @@ from trainers import (
 from trainers.callbacks import CheckDivergence
 from trainers.cli.options import parse
 from trainers.data import Batch, Batches
-from trainers.errors import ArgumentError, DivergedError, ModelFileError
+from trainers.errors import ArgumentError, DivergedError
 from trainers.replica import ALL, FORMER, Replica
 from trainers.strategies.rule import FLAGS
 
@@ -147,30 +146,6 @@ def test_evaluate_weighs_by_samples(digits: datasets.Dataset, flat: allreduce.To
             assert scores["accuracy"] == (probabilities.argmax(1) == y).mean()
 
 
-def test_validation_follows_every_epoch(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
-    data = (digits.x_test, digits.y_test)
-    with MirroredTrainer(network(), "native", flat) as trainer:
-        history = trainer.fit(digits.x_train, digits.y_train, 2, validation_data=data, progress=False)
-        scores = trainer.evaluate(*data)
-    assert history[-1].validation == scores
-    assert history.column("validation_accuracy")[-1] == scores["accuracy"]
-    json.dumps([epoch.as_dict() for epoch in history])
-
-
-def test_load_errors_are_equal_on_all_ranks(flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
-    path = world.bcast(str(tmp_path / "small.npz"))
-    with MirroredTrainer(network(), "native", flat) as trainer:
-        with pytest.raises(ModelFileError, match=r"missing\.npz can't be read: No such file") as missing:
-            trainer.load("missing.npz")
-        if flat.rank == 0:
-            NumpyNetwork([4, 3]).save(path)
-        with pytest.raises(ModelFileError, match="sizes 4-3, and this one has 64-64-32-10"):
-            trainer.load(path)
-        with pytest.raises(ModelFileError, match="can't be written"):
-            trainer.save("/no/such/folder/model.npz")
-    assert missing.value.ranks
-
-
 def test_replicas_of_different_shape_are_told(flat: allreduce.Topology) -> None:
     if flat.size == 1:
         pytest.skip("one rank agrees with itself")
@@ -180,14 +155,6 @@ def test_replicas_of_different_shape_are_told(flat: allreduce.Topology) -> None:
         MirroredTrainer(network(optimizer="adam" if flat.rank else "sgd"), "native", flat)
     with pytest.raises(DisagreementError, match='"activation": "tanh"'):
         MirroredTrainer(network(activation="tanh" if flat.rank else "relu"), "native", flat)
-
-
-def test_replicas_are_equal_before_any_fit(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
-    with MirroredTrainer(network(seed=3 + flat.rank), "native", flat) as trainer:
-        assert len(set(trainer.parameters_sha256())) == 1
-        np.testing.assert_allclose(
-            trainer.predict(digits.x_test), network().predict(digits.x_test), rtol=1e-4, atol=1e-6
-        )
 
 
 def test_one_rank_alone_in_a_call_is_told(digits: datasets.Dataset, flat: allreduce.Topology, tmp_path: Path) -> None:
@@ -268,12 +235,6 @@ def test_names_instances_and_closing(
         trainer.predict(np.zeros((1, 64), np.float32))
 
 
-def test_default_topology_is_all_ranks() -> None:
-    with MirroredTrainer(network(), "native") as trainer:
-        assert trainer.size == MPI.COMM_WORLD.size
-        assert len(set(trainer.parameters_sha256())) == 1
-
-
 def trained(
     update: str, backend: str, topology: allreduce.Topology, data: tuple[np.ndarray, np.ndarray], **options: Any
 ) -> tuple[NumpyNetwork, list[float]]:
@@ -327,30 +288,6 @@ def test_a_sharded_update_needs_one_owner_of_each_element(
     allreduce.register("owns_everything", OwnsEverything)
     make = partial(MirroredTrainer, network(), "owns_everything", flat, update="sharded")
     assert "gives elements to several ranks" in raised_everywhere(world, OptionError, make)
-
-
-def test_a_sharded_trainer_saves_loads_evaluates_and_predicts(
-    digits: datasets.Dataset, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
-) -> None:
-    path = world.bcast(str(tmp_path / "model.npz"))
-    data = (digits.x_train[:300], digits.y_train[:300])
-    mine, resumed = network(), network(seed=99)
-    with MirroredTrainer(mine, "ring", flat, update="sharded") as trainer:
-        trainer.fit(*data, 2, progress=False)
-        trainer.save(path)
-        loaded = NumpyNetwork.load(path)
-        trainer.fit(*data, 1, progress=False)
-        scores = trainer.evaluate(digits.x_test, digits.y_test)
-        outputs = trainer.predict(digits.x_test)
-    with MirroredTrainer(resumed, "ring", flat, update="sharded") as other:
-        other.load(path)
-        other.fit(*data, 1, progress=False)
-    assert np.array_equal(mine.parameters, resumed.parameters)
-    assert (loaded.state()["optimizer.second_moment"] > 0).mean() > 0.5
-    assert scores["accuracy"] == (outputs.argmax(1) == digits.y_test).mean()
-    with MirroredTrainer(loaded, "ring", flat) as one_more:  # a sharded model goes on replicated
-        one_more.fit(*data, 1, progress=False)
-    assert np.array_equal(mine.parameters, loaded.parameters)
 
 
 def test_parameters_of_a_sharded_trainer_are_in_common(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
