@@ -81,6 +81,7 @@ BOMBS: dict[str, Callable[[Path], object]] = {
     ),
     "a stored member that lies": lambda path: lying(path, 1 << 24),
     "a long name twice": lambda path: twice(path, "x" * 60_000),
+    "lzma, which may take gigabytes to unpack": lambda path: archive(path, data(), zipfile.ZIP_LZMA),
     "a zip in a bomb": lambda path: path.write_bytes(ZEROS * 64),
 }
 
