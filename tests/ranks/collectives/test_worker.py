@@ -234,28 +234,6 @@ def test_the_thread_runs_before_others_where_that_is_permitted(topology: allredu
     topology.close()
 
 
-@pytest.mark.parametrize("name", ["ring", "auto"])
-def test_two_backends_in_the_background(name: str, topology: allreduce.Topology) -> None:
-    """Their calls are submitted in different orders on different ranks: the sums are right."""
-    users = [allreduce.create(name, topology) for _ in range(2)]
-    buffers = [user.allocate(5000, "float64") for user in users]
-    for turn in range(10):
-        for number, buffer in enumerate(buffers):
-            buffer[:] = (topology.rank + 1) * (number + 1) + turn
-        order = (0, 1) if (topology.rank + turn) % 2 else (1, 0)
-        if turn == 0:  # the first call is collective
-            order = (0, 1)
-        pending = [users[number].submit(buffers[number], "sum") for number in order]
-        for each in pending:
-            each.wait()
-        ranks = topology.size * (topology.size + 1) / 2
-        for number, buffer in enumerate(buffers):
-            assert (buffer == ranks * (number + 1) + topology.size * turn).all()
-    for user in users:
-        user.close()
-    topology.close()
-
-
 def test_submit_returns_at_once(topology: allreduce.Topology, world: MPI.Intracomm) -> None:
     """A rank submits two calls before the others submit the first one; and a call of the main thread waits for both."""
     with allreduce.create("ring", topology) as reduce:

@@ -23,7 +23,7 @@ import allreduce.torch_backend  # noqa: E402
 from trainers import Checkpoint, MirroredTrainer  # noqa: E402
 from trainers.errors import CheckpointError  # noqa: E402
 from trainers.files import checkpoint as files  # noqa: E402
-from trainers.pytorch import Buckets, MirroredOptimizer  # noqa: E402
+from trainers.pytorch import MirroredOptimizer  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica  # noqa: E402
 from trainers.watching.callback import Callback  # noqa: E402
 
@@ -163,34 +163,3 @@ def test_a_plain_loop_goes_on_with_the_same_bits(
             for number in range(4, 7):
                 step(again, resumed, number)
             assert same(again, model)
-
-
-def test_the_error_feedback_of_a_compression_continues(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """With `backend.state()` a second optimizer continues with the same bits, and without it with others."""
-    generator = torch.Generator().manual_seed(world.rank)
-    rows = torch.randn(4, 8, 60, generator=generator)
-
-    def train(steps: range, weights: Any = None, state: Any = None) -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(60, 90), nn.Tanh(), nn.Linear(90, 1))
-        if weights is not None:
-            model.load_state_dict(weights)
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        with MirroredOptimizer(plain, model, topology=flat, compress="int8", buckets=Buckets(False)) as optimizer:
-            if state is not None:
-                optimizer.backend.load_state(state)
-            for step in steps:
-                optimizer.zero_grad()
-                model(rows[step]).square().mean().backward()
-                optimizer.step()
-            held = optimizer.backend.state()
-            optimizer.backend.reset()
-            assert optimizer.backend.state() == {}
-            return model.state_dict(), held
-
-    half, unsent = train(range(2))
-    whole, _ = train(range(4))
-    for state in (unsent, None):
-        found, _ = train(range(2, 4), half, state)
-        alike = all(torch.equal(found[name], whole[name]) for name in whole)
-        assert alike == (state is not None)

@@ -24,6 +24,7 @@ from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers import (  # noqa: E402
     CentralStorageTrainer,
     Exact,
+    LocalSGD,
     NumpyNetwork,
     ParameterServerTrainer,
     Sharded,
@@ -241,11 +242,12 @@ def test_unfrozen_later(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
 
 
 @several
-@pytest.mark.parametrize("option", ["update", "buckets", "checks", "allreduce"])
+@pytest.mark.parametrize("option", ["update", "buckets", "checks", "allreduce", "average"])
 def test_options_differ(world: MPI.Intracomm, flat: allreduce.Topology, option: str) -> None:
     model = model_of(3, 2)
     checks = [CheckDivergence(1000), CheckGradients()]
-    value = {"update": "sharded", "buckets": Buckets(mb=7.0), "checks": checks, "allreduce": "ring"}[option]
+    values = {"update": "sharded", "buckets": Buckets(mb=7.0), "checks": checks, "allreduce": "ring"}
+    value = {**values, "average": LocalSGD(4)}[option]
     options = {option: value} if world.rank == 1 else {}
     make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, **options)  # noqa: E731
     text = raised_everywhere(world, errors.DisagreementError, make)

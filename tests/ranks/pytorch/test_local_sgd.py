@@ -17,7 +17,7 @@ from torch.nn import functional  # noqa: E402
 
 import allreduce  # noqa: E402
 from allreduce.arrays.chunks import chunk  # noqa: E402
-from allreduce.errors import DisagreementError, DivergenceError, OptionError  # noqa: E402
+from allreduce.errors import DivergenceError, OptionError  # noqa: E402
 from tests.ranks.pytorch.trained import (  # noqa: E402
     OPTIMIZERS,
     ROWS,
@@ -373,26 +373,3 @@ def test_wrong_options(world: MPI.Intracomm, flat: allreduce.Topology, case: str
         torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options
     )
     assert expected in raised_everywhere(world, OptionError, make)
-
-
-@several
-def test_ranks_with_different_outer_optimizers(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    model = network()
-    for other in (LocalSGD(4, outer="diloco"), None):
-        average = other if RANK else LocalSGD(4)
-        make: Callable[[], Any] = lambda average=average: MirroredOptimizer(  # noqa: E731
-            torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, average=average
-        )
-        assert f"average={other}" in raised_everywhere(world, DisagreementError, make)
-
-
-@several
-def test_a_training_sends_one_part_in_h(flat: allreduce.Topology) -> None:
-    sent = []
-    for options in ({}, {"average": LocalSGD(10)}):
-        model = network()
-        with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options) as optimizer:
-            for step in range(20):
-                inner_step(model, optimizer, step)
-            sent.append(optimizer.report().bytes)
-    assert 0 < 10 * sent[1] <= sent[0]
