@@ -466,6 +466,8 @@ def test_a_caller_does_not_wait_inside_mpi_where_no_time_out_can_reach_it(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of these, "auto" alone does the work in shared memory on one node, where a wait can end."""
+    if size() == 1:
+        pytest.skip("one rank does not wait")
     if backend == "auto selects native":
         monkeypatch.setattr(Shared, "cost", lambda *_: float("inf"))
     group, threads = dist.new_group(pg_options=backend.split()[0]), []
@@ -474,8 +476,7 @@ def test_a_caller_does_not_wait_inside_mpi_where_no_time_out_can_reach_it(
     dist.all_reduce(whole, group=group)
     dist.reduce_scatter_tensor(part, whole, group=group)
     dist.destroy_process_group(group)
-    own = threading.current_thread().name
-    worker = "allreduce worker" if size() > 1 else own
+    own, worker = threading.current_thread().name, "allreduce worker"
     scattering = own if backend.startswith("auto") else worker
     assert threads[:2] == [own if backend == "auto" else worker, scattering]
 
