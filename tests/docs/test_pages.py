@@ -24,6 +24,7 @@ from benchmarks.lib.results import to_json
 from tests import launch
 from tests.benchmarks.made_runs import made_run
 from tests.conftest import lacking
+from tests.programs.catalog import PROGRAMS
 
 FOLDERS = ("allreduce", "trainers", "benchmarks", "scripts", "tests")
 CARDS = sorted(path for folder in FOLDERS for path in (launch.ROOT / folder).rglob("README.md"))
@@ -86,6 +87,7 @@ SKIPPED = {
     "python -m benchmarks.timeline slow_rank.json": "takes the file of the page's program; the same as trace.json's",
     "python -m pytest": "the tests run it",
     "python -m tests.faults": "minutes; test_faults.py runs a few",
+    "python -m tests.programs": "clones the programs of others",
     "python -m tests.matrix": "minutes; test_matrix.py runs some",
     "python -m tests.fuzz": "minutes; test_fuzz.py runs a few",
     "python3 -m venv": "installs",
@@ -331,6 +333,18 @@ def test_the_table_of_backends_is_made_from_the_code(monkeypatch: pytest.MonkeyP
     assert rows["native"].endswith("| no | no")
     assert all(("alpha" in rows[name] or "fences" in rows[name] or name == "native") for name in algorithms.with_cost())
     assert "```{backends}\n```" in (launch.ROOT / "docs" / "how" / "algorithms.md").read_text()
+
+
+def test_the_rows_of_others_programs_can_be_repeated() -> None:
+    """Each row is of a program in the list, of its version, and on a number of ranks that it runs on."""
+    text = (launch.ROOT / "docs" / "convert" / "programs.md").read_text()
+    rows = re.findall(r"^\| (\S+: [^|]*) \| (\S+)(?: \S+)? \| (\d+) \|", text, re.MULTILINE)
+    listed = {
+        (program.name, program.source, str(ranks)): program.commit for program in PROGRAMS for ranks in program.ranks
+    }
+    assert len(rows) > 3
+    assert set(rows) <= set(listed)
+    assert all(f"{source} {listed[name, source, ranks][:8]}" in text for name, source, ranks in rows)
 
 
 def messages() -> list[str]:

@@ -1,0 +1,1 @@
+"""Programs that others wrote, over this library."""
