@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def tiny_text(work: Path) -> None:
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 256}))
 
 
-def tiny_llama(work: Path, **sizes: int) -> None:
+def tiny_llama(sizes: Mapping[str, int], work: Path) -> None:
     """Write a Llama of 2 layers, a tokenizer of 64 words, sentences, and a configuration for picotron."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -111,8 +110,9 @@ def named_param(work: Path) -> None:
 
 def accelerate_scripts(work: Path) -> None:
     """Copy the scripts of Accelerate's wheel."""
-    folder = find_spec("accelerate").submodule_search_locations[0]
-    shutil.copytree(Path(folder, "test_utils", "scripts"), work, dirs_exist_ok=True)
+    import accelerate
+
+    shutil.copytree(Path(accelerate.__path__[0], "test_utils", "scripts"), work, dirs_exist_ok=True)
 
 
 def tiny_bert(work: Path) -> None:
@@ -127,7 +127,7 @@ def tiny_bert(work: Path) -> None:
     BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
     config = BertConfig(
         vocab_size=37, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=32, num_labels=2,
+        max_position_embeddings=32,
     )  # fmt: skip
     BertForSequenceClassification(config).save_pretrained(folder)
     (work / "mrpc").mkdir()
@@ -151,19 +151,19 @@ EVALUATE = """class load:
 """
 
 
-def accelerate(name: str, *ranks: int, **options: Any) -> Program:
+def script(name: str, *ranks: int, **options: Any) -> Program:
     """Return a script of Accelerate's wheel."""
     made = {"prepare": accelerate_scripts, "environment": {"ACCELERATE_USE_CPU": "true"}, **options}
     return Program(f"Accelerate: {name.partition(' ')[0]}", "accelerate", name, ranks=ranks, **made)
 
 
 PROGRAMS = [
-    accelerate("test_script.py", 2, 4),
-    accelerate("test_sync.py", 2, 3),
-    accelerate("test_ops.py", 2, 3),
-    accelerate("test_distributed_data_loop.py", 2, edits=JOIN),
-    accelerate("test_ddp_comm_hook.py", 2, edits={r"device_ids=\[.*\]": "device_ids=None"}),
-    accelerate(
+    script("test_script.py", 2, 4),
+    script("test_sync.py", 2, 3),
+    script("test_ops.py", 2, 3),
+    script("test_distributed_data_loop.py", 2, edits=JOIN),
+    script("test_ddp_comm_hook.py", 2, edits={r"device_ids=\[.*\]": "device_ids=None"}),
+    script(
         "external_deps/test_checkpointing.py --model_name_or_path bert --output_dir out", 2,
         prepare=tiny_bert, edits={'"nyu-mll/glue", "mrpc"': '"mrpc"'}, shows=r"^epoch \d: .*",
     ),
@@ -179,7 +179,7 @@ PROGRAMS = [
         Program(
             f"picotron: train.py, {name}", "huggingface/picotron", "train.py --config tiny.json",
             commit="59714b1bf25541dbeb6f5a721ed15f6d0768e786", ranks=(ranks,), edits=PICOTRON,
-            prepare=partial(tiny_llama, **sizes), shows=r"Step: \d+ +\| Loss: +[\d.]+",
+            prepare=partial(tiny_llama, sizes), shows=r"Step: \d+ +\| Loss: +[\d.]+",
         )
         for name, ranks, sizes in (
             ("tensor and pipeline parallel", 4, {"tp_size": 2, "pp_size": 2}),
