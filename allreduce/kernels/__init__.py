@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from mpi4py import MPI
 
 SWITCH = "ALLREDUCE_KERNELS"  # 0: use NumPy
 VERSION = 6  # of the library's functions; an older library beside newer code is not used
@@ -205,7 +206,7 @@ def _given(array: Any, dtype: np.dtype, size: int, written: bool = False) -> _Me
             f"{use} of the C library must be a contiguous, aligned{', writeable' * written} array of {size} elements "
             f"of {dtype}, not {given} (strides {getattr(array, 'strides', None)})"
         )
-    start = array.ctypes.data
+    start = MPI.Get_address(array)  # a tenth of the time of array.ctypes.data
     return _Memory(start, start + array.nbytes, written)
 
 

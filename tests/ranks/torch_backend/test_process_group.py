@@ -448,15 +448,11 @@ def test_a_finished_operation_keeps_no_tensor(late: bool, monkeypatch: pytest.Mo
 
 def test_a_caller_that_waits_at_once_does_the_work_itself() -> None:
     """Two switches of threads cost more than a small sum. Overlapping operations run in the group's thread."""
-    group, threads = dist.distributed_c10d._get_default_group(), []
-    executor = group._reducer.main.executor
-    executor.observers.append(lambda *_: threads.append(threading.current_thread().name))
-    try:
-        dist.all_reduce(torch.ones(8))
-        dist.all_reduce(torch.ones(8), async_op=True).wait()
-        dist.all_reduce(torch.ones(8))
-    finally:
-        executor.observers.pop()
+    group, threads = dist.new_group(pg_options="shared"), []
+    group._reducer.main.executor.observers.append(lambda *_: threads.append(threading.current_thread().name))
+    dist.all_reduce(torch.ones(8), group=group)
+    dist.all_reduce(torch.ones(8), group=group, async_op=True).wait()
+    dist.destroy_process_group(group)
     here = threading.current_thread().name
     assert threads[0] == here
     assert threads[1] == "allreduce worker"
