@@ -2,6 +2,7 @@
 
 mpirun -n 4 python -m benchmarks.bandwidth
 mpirun -n 4 python -m benchmarks.bandwidth -b 1K -e 64M -f 4 --backends shared,ring,native --peers gloo
+mpirun -n 2 python -m benchmarks.bandwidth -b 4K -e 64M -f 8 --backends auto --peers --cold --plot peers.svg
 mpirun -n 4 python -m benchmarks.bandwidth --json run.json --html report.html --plot busbw.png
 """
 
@@ -9,6 +10,7 @@ import argparse
 import datetime
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -18,12 +20,13 @@ from allreduce import Topology
 from allreduce.arrays import dtypes
 from allreduce.arrays.compression import Half
 from allreduce.errors import OptionError
-from allreduce.transport.control import raise_together
+from allreduce.transport.control import raise_together, together
 from benchmarks.lib import cli, limits, machine, outputs, plot, report, sizes, table
 from benchmarks.lib.advice import advice, wrong_results
-from benchmarks.lib.contenders import PEERS, gather
+from benchmarks.lib.contenders import gather
 from benchmarks.lib.outputs import Screen
-from benchmarks.lib.results import Run, to_csv, to_json
+from benchmarks.lib.peers import PEERS
+from benchmarks.lib.results import COLD, FileError, Run, load, merge, to_csv, to_json
 from benchmarks.lib.timing import Cell, Checker, Plan, measure_size
 
 BUDGET = 60.0
@@ -67,7 +70,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="0: don't verify results (default 1)")
     cli.add_some(parser, "--backends", allreduce.NAMES, about="those that work here")
-    cli.add_some(parser, "--peers", PEERS, default=[], about="other software to compare with")
+    cli.add_some(parser, "--peers", PEERS, default=[], about="other software; --peers: the installed ones")
+    add("--cold", action="store_true", help="also measure each call after a pause that walks 8 MiB: with cold caches")
+    add("--also", nargs="+", default=[], metavar="RUN", help="--json of jobs with another MPI library")
     cli.add_measuring_options(parser, f"{BUDGET:g}")
     add(
         "-v",
@@ -86,18 +91,25 @@ def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:
     cli.checked_op(comm, args.op, args.datatype)
     wanted = _sizes(comm, args)
     with Topology(comm, ranks_per_node=args.ranks_per_node) as topology:
+        others = together(comm, partial(_others, args))
         usable = set(allreduce.available(topology)) & set(args.backends)
         machine.check_memory(comm, (1 + len(usable)) * wanted[-1])
-        count, everything = wanted[-1] // args.datatype.itemsize, len(args.backends) == len(allreduce.NAMES)
+        count = wanted[-1] // args.datatype.itemsize
+        every = ((args.backends, allreduce.NAMES), (args.peers, PEERS))
+        optional = [name for some, known in every for name in some if len(some) == len(known)]
         contenders, skipped = gather(
             topology, args.backends, args.peers, count, args.datatype, args.op,
-            optional=everything, compress=args.compress,
+            optional=optional, compress=args.compress,
         )  # fmt: skip
         foreign = np.zeros(count, args.datatype)
         cells = [
-            Cell(each.name, memory, each.call, array)
+            Cell(each.name, memory + cold, each.call, array)
             for each in contenders
-            for memory, array in (("foreign", foreign), ("allocated", each.array))
+            for memory, array in (
+                ("foreign", foreign if each.foreign is None else each.foreign),
+                ("allocated", each.array),
+            )
+            for cold in ("", COLD)[: 1 + args.cold]
             if array is not None
         ]
         run = Run(
@@ -113,8 +125,12 @@ def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:
         _measure(comm, args, run, cells, wanted, screen)
         for contender in contenders:
             contender.close()
-    screen.say(table.footer(run), *(f"# {line}" for line in (*wrong_results(run), advice(run))))
-    _write(comm, args, run)
+    advised = advice(run)
+    screen.say(table.footer(run), *(f"# {line}" for line in (*wrong_results(run), advised)))
+    merge(run, others)
+    if args.peers or args.cold or others:
+        screen.say(*table.comparison(run))
+    _write(comm, args, run, advised)
     return 1 if any(result.wrong for result in run.results) else 0
 
 
@@ -149,10 +165,22 @@ def _measure(
             bar.update()
 
 
-def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run) -> None:
+def _others(args: argparse.Namespace) -> list[Run]:
+    """Return the runs of --also. Raises OptionError."""
+    try:
+        runs = [load(path) for path in args.also]
+    except FileError as error:
+        raise OptionError(f"--also: {error}") from None
+    for run, path in zip(runs, args.also, strict=True):
+        if (run.dtype, run.op) != (str(args.datatype), args.op):
+            raise OptionError(f"--also {path}: it has {run.dtype} {run.op}, and this run {args.datatype} {args.op}")
+    return runs
+
+
+def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run, advised: str) -> None:
     """Write the files that the options name, on rank 0. Collective."""
     contents: dict[str, Callable[[], str | bytes]] = {  # first the files from which the others can be made again
-        "json": lambda: to_json(run, advice(run)),
+        "json": lambda: to_json(run, advised),
         "csv": lambda: to_csv(run),
         "plot": lambda: plot.draw(run, plot.kind_of(args.plot)),
         "html": lambda: report.page(run),

@@ -36,9 +36,9 @@ except ImportError as error:
 from allreduce.topology import Topology
 from allreduce.transport.control import root_value, together
 from benchmarks.lib import cli, timing
-from benchmarks.lib.contenders import join
 from benchmarks.lib.networks import Trained, convolutional, one_thread
 from benchmarks.lib.outputs import Screen
+from benchmarks.lib.peers import join
 from trainers import Loader, MirroredTrainer
 from trainers.replicas.pytorch import TorchReplica
 

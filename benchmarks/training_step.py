@@ -2,6 +2,8 @@
 
     mpirun -n 2 python -m benchmarks.training_step --json out.json
     mpirun -n 2 python -m benchmarks.training_step --models mlp,transformer --ways ddp,zero,fsdp
+    sudo GLOO_SOCKET_IFNAME=eth0 bash scripts/cluster_sim.sh 2x1 1gbit -- \
+        python -m benchmarks.training_step --models mlp,conv --batch 64 --ways hosts    between simulated hosts
 
 All variants train the same model in the same processes. They take turns, one step each, so that a drifting machine
 affects all of them alike. A step is zero_grad, forward, backward, step; its time is the slowest rank's. Every rank
@@ -27,6 +29,7 @@ try:
     import torch
     import torch.distributed as dist
     from torch import Tensor, nn
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -41,15 +44,18 @@ from allreduce.machine import identify
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all, on_all_ranks
 from benchmarks.lib import cli, timing
-from benchmarks.lib.contenders import join
+from benchmarks.lib.columns import columns
+from benchmarks.lib.hosts import interface_bytes
 from benchmarks.lib.machine import peak_memory, trim
 from benchmarks.lib.networks import Trained, convolutional, one_thread, perceptron
 from benchmarks.lib.outputs import Screen
+from benchmarks.lib.peers import join
 from trainers import Sharded
 from trainers.pytorch import Buckets, MirroredOptimizer
 from trainers.replicas import malloc
 
 PLAIN, DDP_GLOO, DDP_OURS = "no communication", "DDP + gloo", "DDP + allreduce"
+DDP_GLOO_HALF, DDP_OURS_HALF = "DDP + gloo, float16", "DDP + allreduce, float16"  # by PyTorch's hook
 DDP_NOTHING, BARE = "DDP, hook without all-reduce", "all-reduce alone"  # the floor of DDP; of the gradients' bytes
 GLOO, OURS = " + gloo", " + allreduce"  # endings of a way's names
 MIRRORED: dict[str, dict[str, Any]] = {  # options of MirroredOptimizer
@@ -57,15 +63,19 @@ MIRRORED: dict[str, dict[str, Any]] = {  # options of MirroredOptimizer
     "replicated, overlap": {"update": "replicated", "buckets": Buckets(True)},
     "sharded": {"update": "sharded", "buckets": Buckets(False)},
     "sharded, overlap": {"update": "sharded", "buckets": Buckets(True)},
+    "replicated, bfloat16": {"compress": "bfloat16"},
+    "replicated, int8": {"compress": "int8"},
     "sharded, copies=2": {"update": Sharded(copies=2), "buckets": Buckets(False)},  # with mpirun --with-ft ulfm
 }
+HOSTS = (DDP_GLOO, DDP_OURS, "replicated", DDP_GLOO_HALF, DDP_OURS_HALF, "replicated, bfloat16", "replicated, int8")
 WAYS = {
+    "hosts": HOSTS,
     "ddp": (DDP_NOTHING, BARE, DDP_GLOO, DDP_OURS),
     "zero": ("ZeRO-1 + gloo", "ZeRO-1 + allreduce"),
     "fsdp": ("FSDP2 + gloo", "FSDP2 + allreduce"),
 }
-NAMES = (PLAIN, *itertools.chain(*WAYS.values()), *MIRRORED)
-DEFAULT = [PLAIN, DDP_GLOO, DDP_OURS, *(name for name in MIRRORED if "copies" not in name)]
+NAMES = tuple(dict.fromkeys((PLAIN, *itertools.chain(*WAYS.values()), *MIRRORED)))
+DEFAULT = [PLAIN, DDP_GLOO, DDP_OURS, *itertools.islice(MIRRORED, 4)]
 UNAVERAGED = (PLAIN, DDP_NOTHING, BARE)
 DENSE_ONLY = (*WAYS["zero"], *WAYS["fsdp"])
 MEMORY_STEPS = 8  # of the training whose peak of memory is measured
@@ -170,6 +180,8 @@ class Bench:
         module = nn.parallel.DistributedDataParallel(model, process_group=self._group(name))
         if name == DDP_NOTHING:
             module.register_comm_hook(None, _without_all_reduce)
+        if name in (DDP_GLOO_HALF, DDP_OURS_HALF):
+            module.register_comm_hook(self._group(name), default_hooks.fp16_compress_hook)
         if name in WAYS["zero"]:
             zero = ZeroRedundancyOptimizer(
                 model.parameters(),
@@ -184,7 +196,7 @@ class Bench:
 
     def _group(self, name: str) -> Any:
         """Return the process group of a variant: gloo's, or the one over this library."""
-        backend = "gloo" if name.endswith(GLOO) else "allreduce"
+        backend = "gloo" if GLOO in name else "allreduce"
         if backend not in self._groups:
             if backend == "allreduce":
                 importlib.import_module("allreduce.torch_backend")  # registers it, also without an installation
@@ -205,18 +217,26 @@ class Bench:
         for x, y in itertools.islice(self._batches(workload, size), steps):
             variant.step(x, y)
 
-    def times(self, workload: Workload, size: int, screen: Screen) -> dict[str, list[float]]:
-        """Return variant -> the seconds of each step, on the slowest rank."""
+    def times(self, workload: Workload, size: int, screen: Screen) -> tuple[dict[str, list[float]], dict[str, float]]:
+        """Return variant -> the seconds of each step, on the slowest rank, and the bytes that a host sends."""
         variants = {name: self._make(name, workload) for name in self._options.variants if name != BARE}
         steps: dict[str, Callable[[], object]] = {
             name: partial(_step, each, self._batches(workload, size)) for name, each in variants.items()
         }
         if BARE in self._options.variants:
             steps[BARE] = self._all_reduce_alone(workload)
-        found = timing.take_turns(self._comm, steps, self._options.steps, self._options.warmup, screen)
+        sent: dict[str, list[int]] = {name: [] for name in steps}
+        counted = {name: partial(self._counted, step, sent[name]) for name, step in steps.items()}
+        found = timing.take_turns(self._comm, counted, self._options.steps, self._options.warmup, screen)
         for variant in variants.values():
             variant.close()
-        return found
+        return found, {name: self._largest(median(each)) for name, each in sent.items()}
+
+    def _counted(self, step: Callable[[], object], sent: list[int]) -> None:
+        """Make a step, and note the bytes that this host sends to other hosts during it."""
+        before = interface_bytes()
+        step()
+        sent.append(interface_bytes() - before)
 
     def differences(self, workload: Workload, size: int, steps: int) -> dict[str, dict[str, Any]]:
         """Return how far each variant's parameters are from DDP + gloo's after `steps` steps on the same batches."""
@@ -298,6 +318,13 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return rows
 
 
+def _throughput(rows: dict[str, dict[str, float]]) -> list[str]:
+    """Return a table of the samples a second, and of the bytes that a host sends to others in a step."""
+    heads = ["", "samples/s", "MB sent by a host"]
+    cells = [[name, f"{row['samples_per_second']:.0f}", f"{row['sent_bytes'] / 1e6:.2f}"] for name, row in rows.items()]
+    return columns(heads, cells)
+
+
 def _say_ratios(rows: dict[str, dict[str, float]], screen: Screen) -> None:
     """Print how each way over this library compares with gloo, and the time that it adds to DDP."""
     for name, row in rows.items():
@@ -331,7 +358,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cli.add_json_option(parser)
 
 
-def measure(bench: Bench, options: argparse.Namespace, screen: Screen) -> list[dict[str, Any]]:
+def measure(bench: Bench, ranks: int, options: argparse.Namespace, screen: Screen) -> list[dict[str, Any]]:
     """Measure all models and batch sizes; returns one result for each. Collective."""
     results = []
     for model in options.models:
@@ -339,13 +366,16 @@ def measure(bench: Bench, options: argparse.Namespace, screen: Screen) -> list[d
         memory = {} if options.no_memory else bench.memory(workload, options.batch[0])
         differences = bench.differences(workload, options.batch[0], options.verify) if options.verify else {}
         for size in options.batch:
-            times = bench.times(workload, size, screen)
+            times, sent = bench.times(workload, size, screen)
             sgd = f"SGD with{'' if workload.momentum else 'out'} momentum"
             screen.say(
                 f"\n{workload.title}, {workload.parameters / 1e6:.1f} M parameters, batch {size} per rank, {sgd}"
             )
             screen.say(timing.table(times, DDP_GLOO, PLAIN))
             rows = summary(times)
+            for name, row in rows.items():
+                row.update(samples_per_second=size * ranks / median(times[name]), sent_bytes=sent[name])
+            screen.say("", *_throughput(rows))
             _say_ratios(rows, screen)
             results.append({"model": model, "parameters": workload.parameters, "batch": size, "times": rows})
             if size == options.batch[0]:
@@ -362,7 +392,7 @@ def measure(bench: Bench, options: argparse.Namespace, screen: Screen) -> list[d
 def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int:
     one_thread()
     if options.ways:
-        options.variants = [PLAIN, *itertools.chain(*(WAYS[way] for way in options.ways))]
+        options.variants = list(dict.fromkeys([PLAIN, *itertools.chain(*(WAYS[way] for way in options.ways))]))
     sparse = [model for model in options.models if WORKLOADS[model].sparse]
     if refused := sparse and [name for name in options.variants if name in DENSE_ONLY]:
         text = f"the model {sparse[0]} has sparse gradients, which {', '.join(refused)} don't take"
@@ -371,7 +401,7 @@ def _run(topology: Topology, options: argparse.Namespace, screen: Screen) -> int
     threads = torch.get_num_threads()
     screen.say(f"{topology}, {threads} thread(s) each; PyTorch {torch.__version__}, {platform.machine()}")
     bench = Bench(topology, options)
-    results = measure(bench, options, screen)
+    results = measure(bench, topology.size, options, screen)
     bench.close()
     about = {"ranks": topology.size, "nodes": topology.nodes, "threads": threads}
     screen.write_record({**about, "torch": torch.__version__, "mpi": identify()["mpi"], "results": results})

@@ -37,9 +37,9 @@ from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, on_all_ranks
 from benchmarks.compressing.speed import compression
 from benchmarks.lib import hosts
-from benchmarks.lib.contenders import join
 from benchmarks.lib.networks import Trained, perceptron
 from benchmarks.lib.outputs import Screen
+from benchmarks.lib.peers import join
 from trainers import LocalSGD, datasets
 from trainers.datasets.__main__ import enlarged
 from trainers.pytorch import MirroredOptimizer

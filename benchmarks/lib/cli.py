@@ -201,7 +201,8 @@ def add_some(
 
     text = f"{about}: all, or some of {some}".removeprefix(": ")
     text += f" (default: {'all' if len(default) == len(allowed) else chosen})"
-    parser.add_argument(option, type=parse, default=default, metavar=f"A{separator}B", help=text)
+    shape: dict[str, Any] = {"nargs": "?", "const": "all", "metavar": f"A{separator}B"}
+    parser.add_argument(option, type=parse, default=default, help=text, **shape)
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.advice import Crossover, competing, crossovers, times_of
-from benchmarks.lib.results import MEMORIES, TITLES, Result, Run
+from benchmarks.lib.results import COLD, MEMORIES, TITLES, Result, Run
 from benchmarks.lib.sizes import show
 
 COLOURS = {
@@ -24,8 +24,11 @@ COLOURS = {
     "nccl": "#76b900",
     "gloo": "#e377c2",
     "mpi4py": "#9a9a9a",
+    "openmpi": "#17becf",
+    "deepspeed": "#003f5c",
+    "mlx": "#bcbd22",
 }
-_SPARE = ("#17becf", "#bcbd22", "#003f5c", "#7a5195", "#ef5675", "#008080")
+_SPARE = ("#7a5195", "#ef5675", "#008080")
 # matplotlib's mark, plotly's mark
 _MARKS = (("o", "circle"), ("s", "square"), ("^", "triangle-up"), ("D", "diamond"), ("v", "triangle-down"))
 
@@ -100,14 +103,16 @@ def figure_of(run: Run) -> Any:
     from matplotlib.figure import Figure
 
     memories = [memory for memory in MEMORIES if run.of(memory)]
-    rows = ROWS if run.ranks > 1 else ROWS[1:]  # busbw of one rank is 0
+    rows = [("", *row) for row in (ROWS if run.ranks > 1 else ROWS[1:])]  # busbw of one rank is 0
+    if any(each.memory.endswith(COLD) for each in run.results):
+        rows = [(caches, *rows[0][1:]) for caches in ("", COLD)]
     figure = Figure(figsize=(6.8 * len(memories) + 0.6, 4.4 * len(rows) + 1.3), layout="constrained")
     axes = figure.subplots(len(rows), len(memories), sharex=True, sharey="row", squeeze=False)
-    for line, (quantity, label) in enumerate(rows):
-        for column, memory in enumerate(memories):
+    for line, (caches, quantity, label) in enumerate(rows):
+        for column, memory in enumerate(memory + caches for memory in memories):
             _panel(axes[line][column], run, memory, quantity)
             title = "\n".join([TITLES[memory], *crossings_in_words(run, memory, TITLE_WIDTH)])
-            axes[line][column].set_title(title if line == 0 else "", fontsize=10, pad=16, parse_math=False)
+            axes[line][column].set_title(title if line == 0 or caches else "", fontsize=10, pad=16, parse_math=False)
         axes[line][0].set_ylabel(label)
     for last in axes[-1]:
         last.set_xlabel("size")

@@ -4,7 +4,8 @@ import csv
 import io
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from trainers.errors import printable
 FORMAT, VERSION = "allreduce bandwidth", 1
 WANTED = "give a file that python -m benchmarks.bandwidth --json FILE wrote"
 MEMORIES = ("allocated", "foreign")
+COLD = ", cold"  # ending of a kind of memory: calls after a pause in which other work fills the caches
 TITLES = {"allocated": "arrays from allocate()", "foreign": "foreign arrays"}
+TITLES |= {f"{memory}{COLD}": f"{title}, cold caches" for memory, title in TITLES.items()}
 
 
 MOST_BYTES = 1 << 24  # of a file; a result takes 300
@@ -38,7 +41,7 @@ class Result:
     """The result of one backend for one size and kind of memory. Times are of the slowest rank."""
 
     backend: str
-    memory: str  # "allocated" by the backend, or "foreign"
+    memory: str  # a key of TITLES: "allocated" by the backend, or "foreign"; COLD may follow
     size: int  # bytes
     count: int  # elements
     iterations: int
@@ -107,6 +110,18 @@ def summarize(
     )
 
 
+def merge(run: Run, others: Sequence[Run]) -> None:
+    """Add the results of other jobs to a run: each backend with the name of its MPI library, and of several results of
+    one call the fastest."""
+    fastest: dict[tuple[str, str, int], Result] = {}
+    for other in others:
+        for each in other.results:
+            named = replace(each, backend=f"{each.backend} ({other.machine.get('mpi', 'another MPI')})")
+            key = (named.backend, named.memory, named.size)
+            fastest[key] = min(fastest.get(key, named), named, key=lambda result: result.time_us)
+    run.results += fastest.values()
+
+
 def to_json(run: Run, advice: str = "") -> str:
     head = {"format": FORMAT, "version": VERSION, "ranks": run.ranks, "nodes": run.nodes}
     return json.dumps({**head, **asdict(run), "advice": advice}, indent=1) + "\n"
@@ -153,7 +168,7 @@ def _checked(result: Result) -> Result:
     rates = (result.algbw, result.busbw)
     _check_text(result.backend)
     if (
-        result.memory not in MEMORIES
+        result.memory not in TITLES
         or not all(_is_count(count, 1) for count in counts)
         or not all(_is_number(time) and LEAST_US <= time <= MOST_US for time in times)
         or not all(_is_number(rate) and 0 <= rate < math.inf for rate in rates)

@@ -1,9 +1,10 @@
 """The tables of a run. The long one has a line for each size and backend: nccl-tests' columns, the backend, min and
 p99. The short one has a line for each size: the fastest backend, and the times of auto and native."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.lib.advice import BARE, BASELINE, CHOOSER
+from benchmarks.lib.columns import columns
 from benchmarks.lib.limits import in_words, limit_of
 from benchmarks.lib.results import MEMORIES, TITLES, Result, Run
 from benchmarks.lib.sizes import show
@@ -92,6 +93,26 @@ def short_row(run: Run, results: Sequence[Result]) -> str:
         )
     warning = f"  WRONG: {', '.join(wrong)}" if wrong else ""
     return f"{show(results[0].size):>10}  {'  '.join(sides)}{warning}".rstrip()
+
+
+def comparison(run: Run) -> list[str]:
+    """Return three tables of all contenders, with a column for each size: median, p99, and part of the limit."""
+    cells = {(each.backend, each.memory, each.size): each for each in run.results}
+    sizes = sorted({each.size for each in run.results})
+    limit = limit_of(run)
+    quantities: list[tuple[str, Callable[[Result], str]]] = [
+        ("median us", lambda each: _time(each.time_us)),
+        ("p99 us", lambda each: _time(each.p99_us)),
+        *([(f"of the limit ({limit.what})", lambda each: f"{each.busbw / limit.busbw:.1%}")] if limit else []),
+    ]
+    found = [f"# left out: {name}: {why}" for name, why in run.skipped.items()]
+    for title, show_one in quantities:
+        rows = []
+        for backend, memory in dict.fromkeys(key[:2] for key in cells):
+            row = (cells.get((backend, memory, size)) for size in sizes)
+            rows.append([backend, memory, *("" if each is None else show_one(each) for each in row)])
+        found += ["", *columns([title, "memory", *map(show, sizes)], rows, left=(0, 1))]
+    return found
 
 
 def _beside(backends: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ from mpi4py import MPI
 from allreduce.arrays import dtypes, ops
 from allreduce.transport.control import combine
 from benchmarks.lib.outputs import Screen
-from benchmarks.lib.results import Result, summarize
+from benchmarks.lib.results import COLD, Result, summarize
 from trainers.callbacks import Callback
 
 PERIOD = 8191  # prime, so that a chunk or segment at a wrong position is detected
@@ -107,17 +107,18 @@ def _epsilon(dtype: np.dtype) -> float:
 LEAST_ITERATIONS, MOST_ITERATIONS = 5, 1000
 MOST_BURST = 10
 BURST_BYTES = 8 << 20  # moved by a burst; for arrays of this size or larger a turn is one iteration
+WALKED = np.zeros(8 << 20, np.uint8)  # the work between cold calls
 WARMUPS = 5
 WARMUP_SHARE = 0.15  # of a size's budget, for warming up; not if -w is given
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A timed call: `call` on the first elements of `array`."""
+    """A timed call: `call` on the first elements of `array`. It reduces them in place, or returns the result."""
 
     backend: str
-    memory: str  # "allocated" or "foreign"
-    call: Callable[[np.ndarray], None]
+    memory: str  # a key of results.TITLES
+    call: Callable[[np.ndarray], Any]
     array: np.ndarray  # as long as the largest size
 
 
@@ -138,14 +139,14 @@ def measure(
     Returns the seconds of the slowest rank, of shape (cells, iterations), and for each cell the number of wrong
     elements on all ranks (None without a checker).
     """
-    turns = [(cell.call, cell.array[:count]) for cell in cells]
+    turns = [(cell.call, cell.array[:count], cell.memory.endswith(COLD)) for cell in cells]
     burst = min(max(BURST_BYTES // max(turns[0][1].nbytes, 1), 1), MOST_BURST)
     estimate = _warm_up(comm, turns, plan, burst)
     iterations = plan.iterations
     if iterations is None:
         iterations = min(max(int(plan.seconds / max(estimate, 1e-9)), LEAST_ITERATIONS), MOST_ITERATIONS)
     times = _rounds(comm, turns, iterations, burst)
-    return times, [None if checker is None else _verify(call, array, checker) for call, array in turns]
+    return times, [None if checker is None else _verify(call, array, checker) for call, array, _ in turns]
 
 
 def measure_size(
@@ -161,7 +162,7 @@ def measure_size(
     ]
 
 
-Turns = Sequence[tuple[Callable[[np.ndarray], None], np.ndarray]]
+Turns = Sequence[tuple[Callable[[np.ndarray], Any], np.ndarray, bool]]
 
 
 def _rounds(comm: MPI.Intracomm, turns: Turns, iterations: int, burst: int) -> np.ndarray:
@@ -174,10 +175,9 @@ def _rounds(comm: MPI.Intracomm, turns: Turns, iterations: int, burst: int) -> n
         for start in range(0, iterations, burst):
             drawn.shuffle(order)
             for row in order:
-                call, array = turns[row]
                 if burst > 1:
-                    _time(comm, call, array, np.zeros(1))
-                _time(comm, call, array, times[row, start : start + burst])
+                    _time(comm, *turns[row], np.zeros(1))
+                _time(comm, *turns[row], times[row, start : start + burst])
     finally:
         if collecting:
             gc.enable()
@@ -185,11 +185,15 @@ def _rounds(comm: MPI.Intracomm, turns: Turns, iterations: int, burst: int) -> n
     return times
 
 
-def _time(comm: MPI.Intracomm, call: Callable[[np.ndarray], None], array: np.ndarray, seconds: np.ndarray) -> None:
-    """Write the time of each call on this rank into `seconds`."""
+def _time(
+    comm: MPI.Intracomm, call: Callable[[np.ndarray], Any], array: np.ndarray, cold: bool, seconds: np.ndarray
+) -> None:
+    """Write the time of each call on this rank into `seconds`. cold: other work fills the caches before each call."""
     clock, barrier = time.perf_counter, comm.Barrier
     for iteration in range(seconds.size):
         array.fill(1)
+        if cold:
+            np.add(WALKED, 1, out=WALKED)
         barrier()
         begin = clock()
         call(array)
@@ -212,10 +216,10 @@ def _warm_up(comm: MPI.Intracomm, turns: Turns, plan: Plan, burst: int) -> float
     return last / burst
 
 
-def _verify(call: Callable[[np.ndarray], None], array: np.ndarray, checker: Checker) -> int:
+def _verify(call: Callable[[np.ndarray], Any], array: np.ndarray, checker: Checker) -> int:
     checker.fill(array)
-    call(array)
-    return checker.wrong(array)
+    result = call(array)
+    return checker.wrong(array if result is None else result)
 
 
 # Training steps

@@ -173,7 +173,7 @@ def test_training_step_benchmark(tmp_path: Path) -> None:
     ways = "--models conv --ways ddp,zero,fsdp --batch 4 --steps 1 --warmup 0 --verify 1 --no-memory --json ways.json"
     options = [
         *map(str.split, wrong),
-        [*short, "--variants", "DDP + gloo; replicated; sharded"],
+        [*short, "--variants", "DDP + gloo; DDP + gloo, float16; replicated; replicated, int8; sharded"],
         ways.split(),
     ]
     lines = [("benchmarks.training_step", each, str(tmp_path)) for each in options]
@@ -184,6 +184,7 @@ def test_training_step_benchmark(tmp_path: Path) -> None:
     assert all(not rank["code"] for rank in came + compared), (came, compared)
     result = json.loads((tmp_path / "out.json").read_text())["results"][0]
     assert result["times"]["replicated"]["median_ms"] > 0
+    assert result["times"]["replicated"]["samples_per_second"] > 0
     assert result["differences"]["replicated"]["bits_equal"]
     assert result["differences"]["sharded"]["largest"] <= 1e-6
     result = json.loads((tmp_path / "ways.json").read_text())["results"][0]

@@ -97,6 +97,15 @@ def test_contenders_take_turns(world: MPI.Intracomm) -> None:
         assert len(set(world.allgather("".join(order)))) == 1
 
 
+def test_a_contender_may_return_its_results(world: MPI.Intracomm) -> None:
+    """As MLX does. They are verified, and the array is not."""
+    dtype, checker = np.dtype("float32"), Checker(world, np.dtype("float32"), "sum")
+    sums = [lambda array: world.allreduce(array), lambda array: world.allreduce(array) + (world.rank == 0)]
+    cells = [Cell(name, "foreign, cold", call, np.zeros(100, dtype)) for name, call in zip("AB", sums, strict=True)]
+    _, wrong = measure(world, cells, 100, Plan(1.0, iterations=2, warmups=1), checker)
+    assert wrong == [0, 100]
+
+
 def test_iterations_follow_the_budget(world: MPI.Intracomm, clock: Clock) -> None:
     def slow(array: np.ndarray) -> None:
         clock.now += 0.002
