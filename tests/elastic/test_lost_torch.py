@@ -89,7 +89,7 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
         MirroredOptimizer(plain, model, topology=topology, **options) as optimizer,
     ):
         sharded = optimizer._parts.owners
-        backup = sharded.backup = Backup(sharded.reducer.comm, 0, [[0, sharded._starts[-1]]])
+        backup = sharded.shards.backup = Backup(sharded.reducer.comm, 0, [[0, sharded._starts[-1]]])
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
         whole = sharded.assemble(topology.world, backup.pieces())

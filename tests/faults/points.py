@@ -63,7 +63,7 @@ POINTS = {
     "back up an array": [("allreduce.transport.chunked", "pieces")],
     "wait for a backup": [("allreduce.transport.chunked", "wait_for")],
     "update slices": [("trainers.pytorch.sharded:ShardedOptimizer", "update_blocks")],
-    "share slices": [("trainers.pytorch.sharded:Placement", "publish")],
+    "share slices": [("trainers.state.sharded:ShardedParameters", "share")],
 }
 CUT = "cut"  # the file that scripts/cluster_sim.sh waits for
 Action = Callable[..., object]

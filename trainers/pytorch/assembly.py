@@ -34,7 +34,7 @@ from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.division import TENSORS, division_of
 from trainers.replicas.pytorch.replica import Buffers
-from trainers.state.backup import NO_BACKUP
+from trainers.state.backup import kept_copies
 
 
 class Assembly:
@@ -146,15 +146,12 @@ class Assembly:
             return LocalSteps(*given, before=before, backend=self.backend)
         if options.sharded is None or not self.reducer.parameters:
             return TorchOwners(*given, before=before)
-        copies = options.sharded.copies
-        if copies == 2 and not ulfm.in_force():
-            notices.once(comm.rank, NO_BACKUP)
-            copies = 1
+        copies = kept_copies(options.sharded.copies, comm.rank, ulfm.in_force())
         sharded = ShardedOptimizer(*given, before=before, backend=self.backend, copies=copies, tensors=self._tensors)
-        self._cleanup.callback(sharded.close)
+        self._cleanup.callback(sharded.abandon)
         self._local_cleanup.callback(sharded.abandon)
         for module in self.model.modules():
-            self._hook(module.register_load_state_dict_post_hook(Hook(sharded.placement.accept_edits)))
+            self._hook(module.register_load_state_dict_post_hook(Hook(sharded.shards.accept_edits)))
         return sharded
 
     def _hook(self, hook: RemovableHandle) -> None:

@@ -6,11 +6,9 @@ are averaged; (4) marks that detect edits of this memory.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,11 +26,9 @@ from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.tensors import TORCH, as_array, as_tensor, shaped
 from trainers.state.dealing import Share
+from trainers.state.sharded import Flat, Region
 
 ALIGN_BYTES = 64  # every gradient begins at a cache line
-
-# How often a tensor was edited in place. PyTorch has no public name for it.
-version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class GradientError(AllReduceError, RuntimeError):
@@ -159,59 +155,20 @@ def whole_tensors(buckets: Sequence[Bucket], owned: Sequence[Sequence[slice]]) -
     ]
 
 
-ALL = (slice(None),)
+def allocate_flat(backend: AllReduce, length: int, dtype: str, device: Host, shared: Any = None) -> Flat:
+    """Allocate zeroed 1-D memory on the device, which the backend reduces without a copy if it can. Collective.
 
-
-@dataclass(frozen=True)
-class Flat:
-    """A part of flat memory.
-
-    array: the NumPy or CuPy array that the backend reduces. tensor: a torch tensor of the same memory; if the model is
-        on a GPU and the backend works on the host, GPU memory that is copied to and from `array`. staged: in that case
-        `array` as a tensor, else None. alone: there is only one rank, so nothing is copied.
+    shared: an array on the CPU that is this memory already, instead of a new one.
     """
-
-    array: Any
-    tensor: Tensor
-    staged: Tensor | None
-    alone: bool = field(default=False, kw_only=True)
-
-    def part(self, start: int, stop: int) -> "Flat":
-        span = slice(start, stop)
-        staged = None if self.staged is None else self.staged[span]
-        return Flat(self.array[span], self.tensor[span], staged, alone=self.alone)
-
-    def run_on_array(
-        self, work: Callable[[], object], reads: Sequence[slice] = ALL, writes: Sequence[slice] = ALL
-    ) -> None:
-        """Call `work`, which reads and writes these elements of `array`; copy them from and to the GPU where needed."""
-        if self.staged is None or self.alone:
-            work()
-            return
-        for span in reads:
-            self.staged[span].copy_(self.tensor[span])
-        work()
-        for span in writes:
-            self.tensor[span].copy_(self.staged[span])
-
-    def fetched(self) -> Any:
-        """Return `array` after copying the values of `tensor` to it, where these are separate."""
-        if self.staged is not None:
-            self.staged.copy_(self.tensor)
-        return self.array
-
-
-def allocate_flat(backend: AllReduce, length: int, dtype: str, device: Host) -> Flat:
-    """Allocate zeroed 1-D memory on the device, which the backend reduces without a copy if it can. Collective."""
     if device.kind == "cpu":
-        array = backend.allocate(length, dtype, "cpu")
-        return Flat(array, as_tensor(array, TORCH[dtype]), None)
+        array = backend.allocate(length, dtype, "cpu") if shared is None else shared
+        return Flat(array, as_tensor(array, TORCH[dtype]))
     with own_gpu(device):
         array = backend.allocate(length, dtype)
         tensor = as_tensor(array, TORCH[dtype])
         if gpu.is_gpu_array(array):
             _same_gpu(tensor, device, backend)
-            return Flat(array, tensor, None)
+            return Flat(array, tensor)
         alone = backend.size == 1
         if not alone:
             notices.once(backend.rank, STAGED.format(backend.name))
@@ -321,6 +278,7 @@ class DenseBucket:
         self.nbytes, self.length = memory.array.nbytes, memory.array.size
         self.owned = (slice(0, self.length),) if share is None else share.parts
         self._share = Share(self.owned) if share is None else share
+        self.region = Region(layout.dtype, layout.start, layout.stop, self._share)
         self.kind = "all_reduce" if share is None else "reduce_scatter"
         self._sum = backend.bind(memory.array, "mean", self.kind)
         self._gather = None if share is None else backend.bind(memory.array, kind="all_gather")
@@ -367,19 +325,7 @@ class DenseBucket:
     def gather(self) -> None:
         """Gather the averages of all parts on every rank. Collective."""
         assert self._gather is not None
-        self.gather_parts(self.memory, self._gather)
-
-    def gather_parts(self, memory: Flat, gather: Callable[[], object]) -> None:
-        """Gather the parts that the ranks own of memory that is laid out like this bucket. Collective.
-
-        gather: an all_gather of the chunks of `memory`.
-        """
-
-        def work() -> None:
-            self._share.collect(memory.array)
-            gather()
-
-        memory.run_on_array(work, reads=self.owned)
+        self.memory.gather(self._share, self._gather)
 
     def overflowed(self, comm: MPI.Intracomm) -> int:
         """The first element whose average is not finite on some rank; -1 for none. Collective."""

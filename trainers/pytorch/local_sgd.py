@@ -25,6 +25,7 @@ from trainers.pytorch.owners import Closure, TorchOwners
 from trainers.pytorch.report import Report
 from trainers.pytorch.rows import rows_error
 from trainers.pytorch.state import broadcast_tensors, load_root_state
+from trainers.replicas.pytorch.tensors import Placed
 
 KEY = "local_sgd"  # the entry of a state_dict with the outer optimizer's state
 REPLACED = (
@@ -72,7 +73,7 @@ class LocalSteps(TorchOwners):
         self._spans = {part.name: slice(part.start, part.stop) for part in parts}
         # the elements of a dense tensor in the order of its memory, without a copy
         flat = [each.detach().as_strided((each.numel(),), (1,)) for each in trained.values()]
-        self._addresses = [each.data_ptr() for each in flat]
+        self._placed = Placed(list(trained.values()), flat)
         self._backend, self._delta, self._sent = backend, delta.array, 0
         self._futures: list[Future] = []  # of averages that have not been counted in the reducer's clock
         self.rounds = Rounds(local, self.reducer.comm, flat, memory, self._average, self._submit)
@@ -173,9 +174,8 @@ class LocalSteps(TorchOwners):
 
     def _check_memory(self) -> None:
         """Keep an error for the end of the round if the memory of a parameter was replaced. Local."""
-        for (name, parameter), address in zip(self.trained.items(), self._addresses, strict=True):
-            if parameter.data_ptr() != address:
-                self.rounds.error = self.rounds.error or GradientError(REPLACED.format(name))
+        if left := self._placed.left():
+            self.rounds.error = self.rounds.error or GradientError(REPLACED.format(list(self.trained)[left[0]]))
 
     def count_rows(self, number: float) -> None:
         """Set the weight of the next step; an error is raised by all ranks at the end of the round. Local."""

@@ -32,14 +32,12 @@ from trainers.checks import GradientCheck, SameData
 from trainers.errors import NotFiniteError
 from trainers.pytorch.buckets import (
     DenseBucket,
-    Flat,
     Gradient,
     GradientError,
     Marks,
     allocate_flat,
     plan_buckets,
     spans_of,
-    version_of,
 )
 from trainers.pytorch.hooks import CLOSED, refuse, take_over
 from trainers.pytorch.optimizer_group import OptimizerGroup
@@ -49,8 +47,9 @@ from trainers.pytorch.report import Clock
 from trainers.pytorch.rows import Rows
 from trainers.pytorch.sparse import SparseBucket
 from trainers.replicas.pytorch import devices
-from trainers.replicas.pytorch.tensors import DTYPES
-from trainers.state.dealing import Share, deal_tensors
+from trainers.replicas.pytorch.tensors import DTYPES, version_of
+from trainers.state.dealing import Share, shares_of
+from trainers.state.sharded import Flat
 
 MIB = 1 << 20
 LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # the contents of the buffers; see Reducer.state
@@ -162,10 +161,9 @@ class Reducer:
 
     def _shares(self, backend: AllReduce, tensors: bool) -> Sequence[Share]:
         """Return the part of each bucket that this rank updates: its chunk, or whole tensors. Collective."""
-        if not tensors:
-            return [Share((backend.owned(bucket.stop - bucket.start),)) for bucket in self.plan]
+        lengths = [bucket.stop - bucket.start for bucket in self.plan]
         itemsizes = [dtypes.parse(bucket.dtype).itemsize for bucket in self.plan]
-        return deal_tensors(backend, self.comm, list(map(spans_of, self.plan)), itemsizes)
+        return shares_of(backend, self.comm, lengths, list(map(spans_of, self.plan)) if tensors else None, itemsizes)
 
     def take_over(self, owner: object) -> None:
         """Become the owner of these parameters; after `close`, backward through them raises. Local."""

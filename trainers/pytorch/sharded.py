@@ -1,14 +1,12 @@
 """The sharded update: every rank updates only its share of the parameters: slices, or whole tensors.
 
-reduce_scatter -> the user's optimizer on the share -> all_gather of the parameters. The optimizer state exists once,
-divided among the ranks. If the ranks of each node own everything, the parameters are in one shared segment per node,
-and nothing is gathered. S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models,
-2020 (stage 1).
+reduce_scatter -> an optimizer of the user's class on the share -> `ShardedParameters.share`. The optimizer state exists
+once, divided among the ranks. `trainers.state.sharded` divides; here are PyTorch's views of the parts, and their state.
 """
 
 import copy
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -26,25 +24,22 @@ from allreduce.transport.control import all_values, raise_together
 from allreduce.transport.wait import waiting
 from trainers.pytorch.buckets import (
     Block,
-    DenseBucket,
-    Flat,
+    Gradient,
     allocate_flat,
     blocks,
     changed,
     split,
-    version_of,
     whole_tensors,
 )
 from trainers.pytorch.owners import Closure, TorchOwners, square
-from trainers.pytorch.reducer import SCATTERED, Reducer
+from trainers.pytorch.reducer import SCATTERED
 from trainers.replicas.pytorch import fused
-from trainers.replicas.pytorch.division import hyperparameters, optimizer_like
+from trainers.replicas.pytorch.division import optimizer_on, step_like
 from trainers.replicas.pytorch.optimizer import block_on
-from trainers.replicas.pytorch.tensors import TORCH, as_tensor, shaped
+from trainers.replicas.pytorch.tensors import Placed, shaped, version_of
 from trainers.replicas.pytorch.values import pack, unpack
 from trainers.state.adopt import Arrays, Piece, fetch_pieces, select_newest
-from trainers.state.backup import Backup
-from trainers.state.owners import EDITED_IN_PLACE, NodeMemory
+from trainers.state.sharded import ShardedParameters
 from trainers.strategies.rule import sum_over_ranks
 
 PARAMETER = ""  # the name of a parameter among the tensors of its state, in a piece
@@ -65,11 +60,11 @@ class FullState(NamedTuple):
 
 
 class ShardedOptimizer(TorchOwners):
-    """Updates this rank's blocks of the parameters, which `placement` has moved into flat memory: slices, or with
+    """Updates this rank's blocks of the parameters, which it has moved into flat memory: slices, or with
     `tensors` whole tensors.
 
     given: the arguments of TorchOwners. The hyperparameters of `plain` are used; it has the state only of parameters
-        that are frozen or have sparse gradients. copies: 2 for a backup.
+        that are frozen or have sparse gradients. copies: see ShardedParameters.
 
     Every rank updates all parameters with sparse gradients, which are in no bucket.
     """
@@ -86,7 +81,14 @@ class ShardedOptimizer(TorchOwners):
         self.sparse_parameters = {bucket.name: bucket.parameter for bucket in reducer.sparse}  # updated by every rank
         owned = [bucket.owned for bucket in reducer.dense]
         starts = all_values(comm, [each[0].start for each in owned if each], "learn where all ranks' slices begin")
-        self.placement = Placement(reducer, backend, comm)
+        allocate = partial(allocate_flat, backend, device=reducer.device)
+        versions = partial(_versions, reducer.gradients)
+        regions = [bucket.region for bucket in reducer.dense]
+        self.shards = ShardedParameters(backend, comm, regions, allocate, reducer.device.kind, versions, copies)
+        flats = {dtype: memory.tensor for dtype, memory in self.shards.flats.items()}
+        self._placed = Placed(reducer.parameters, [each.view_of(flats) for each in reducer.gradients])
+        self._writes = not self.shards.shared or backend.topology.node_rank == 0
+        self._move_in()
         if tensors:
             self._cuts: list[list[int]] = [[] for _ in owned]
             self.blocks = whole_tensors(reducer.plan, owned)
@@ -94,20 +96,36 @@ class ShardedOptimizer(TorchOwners):
             self._cuts = [sorted(set(of_bucket)) for of_bucket in zip(*starts, strict=True)]  # the same on all ranks
             chunks = [each[0] for each in owned]
             self.blocks = blocks(reducer.plan, chunks, block_on(reducer.device.kind), self._cuts)
-        self._parts = [self._view(self.placement.flats, each) for each in self.blocks]
+        self._parts = [self._view(flats, each) for each in self.blocks]
         self._grads = [self._view(reducer.flats, each) for each in self.blocks]
         self._updated: set[int] = set()  # indices of parameters that any rank has updated before
         self._dtypes: list[set[torch.dtype]] = [set() for _ in plain.param_groups]  # of the averaged parameters
         for group, parameter in zip(self._groups, reducer.parameters, strict=True):
             self._dtypes[group].add(parameter.dtype)
-        self.optimizer = optimizer_like(plain, (self._parts_of(at) for at in range(len(plain.param_groups))))
+        parts: dict[int, list[Tensor]] = {id(each): [] for each in reducer.parameters}
+        for block, part in zip(self.blocks, self._parts, strict=True):
+            parts[id(reducer.parameters[block.parameter])].append(part)
+        self.optimizer = optimizer_on(plain, parts)
         self._starts = list(accumulate((bucket.stop - bucket.start for bucket in reducer.plan), initial=0))
         self._spans = self._divided()
-        pairs = zip(self._starts, owned, strict=False)
-        mine = [[start + part.start, start + part.stop] for start, parts in pairs for part in parts]
-        self.backup = Backup(comm, backend.topology.node_index, mine) if copies == 2 else None
         self.load()
         self.keep(reducer.steps)
+
+    def _move_in(self) -> None:
+        """Move the parameters, which are equal on all ranks, into flat memory. Collective.
+
+        Raises an OptionError on all ranks, before anything is changed, if the dtype or shape of one has changed.
+        """
+        error = None
+        for gradient, view in zip(self.reducer.gradients, self._placed.views, strict=True):
+            parameter = gradient.parameter
+            if parameter.dtype != view.dtype or parameter.shape != view.shape:
+                error = error or OptionError(changed(gradient.name, parameter, tuple(view.shape), view.dtype))
+        raise_together(self.reducer.comm, error)
+        self.shards.fence()  # no rank reads the memory any more
+        self._placed.enter(copies=self._writes)
+        self.shards.fence()
+        self.shards.accept_edits()
 
     def _view(self, flats: Mapping[str, Tensor], block: Block) -> Tensor:
         """Return a block of memory that is laid out like the gradients: 1-D, or with the parameter's shape. Local."""
@@ -115,12 +133,13 @@ class ShardedOptimizer(TorchOwners):
             return self.reducer.gradients[block.parameter].view_of(flats)
         return flats[block.dtype][block.start : block.stop]
 
-    def _fused_option(self, at: int, group: dict[str, Any], parts: list[Tensor], begun: bool) -> dict[str, Any]:
+    def _fused_option(self, at: int, begun: bool) -> dict[str, Any]:
         """Return {"fused": True} if the user named no implementation, the fused one works, and all states exist.
 
-        begun: whether the states exist on all ranks. All ranks must select alike, because the two implementations
-        differ in the last bits.
+        at: the number of the group. begun: whether the states exist on all ranks. All ranks must select alike, because
+        the two implementations differ in the last bits.
         """
+        group, parts = self.plain.param_groups[at], self.optimizer.param_groups[at]["params"]
         free = all(group.get(key) is None for key in ("fused", "foreach"))
         plain = not any(group.get(key) for key in ("differentiable", "capturable"))
         numbers = not any(isinstance(value, Tensor) for key, value in group.items() if key != "params")
@@ -132,10 +151,6 @@ class ShardedOptimizer(TorchOwners):
         states = [self.optimizer.state.get(part) for part in parts if part.grad is not None]
         begun &= all(state and all(value is not None for value in state.values()) for state in states)
         return {"fused": begun or None}
-
-    def _parts_of(self, group: int) -> list[Tensor]:
-        own = zip(self.blocks, self._parts, strict=True)
-        return [part for block, part in own if self._groups[block.parameter] == group]
 
     def _step_with(self, closure: Closure | None) -> Any:
         with torch.enable_grad():
@@ -151,23 +166,46 @@ class ShardedOptimizer(TorchOwners):
 
     def update(self, squares: Any = None) -> None:
         """Update this rank's blocks, from gradients that are averaged at least there. Collective."""
-        reducer, placement = self.reducer, self.placement
-        moved = placement.moved()
+        reducer = self.reducer
+        moved = [reducer.gradients[number].name for number in self._placed.left()]
         call = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self.plain.param_groups)}"
         if moved:
             call += f" after {', '.join(moved)} got other memory"
-        begin = partial(placement.begin_update, bool(moved), reducer.take_edits())
+        begin = partial(self._begin_update, bool(moved), reducer.take_edits())
         self.update_blocks(reducer.clock.wait(partial(reducer.run_in_queue, call, begin)))
+
+    def _begin_update(self, moved: bool, error: Exception | None) -> np.ndarray:
+        """Check that all ranks may update. Returns, for each parameter, whether any rank has a gradient of it.
+
+        Runs in the queue; after it, no rank reads the parameters until they are shared. Raises on all ranks if
+        parameters that the ranks of a node share were edited in place.
+
+        moved: whether parameters left the flat memory (the same on all ranks); they are moved back. error: why this
+            rank can't update; raised on all ranks.
+        """
+        comm = self.reducer.comm
+        if moved:
+            self._move_in()
+        if error is None and (text := self.shards.edit_error(EDITING)):
+            error = OptionError(text)
+        used = [each.grad is not None for each in self.reducer.parameters]
+        found = np.array([error is not None, *used], np.uint8)
+        if comm.size > 1:
+            with waiting(comm, "begin an update"):
+                comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+        if found[0]:
+            raise_together(comm, error)
+        return found[1:]
 
     def share(self) -> None:
         reducer = self.reducer
-        count = reducer.clock.wait if self.placement.shares_memory else reducer.clock.communicate
-        count(partial(reducer.run_in_queue, "shares parameters", self.placement.publish))
+        count = reducer.clock.wait if self.shards.shared else reducer.clock.communicate
+        count(partial(reducer.run_in_queue, "shares parameters", self.shards.share))
         if self.sparse_parameters:
             for parameter in reducer.parameters:
                 parameter.grad = None  # already updated in slices
             self.plain.step()
-        if self.backup is not None:
+        if self.shards.backup is not None:
             work = partial(self.keep, reducer.steps + 1)  # `end_step` counts this step later
             reducer.clock.communicate(partial(reducer.run_in_queue, "backs up slices", work))
 
@@ -181,7 +219,7 @@ class ShardedOptimizer(TorchOwners):
         reducer = self.reducer
         if reducer.state != SCATTERED:
             return super().squares()
-        own = sum(map(square, self._averages())) if self.placement.tells else 0.0
+        own = sum(map(square, self._averages())) if self.shards.tells else 0.0
         add = partial(self._add_up, own, reducer.take_edits())
         squares = reducer.clock.communicate(partial(reducer.run_in_queue, "adds up squares of gradients", add))
         return squares + sum(square(each.coalesce().values()) for each in self._sparse_averages())
@@ -197,25 +235,24 @@ class ShardedOptimizer(TorchOwners):
         return self._grads  # not the gaps between them, in which a NaN would stay
 
     def set_steps(self, steps: int) -> None:
-        if self.backup is not None:
-            self.backup.extend(steps)
+        self.shards.extend(steps)
 
     def begin_change(self) -> None:
-        self.placement.move_out()
+        self._placed.leave()
 
     def synchronize_state(self) -> None:
         """Move parameters that were copied to all ranks into flat memory; back them up. Collective, in the queue."""
-        self.placement.move_in()
+        self._move_in()
         self.keep(self.reducer.steps)
 
     def _replicated(self) -> tuple[Mapping[str, Any], Mapping[str, Parameter]]:
         # a rank has the state of its own part only
-        return (self.sparse_parameters if self.placement.one_segment else self.trained), self.sparse_parameters
+        return (self.sparse_parameters if self.shards.one_copy else self.trained), self.sparse_parameters
 
     def keep(self, step: int) -> None:
         """Back up this rank's slices as the state after `step` steps. Runs in the queue."""
-        if self.backup is not None:
-            self.backup.keep(step, lambda memory: [self._piece(each, True, memory) for each in self._spans])
+        if self.shards.backup is not None:
+            self.shards.backup.keep(step, lambda memory: [self._piece(each, True, memory) for each in self._spans])
 
     def update_blocks(self, used: np.ndarray) -> None:
         """Update this rank's blocks. Local.
@@ -227,12 +264,8 @@ class ShardedOptimizer(TorchOwners):
         now = {int(index) for index in np.flatnonzero(used)}
         new = {self._groups[index] for index in now - self._updated}
         self.replace_kernels()  # a loaded state may have set fused=True again
-        # Schedulers change the user's groups.
-        for at, (mine, group) in enumerate(zip(self.optimizer.param_groups, self.plain.param_groups, strict=True)):
-            mine.update(hyperparameters(group) | self._fused_option(at, group, mine["params"], begun=at not in new))
-        self.optimizer.step()
+        step_like(self.plain, self.optimizer, lambda at: self._fused_option(at, begun=at not in new))
         self._updated |= now
-        vars(self.plain)["_opt_called"] = True  # else schedulers warn that step() was never called
 
     def abandon(self) -> None:
         """Move the parameters back into memory of this rank, and drop the state. Local."""
@@ -240,12 +273,9 @@ class ShardedOptimizer(TorchOwners):
         self.optimizer.state.clear()  # its keys lie in the flat memory
         self._parts.clear()
         self._grads.clear()
-        self.placement.abandon()
-
-    def close(self) -> None:
-        """As `abandon`, and free the memory. Collective."""
-        self.abandon()
-        self.placement.close()
+        self._placed.leave()
+        self._placed.views.clear()
+        self.shards.free()
 
     # State, in the format of the plain optimizer
 
@@ -347,7 +377,7 @@ class ShardedOptimizer(TorchOwners):
         """Return the complete state from the parts and backups of all ranks, or None. Collective."""
         if any(all_values(comm, self.kept.recovered is not None, "continue without a failed rank")):
             return self.kept.recovered  # all ranks loaded it before a second failure, so all have it
-        return None if self.backup is None else self.assemble(comm, self.backup.pieces())
+        return None if self.shards.backup is None else self.assemble(comm, self.shards.backup.pieces())
 
     def _filled(self, state: Mapping[str, Any], gathered: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the plain optimizer's state_dict with `gathered` as the state of the sharded parameters. Local."""
@@ -373,6 +403,10 @@ class ShardedOptimizer(TorchOwners):
                 for block, part in parts.get(at, []):
                     span = slice(block.offset, block.offset + block.stop - block.start)
                     self.optimizer.state[part][key] = copy.deepcopy(value) if flat is None else flat[span].clone()
+
+
+def _versions(gradients: Sequence[Gradient]) -> dict[str, int]:
+    return {each.name: version_of(each.parameter) for each in gradients}
 
 
 def _flat_entry(key: str, value: Any, parameter: Tensor) -> Tensor | None:
@@ -406,139 +440,3 @@ def as_state(value: Any, parameter: Tensor) -> Any:
     if type(value) in (list, tuple):
         return type(value)(as_state(each, parameter) for each in value)
     return value
-
-
-class Placement:
-    """Moves the parameters into flat memory, laid out like the gradients, and checks that they stay there.
-
-    If the ranks of each node together own everything, they share one memory: each rank writes the parts of the buckets
-    that it owns, and all ranks of the node read all parts.
-
-    comm: a communicator of all ranks. Creating it, `close` and methods that "run in the queue" are collective.
-    """
-
-    def __init__(self, reducer: Reducer, backend: AllReduce, comm: MPI.Intracomm) -> None:
-        self._reducer, self._backend, self._comm = reducer, backend, comm
-        owned = sum(part.stop - part.start for bucket in reducer.dense for part in bucket.owned)
-        lengths = {dtype: flat.numel() for dtype, flat in reducer.flats.items()}
-        gaps = sum(lengths.values()) - sum(bucket.length for bucket in reducer.dense)
-        self._node = NodeMemory(backend.topology, comm, owned, lengths, reducer.device.kind, gaps)
-        self.tells = self._node.tells
-        if self._node.arrays:
-            self._memory = {
-                dtype: Flat(each, as_tensor(each, TORCH[dtype]), None) for dtype, each in self._node.arrays.items()
-            }
-        else:
-            self._memory = {
-                dtype: allocate_flat(backend, each, dtype, reducer.device) for dtype, each in lengths.items()
-            }
-        self.flats = {dtype: memory.tensor for dtype, memory in self._memory.items()}
-        self._gathers = [] if self.shares_memory else [self._gather_of(bucket) for bucket in reducer.dense]
-        self._views = [gradient.view_of(self.flats) for gradient in reducer.gradients]
-        self._addresses = [view.data_ptr() for view in self._views]
-        self._versions: list[int] = []  # of the parameters when their edits were accepted
-        self.move_in()
-
-    @property
-    def shares_memory(self) -> bool:
-        """True when the ranks of the node share the parameters' memory."""
-        return bool(self._node.arrays)
-
-    @property
-    def one_segment(self) -> bool:
-        """True when all ranks share the parameters' memory, so that these can't differ."""
-        return self.shares_memory and self._backend.topology.nodes == 1
-
-    @torch.no_grad()
-    def move_in(self) -> None:
-        """Move every parameter into the flat memory. The values must be equal on all ranks. Collective.
-
-        Raises an OptionError on all ranks, before anything is changed, if the dtype or shape of a parameter has
-        changed.
-        """
-        raise_together(self._comm, self._shape_error())
-        writes = not self.shares_memory or self._backend.topology.node_rank == 0
-        self._node.fence()  # no rank reads the memory any more
-        for parameter, view in zip(self._reducer.parameters, self._views, strict=True):
-            if writes and parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter)
-            parameter.data = view
-        self._node.fence()
-        self.accept_edits()
-
-    def accept_edits(self, *_: object) -> None:
-        """Accept all edits of parameters until now. Local.
-
-        Also a hook of the model's load_state_dict(), which writes the same values on every rank of a node.
-        """
-        self._versions = [version_of(each) for each in self._reducer.parameters]
-
-    def move_out(self) -> None:
-        """Move the parameters out of the flat memory, into memory of this rank. Local."""
-        for parameter, address in zip(self._reducer.parameters, self._addresses, strict=True):
-            if parameter.data_ptr() == address:
-                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
-
-    def moved(self) -> list[str]:
-        """Return the names of parameters that left the flat memory (`p.data = ...`, `model.double()`)."""
-        own = zip(self._reducer.gradients, self._addresses, strict=True)
-        return [gradient.name for gradient, address in own if gradient.parameter.data_ptr() != address]
-
-    def begin_update(self, moved: bool, error: Exception | None) -> np.ndarray:
-        """Check that all ranks may update. Returns, for each parameter, whether any rank has a gradient of it.
-
-        Runs in the queue; after it, no rank reads the parameters until `publish`. Raises on all ranks if parameters
-        that the ranks of a node share were edited in place.
-
-        moved: whether parameters left the flat memory (the same on all ranks); they are moved back. error: why this
-            rank can't update; raised on all ranks.
-        """
-        if moved:
-            self.move_in()
-        error = error or self._edited()
-        used = [each.grad is not None for each in self._reducer.parameters]
-        found = np.array([error is not None, *used], np.uint8)
-        if self._comm.size > 1:
-            with waiting(self._comm, "begin an update"):
-                self._comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
-        if found[0]:
-            raise_together(self._comm, error)
-        return found[1:]
-
-    def publish(self) -> None:
-        """Make every rank's updated parts visible on all ranks. Runs in the queue."""
-        if self.shares_memory:
-            self._node.fence()
-            return
-        for gather in self._gathers:
-            gather()
-
-    def abandon(self) -> None:
-        """Move the parameters into memory of this rank. Local."""
-        self.move_out()
-        for held in (self._gathers, self._views, self.flats, self._memory):
-            held.clear()
-
-    def close(self) -> None:
-        """As `abandon`, and free the memory. Collective."""
-        self.abandon()
-        self._node.free()
-
-    def _gather_of(self, bucket: DenseBucket) -> Callable[[], None]:
-        """Return a function that gathers a bucket of parameters from the ranks that own its parts. Collective."""
-        memory = self._memory[bucket.layout.dtype].part(bucket.layout.start, bucket.layout.stop)
-        return partial(bucket.gather_parts, memory, self._backend.bind(memory.array, kind="all_gather"))
-
-    def _shape_error(self) -> OptionError | None:
-        for gradient, view in zip(self._reducer.gradients, self._views, strict=True):
-            parameter = gradient.parameter
-            if parameter.dtype != view.dtype or parameter.shape != view.shape:
-                return OptionError(changed(gradient.name, parameter, tuple(view.shape), view.dtype))
-        return None
-
-    def _edited(self) -> OptionError | None:
-        """Return the error if this rank has edited parameters in place that other ranks of its node may edit too."""
-        own = zip(self._reducer.gradients, self._versions, strict=True)
-        name = next((gradient.name for gradient, version in own if version_of(gradient.parameter) != version), "")
-        alone = not self.shares_memory or self._backend.topology.node_size == 1
-        return OptionError(EDITED_IN_PLACE.format(name, EDITING)) if name and not alone else None

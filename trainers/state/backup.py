@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from allreduce import notices
 from allreduce.transport.chunked import exchange
 from allreduce.transport.control import all_values, on_all, raise_together, together
 from trainers.arguments import is_integer
@@ -41,6 +42,15 @@ def copies_error(copies: object, ranks: int, goes_on: bool) -> ArgumentError | N
     if copies == 2 and ranks == 1 and not goes_on:
         return ArgumentError("copies=2 has another rank keep each slice too, and there is only one rank; leave it out")
     return None
+
+
+def kept_copies(copies: int, rank: int, outlives: bool) -> int:
+    """Return the number of ranks that keep each slice: 1 instead of 2, with a notice, if a failure ends the job anyway.
+    outlives: whether it does not. Local."""
+    if copies == 2 and not outlives:
+        notices.once(rank, NO_BACKUP)
+        return 1
+    return copies
 
 
 def holders(nodes: Sequence[int]) -> list[int]:

@@ -1,15 +1,15 @@
 """Whole tensors dealt to ranks, for optimizers that read whole tensors; and the messages that this costs.
 
 A reduce_scatter leaves each rank the sums of its chunk of a buffer, and a chunk ends anywhere in a tensor. So after it
-each rank sends the elements of its chunk that belong to another rank's tensors to that rank (`Transfer.deliver`); after
-the update the elements go back (`Transfer.collect`), and an all_gather of the chunks follows. An element whose chunk
+each rank sends the elements of its chunk that belong to another rank's tensors to that rank (`Share.deliver`); after
+the update the elements go back (`Share.collect`), and an all_gather of the chunks follows. An element whose chunk
 and tensor belong to one rank is not sent, so `deal` prefers that rank. All ranks together send at most S (n-1)/n bytes
 in each direction, where a reduce_scatter of S bytes sends S (n-1).
 """
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -77,40 +77,73 @@ def joined(slices: Iterable[slice]) -> list[slice]:
     return found
 
 
-class Share(NamedTuple):
-    """The part of a buffer that this rank updates.
+class Share:
+    """The part of a buffer that this rank updates, and messages between ranks that own chunks and owners of tensors.
 
-    parts: slices of the buffer, in order: its chunk, or tensors. transfer: moves elements between the ranks that own
-    the buffer's chunks and those that own its tensors; None if these are the same ranks.
+    parts: slices of the buffer, in order: this rank's chunk, or tensors. comm: of all ranks. foreign: (rank, slice) of
+    the elements of this rank's chunk that are in other ranks' parts. missing: the elements of its parts that are in
+    other ranks' chunks. Creating it is local.
     """
 
-    parts: tuple[slice, ...]
-    transfer: "Transfer | None" = None
+    def __init__(
+        self,
+        parts: Sequence[slice],
+        comm: MPI.Intracomm | None = None,
+        foreign: Sequence[tuple[int, slice]] = (),
+        missing: Sequence[tuple[int, slice]] = (),
+    ) -> None:
+        self.parts = tuple(parts)
+        self._comm, self._foreign, self._missing = comm, foreign, missing
+
+    @property
+    def sends(self) -> bool:
+        """Whether `deliver` and `collect` may send elements: ranks own other tensors than chunks."""
+        return self._comm is not None
 
     def deliver(self, array: Any) -> None:
-        """After a reduce_scatter of a 1-D array: receive the elements of this rank's part, in place. Collective."""
-        if self.transfer is not None:
-            self.transfer.deliver(array)
+        """After a reduce_scatter of a 1-D array: receive the elements of this rank's parts, in place. Collective."""
+        self._exchange(array, self._foreign, self._missing, "deliver gradients to the ranks that own their tensors")
 
     def collect(self, array: Any) -> None:
         """Before an all_gather: receive the elements of this rank's chunk, in place. Collective."""
-        if self.transfer is not None:
-            self.transfer.collect(array)
+        self._exchange(array, self._missing, self._foreign, "collect updated parameters in chunks")
+
+    def _exchange(
+        self, array: Any, sent: Sequence[tuple[int, slice]], received: Sequence[tuple[int, slice]], what: str
+    ) -> None:
+        if self._comm is None or not (sent or received):
+            return
+        on_gpu = gpu.is_gpu_array(array)
+        outgoing = [(rank, array[span].get() if on_gpu else array[span]) for rank, span in sent]
+        incoming = [
+            (rank, np.empty(span.stop - span.start, array.dtype) if on_gpu else array[span]) for rank, span in received
+        ]
+        exchange(self._comm, outgoing, incoming, TAG, what)
+        if on_gpu:
+            for (_, span), (_, host) in zip(received, incoming, strict=True):
+                array[span].set(host)
 
 
-def deal_tensors(
-    backend: AllReduce, comm: MPI.Intracomm, tensors: Sequence[Sequence[slice]], itemsizes: Sequence[int]
+def shares_of(
+    backend: AllReduce,
+    comm: MPI.Intracomm,
+    lengths: Sequence[int],
+    tensors: Sequence[Sequence[slice]] | None,
+    itemsizes: Sequence[int],
 ) -> list[Share]:
-    """Deal the tensors of some buffers to the ranks; return this rank's share of each buffer. Collective.
+    """Return this rank's share of each of some buffers: its chunk, or whole tensors. Collective.
 
     backend: reduces the buffers, and decides which rank owns which chunk. comm: of all ranks; the transfers use it.
-    tensors: for each buffer the slices of its tensors, one after the other, which cover it. itemsizes: of the buffers.
-    Chunks that end between tensors everywhere are the shares. A rank without a chunk gets no tensors.
+    lengths, itemsizes: of the buffers. tensors: for each buffer the slices of its tensors, one after the other, which
+    cover it; None for chunks. Chunks that end between tensors everywhere are the shares. A rank without a chunk gets no
+    tensors.
     """
-    lengths, node_index = [slices[-1].stop for slices in tensors], backend.topology.node_index
     owned = list(map(backend.owned, lengths))
-    mine = [[each.start, each.stop] for each in owned]
-    everyone = all_values(comm, [node_index, mine], "learn which chunks the ranks own")
+    if tensors is None:
+        return [Share([each]) for each in owned]
+    node_index = backend.topology.node_index
+    held = [[each.start, each.stop] for each in owned]
+    everyone = all_values(comm, [node_index, held], "learn which chunks the ranks own")
     owns = [any(start < stop for start, stop in of_rank) for _, of_rank in everyone]
     team = [rank for rank in _team(node_index, lengths, everyone) if owns[rank]]
     if comm.rank not in team:
@@ -120,7 +153,7 @@ def deal_tensors(
     if all({chunk.start, chunk.stop} <= of for of, chunks_of in zip(ends, chunks, strict=True) for chunk in chunks_of):
         inside = zip(tensors, owned, strict=True)
         return [
-            Share(tuple(each for each in slices if own.start <= each.start and each.stop <= own.stop))
+            Share([each for each in slices if own.start <= each.start and each.stop <= own.stop])
             for slices, own in inside
         ]
     sizes, homes = [], []
@@ -130,11 +163,15 @@ def deal_tensors(
             homes.append([max(0, min(each.stop, own.stop) - max(each.start, own.start)) for own in chunks_of])
     owners = iter(deal(sizes, homes, len(team)))
     shares, me = [], team.index(comm.rank)
+    others = [(number, rank) for number, rank in enumerate(team) if number != me]
     for slices, chunks_of in zip(tensors, chunks, strict=True):
         of_ranks: list[list[slice]] = [[] for _ in team]
         for each, owner in zip(slices, owners, strict=False):
             of_ranks[owner].append(each)
-        shares.append(Share(tuple(of_ranks[me]), Transfer(comm, team, chunks_of, of_ranks)))
+        mine = of_ranks[me]
+        foreign = [(rank, span) for number, rank in others for span in _common([chunks_of[me]], of_ranks[number])]
+        missing = [(rank, span) for number, rank in others for span in _common([chunks_of[number]], mine)]
+        shares.append(Share(mine, comm, foreign, missing))
     return shares
 
 
@@ -156,47 +193,6 @@ def _team(node_index: int, lengths: Sequence[int], everyone: Sequence[Any]) -> l
             "whole tensors can't be dealt to these ranks: the backend gives elements to several of them"
         )
     return list(range(len(everyone)))
-
-
-class Transfer:
-    """Moves elements of a buffer between the ranks that own their chunks and the ranks that own their tensors.
-
-    comm: of all ranks. team: the ranks among which the buffer is divided (see `_team`). chunks, shares: of each of
-    them, its chunk, and the slices of the buffer that its tensors occupy, in order. Both together cover the same
-    elements, each once. Creating it is local.
-    """
-
-    def __init__(
-        self, comm: MPI.Intracomm, team: Sequence[int], chunks: Sequence[slice], shares: Sequence[Sequence[slice]]
-    ) -> None:
-        self._comm, me = comm, team.index(comm.rank)
-        others = [(number, rank) for number, rank in enumerate(team) if number != me]
-        mine, tensors = [chunks[me]], list(shares[me])
-        self._foreign = [(rank, span) for number, rank in others for span in _common(mine, shares[number])]
-        self._missing = [(rank, span) for number, rank in others for span in _common([chunks[number]], tensors)]
-
-    def deliver(self, array: Any) -> None:
-        """After a reduce_scatter of a 1-D array: receive the elements of this rank's tensors, in place. Collective."""
-        self._exchange(array, self._foreign, self._missing, "deliver gradients to the ranks that own their tensors")
-
-    def collect(self, array: Any) -> None:
-        """Before an all_gather: receive the elements of this rank's chunk, in place. Collective."""
-        self._exchange(array, self._missing, self._foreign, "collect updated parameters in chunks")
-
-    def _exchange(
-        self, array: Any, sent: list[tuple[int, slice]], received: list[tuple[int, slice]], what: str
-    ) -> None:
-        if not sent and not received:
-            return
-        on_gpu = gpu.is_gpu_array(array)
-        outgoing = [(rank, array[span].get() if on_gpu else array[span]) for rank, span in sent]
-        incoming = [
-            (rank, np.empty(span.stop - span.start, array.dtype) if on_gpu else array[span]) for rank, span in received
-        ]
-        exchange(self._comm, outgoing, incoming, TAG, what)
-        if on_gpu:
-            for (_, span), (_, host) in zip(received, incoming, strict=True):
-                array[span].set(host)
 
 
 def _common(some: Sequence[slice], others: Sequence[slice]) -> list[slice]:

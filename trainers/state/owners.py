@@ -28,11 +28,13 @@ class Owners:
 
     kind: the update, for checkpoints. any_rank_may_fail: whether the remaining ranks have the complete state, whichever
         rank fails. shares_parameters: whether the ranks of a node share one copy of the parameters.
+    own_part: the part of the parameters that this rank updates; None for all.
     """
 
     kind = "replicated"
     any_rank_may_fail = True
     shares_parameters = False
+    own_part: Slices | None = None
 
     def begin_batch(self) -> None:
         """Called before a batch is computed, because that may change entries of the state (statistics). Local."""
@@ -52,11 +54,6 @@ class Owners:
 
     def share(self) -> None:
         """Give all ranks the parameters that each has updated in a step. Collective."""
-
-    @property
-    def own_part(self) -> Slices | None:
-        """The part of the parameters that this rank updates; None for all."""
-        return None
 
     def share_parameters(self) -> None:
         """Give all ranks the parameters that each rank has in its `own_part`. Collective."""
@@ -112,17 +109,11 @@ class Owners:
         """Call after each rank has changed its state other than by a step; returns when all ranks have. Collective."""
 
 
-EDITED_IN_PLACE = (
-    '{} was edited in place (p.mul_(...), say), and with update="sharded" the parameters of all ranks of a node are '
-    "the same memory, so it may have been edited several times; {}"
-)
-
-
 class NodeMemory:
     """Flat memory that the ranks of each node share, if they together own every element. Creating it is collective.
 
-    comm: of all ranks. owned: the number of elements that this rank owns, of all elements of the buffers. lengths: of
-    the memory, by dtype, perhaps with gaps: `gaps` elements. device: of the parameters, "cpu" or "cuda".
+    comm: of all ranks. owned: the number of elements that this rank owns, of `total`. lengths: of the memory, by dtype,
+    perhaps with gaps. device: of the parameters, "cpu" or "cuda".
 
     arrays: the memory, by dtype; {} if ranks keep memory of their own: on a GPU, where parts are divided among all
         nodes, or where a node lacks room.
@@ -130,15 +121,9 @@ class NodeMemory:
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        comm: MPI.Intracomm,
-        owned: int,
-        lengths: Mapping[str, int],
-        device: str,
-        gaps: int = 0,
+        self, topology: Topology, comm: MPI.Intracomm, owned: int, total: int, lengths: Mapping[str, int], device: str
     ) -> None:
-        node, total = topology.node, sum(lengths.values()) - gaps
+        node = topology.node
         of_node = combine(node, np.array([owned]), "add up the elements that the ranks of a node own")
         whole = on_all(comm, bool(of_node[0] == total), "learn whether each node owns all elements")
         self.tells = not whole or topology.node_index == 0

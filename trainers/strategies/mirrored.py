@@ -145,10 +145,7 @@ class Mirrored(Strategy):
 
     def _effective_copies(self) -> int:
         """Return the number of ranks that keep each slice: 1 instead of 2 if a failure ends the job anyway. Local."""
-        if self._copies == 2 and not outlives_ranks(self):
-            notices.once(self.group.rank, backup.NO_BACKUP)
-            return 1
-        return self._copies
+        return backup.kept_copies(self._copies, self.group.rank, outlives_ranks(self))
 
     def close(self) -> None:
         if self.core is not None:

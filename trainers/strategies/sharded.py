@@ -1,11 +1,7 @@
-"""The sharded update: every rank updates only its own slice of the parameters.
+"""The owners of slices: every rank updates only its own part of the flat parameters of a replica.
 
-reduce_scatter -> the replica's update of a slice -> all_gather of the parameters. If a replica updates whole tensors
-only, a rank has slices that end between tensors, often one, and the elements outside of its chunk of these collectives
-are sent. If the ranks of each node together own the whole buffer, the parameters are in one shared segment per node:
-every rank writes its slice there, and nothing is gathered.
-
-S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
+`trainers.state.sharded` gives all ranks all parameters. If a replica updates whole tensors only, a rank has slices that
+end between tensors, often one, and the elements outside of its chunk of the backend's collectives are sent.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,13 +31,14 @@ from trainers.replica import (
     taken,
 )
 from trainers.state.adopt import Piece, to_root
-from trainers.state.backup import Backup
-from trainers.state.dealing import Share, deal_tensors, joined
-from trainers.state.owners import EDITED_IN_PLACE, NodeMemory
+from trainers.state.dealing import Share, joined, shares_of
+from trainers.state.sharded import Flat, Region, ShardedParameters
 from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.rule import sum_over_ranks
 from trainers.strategies.step import ReducedStep, StepOwners
 from trainers.transforms.clip import sum_of_squares
+
+REMEDY = "load the model again, and edit it by trainer.edit(function)"
 
 
 class SliceOwners(StepOwners):
@@ -55,6 +52,7 @@ class SliceOwners(StepOwners):
     """
 
     kind = "sharded"
+    own_part: Slices
 
     def __init__(self, step: ReducedStep, steps: int, copies: int = 1) -> None:
         super().__init__(step, steps)
@@ -62,33 +60,31 @@ class SliceOwners(StepOwners):
         self._backend, self._buffer = step.backend, step.buffer
         self._length, self._clock = replica.gradient_length, step.clock
         self._messages: MPI.Intracomm | None = None  # between the owners of chunks and those of whole tensors
-        whole = together(comm, lambda: replica.whole_tensors)
-        self._share = self._deal(whole) if whole else Share((self._backend.owned(self._buffer.size),))
+        size, dtype, spans = self._buffer.size, str(replica.gradient_dtype), None
+        if tensors := together(comm, lambda: replica.whole_tensors):
+            # The owner of the last tensor also owns the statistics, metrics and flags.
+            spans = [[*tensors[:-1], slice(tensors[-1].start, size)]]
+            self._messages = self._backend.topology.private()  # the group's communicator is freed before `close`
+        messages = self._messages or comm
+        (self._share,) = shares_of(self._backend, messages, [size], spans, [self._buffer.dtype.itemsize])
         self._owned = joined(self._share.parts) or [slice(0, 0)]  # the slices of the buffer that this rank owns
-        self._part = clipped(as_part(self._owned), 0, self._length)
-        size, dtype = self._buffer.size, str(replica.gradient_dtype)
-        self._node = NodeMemory(self._backend.topology, comm, self._owned_elements, {dtype: size}, replica.device)
-        shared, allocate = self._node.arrays, self._backend.allocate
-        self._array: Any = shared[dtype] if shared else allocate(size, dtype, device=replica.device)
-        self._backup: Backup | None = None
-        self._versions: dict[str, int] = {}  # of the parameters, when the ranks last had the same
+        self.own_part = clipped(as_part(self._owned), 0, self._length)
         self._changing = False  # between `begin_change` and `synchronize_state`
+        region = Region(dtype, 0, size, self._share)
+        self.shards = ShardedParameters(
+            self._backend, comm, [region], self._allocate, replica.device, replica.versions, copies
+        )
+        self.shares_parameters, self.any_rank_may_fail = self.shards.shared, self.shards.backup is not None
+        self._array: Any = self.shards.flats[dtype].array
         try:
             together(comm, self._bind)
-            if copies == 2:
-                owned = [[each.start, each.stop] for each in self._owned]
-                self._backup = Backup(comm, self._backend.topology.node_index, owned)
         except Exception:
             self._free()
             raise
         self.synchronize_state()
 
-    def _deal(self, tensors: tuple[slice, ...]) -> Share:
-        """Return the whole tensors that this rank owns. The owner of the last one also owns the statistics, metrics and
-        flags. Collective."""
-        spans = [*tensors[:-1], slice(tensors[-1].start, self._buffer.size)]
-        self._messages = self._backend.topology.private()  # the group's communicator is freed before `close`
-        return deal_tensors(self._backend, self._messages, [spans], [self._buffer.dtype.itemsize])[0]
+    def _allocate(self, length: int, dtype: str, *, shared: Any) -> Flat:
+        return Flat(self._step.allocate(length, dtype) if shared is None else shared)
 
     def _bind(self) -> None:
         check_divisible(self._replica, whole=True)
@@ -102,33 +98,25 @@ class SliceOwners(StepOwners):
             yield
         self._clock.stop()
 
-    @property
-    def _owned_elements(self) -> int:
-        return sum(each.stop - each.start for each in self._owned)
-
-    @property
-    def any_rank_may_fail(self) -> bool:  # type: ignore[override]
-        return self._backup is not None
-
     def begin_batch(self) -> None:
         """Back up the arrays that have no slices, because computing a batch may change them (statistics). Local."""
-        if self._backup is not None:
+        if self.shards.backup is not None:
             without = ("parameters", *sliced_entries(self._replica))
-            self._backup.save_rest(partial(snapshot_of, self._replica, without=without))
+            self.shards.backup.save_rest(partial(snapshot_of, self._replica, without=without))
 
     def reduce(self) -> None:
         self._changing = False
         self._step.reduce("reduce_scatter")
-        if self._share.transfer is not None:
+        if self._share.sends:
             with self._communicating():
                 self._share.deliver(self._buffer)
-        self._step.tell(as_part(self._owned) if self._node.tells else slice(0, 0))
+        self._step.tell(as_part(self._owned) if self.shards.tells else slice(0, 0))
 
     def squares(self) -> Any:
         step = self._step
         if not step.scatters:
             return super().squares()
-        own = sum(map(sum_of_squares, step.trained(self._part))) if self._node.tells else 0.0
+        own = sum(map(sum_of_squares, step.trained(self.own_part))) if self.shards.tells else 0.0
         self._clock.start()
         squares = sum_over_ranks(self._comm, own)
         self._clock.stop()
@@ -138,31 +126,22 @@ class SliceOwners(StepOwners):
         self.share_parameters()
         self._back_up(self._steps)
 
-    @property
-    def own_part(self) -> Slices | None:
-        return self._part
-
     def share_parameters(self) -> None:
         """Gather the parameters that each rank has in its slice, or wait for the ranks of the node. Collective."""
-        if self._node.arrays:
-            with self._communicating():
-                self.fence()
-        else:
-            if self._share.transfer is not None:
-                with self._communicating():
-                    self._share.collect(self._array)
-            self._step.run("all_gather", self._array)
+        with self._communicating():
+            self.shards.share()
+        self.shards.accept_edits()
         self._replica.refresh()
 
     def _back_up(self, step: int) -> None:
         """Exchange backups of the slices after step `step`, if this update keeps backups. Collective."""
-        if self._backup is not None:
+        if self.shards.backup is not None:
             with self._communicating():
-                self._backup.keep(step, self._slices, {"parameters": self._array})
+                self.shards.backup.keep(step, self._slices, {"parameters": self._array})
 
     def _slices(self, memory: dict[str, np.ndarray]) -> list[Piece]:
         """Return copies of the slices that this rank owns, in `memory`; see `snapshot_of`. Local."""
-        held = {name: elements_of(self._replica, name, self._part) for name in sliced_entries(self._replica)}
+        held = {name: elements_of(self._replica, name, self.own_part) for name in sliced_entries(self._replica)}
         held["parameters"] = taken(self._array, as_part(self._owned))
         held, pieces, start, first = copied(held, memory), [], 0, 0
         for own in self._owned:
@@ -177,14 +156,13 @@ class SliceOwners(StepOwners):
 
     def set_steps(self, steps: int) -> None:
         self._steps = steps
-        if self._backup is not None:
-            self._backup.extend(steps)
+        self.shards.extend(steps)
 
     def pieces(self) -> list[Piece]:
         """As StepOwners.pieces: copies of this rank's slices, and the backups. Local."""
-        if self._backup is not None:
-            return self._backup.pieces([] if self._changing else self._own())
-        return self._own() if self._owned_elements else []
+        if self.shards.backup is not None:
+            return self.shards.backup.pieces([] if self._changing else self._own())
+        return self._own() if self._owned[0] != slice(0, 0) else []
 
     def _own(self) -> list[Piece]:
         """Return copies of this rank's slices, and of the arrays that have no slices. Local."""
@@ -193,17 +171,6 @@ class SliceOwners(StepOwners):
         rest = snapshot_of(self._replica, {}, without=("parameters", *sliced_entries(self._replica)))
         return [each._replace(rest=rest) for each in self._slices({})]
 
-    def fence(self) -> None:
-        """Wait until all ranks of the node have finished writing to the shared segment, and see all writes. Collective
-        over the node."""
-        if self._node.arrays:
-            self._node.fence()
-            self._versions = self._edits()
-
-    def _edits(self) -> dict[str, int]:
-        """Return how often each parameter was edited in place; {} if that can't be known. Local."""
-        return dict(self._replica.versions()) if self._replica.versions else {}
-
     def begin_change(self) -> None:
         """As Owners.begin_change: other ranks may write into the shared segment before this rank does."""
         self.begin_batch()
@@ -211,28 +178,21 @@ class SliceOwners(StepOwners):
 
     def synchronize_state(self) -> None:
         """As Owners.synchronize_state: wait for the ranks of the node, then back up the slices. Collective."""
-        self.fence()
+        self.shards.fence()
+        self.shards.accept_edits()
         self._since = self._steps
         self._back_up(self._steps)
         self._changing = False
 
-    @property
-    def shares_parameters(self) -> bool:  # type: ignore[override]
-        """Whether the ranks of a node share one copy of the parameters."""
-        return bool(self._node.arrays)
-
     def check_edits(self) -> None:
         """Raise ArgumentError, on this rank only, if parameters that ranks share were edited in place. Local."""
-        if not self._node.arrays or not self._versions:
-            return
-        if name := next((name for name, edits in self._edits().items() if edits != self._versions.get(name)), ""):
-            remedy = "load the model again, and edit it by trainer.edit(function)"
-            raise ArgumentError(EDITED_IN_PLACE.format(name, remedy))
+        if text := self.shards.edit_error(REMEDY):
+            raise ArgumentError(text)
 
     def not_replicated(self) -> dict[str, str]:
         """As Owners.not_replicated."""
         reasons = dict.fromkeys(sliced_entries(self._replica), "each rank holds only its own slice")
-        if self._node.arrays and self._backend.topology.nodes == 1:
+        if self.shards.one_copy:
             reasons["parameters"] = "the ranks share one copy"
         return reasons
 
@@ -245,7 +205,7 @@ class SliceOwners(StepOwners):
             fits = array.dtype == self._buffer.dtype and not gpu.is_gpu_array(self._buffer)
             zeros = partial(np.zeros, self._buffer.size, array.dtype)
             gathered = self._buffer if fits else together(world, zeros)
-            for part in slices_of(clipped(self._part, 0, array.size)):
+            for part in slices_of(clipped(self.own_part, 0, array.size)):
                 gathered[part] = array[part]
             self._share.collect(gathered)
             self._backend.all_gather(gathered)
@@ -258,13 +218,13 @@ class SliceOwners(StepOwners):
         state = together(self._comm, lambda: snapshot_of(replica, memory, without=names) if wanted else {})
         for name in names:
             own = together(self._comm, partial(self._elements, name, memory, state))
-            to_root(self._comm, own, slices_of(clipped(self._part, 0, replica.parameter_count)), state.get(name))
+            to_root(self._comm, own, slices_of(clipped(self.own_part, 0, replica.parameter_count)), state.get(name))
         return state
 
     def _elements(self, name: str, memory: dict[str, np.ndarray], state: dict[str, np.ndarray]) -> np.ndarray:
         """Return this rank's part of an entry. If `state` holds the parameters, add memory for the whole entry to it.
         Local."""
-        own = elements_of(self._replica, name, self._part)
+        own = elements_of(self._replica, name, self.own_part)
         if "parameters" in state:
             state[name] = reserved(memory, name, state["parameters"].shape, own.dtype)
         return own
@@ -272,7 +232,7 @@ class SliceOwners(StepOwners):
     def close(self) -> None:
         """As StepOwners.close; frees the shared segment. Collective."""
         state = self.gather_state(self._replica.state())
-        self._leave()
+        bind_own(self._replica)
         self._replica.load_state(state)
         del state  # may hold views of the segment
         if self._messages is not None:
@@ -281,16 +241,11 @@ class SliceOwners(StepOwners):
 
     def abandon(self) -> None:
         """Move the replica's parameters into memory of its own, without gathering the slices of other ranks. Local."""
-        self._leave()
-        self._array, self._buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
-        self._node.free()
-        self._backup, self._messages, self._share = None, None, Share(())
-
-    def _leave(self) -> None:
-        """Move the replica's parameters into memory of its own. Local."""
         bind_own(self._replica)
+        self._free()
 
     def _free(self) -> None:
-        """Drop the parameters' memory. Local."""
-        self._array = np.empty(0, np.uint8)
-        self._node.free()
+        """Drop the memory, and what leads to other ranks. Local."""
+        self._array, self._buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
+        self._messages, self._share = None, Share([])
+        self.shards.free()

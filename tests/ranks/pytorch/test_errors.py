@@ -60,7 +60,7 @@ def test_memory_that_one_node_can_not_have(
     model, plain = model_of(3, 2), model_of(3, 2)
     plain.load_state_dict({name: world.bcast(each) for name, each in model.state_dict().items()})
     with MirroredOptimizer(sgd(model), model, topology=topology_of(1), update="sharded") as optimizer:
-        assert not optimizer._parts.owners.placement.shares_memory
+        assert not optimizer._parts.owners.shards.shared
         for each, step in ((model, optimizer.step), (plain, sgd(plain).step)):
             backward(each)
             step()

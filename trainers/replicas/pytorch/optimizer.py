@@ -25,8 +25,9 @@ from trainers.replicas.pytorch.division import (
     TENSORWISE,
     Trial,
     division_of,
-    hyperparameters,
     optimizer_like,
+    optimizer_on,
+    step_like,
 )
 from trainers.replicas.pytorch.fused import Kernels
 from trainers.replicas.pytorch.tensors import host_view
@@ -96,10 +97,7 @@ class TorchOptimizer(FlatOptimizer):
         if part is None:
             self._user.step()
             return
-        for own, group in zip(self._own.param_groups, self._user.param_groups, strict=True):
-            own.update(hyperparameters(group))  # schedulers change the user's groups
-        self._own.step()
-        vars(self._user)["_opt_called"] = True  # otherwise schedulers warn that it was never called
+        step_like(self._user, self._own)
 
     @contextmanager
     def _without(self, still: np.ndarray) -> Iterator[None]:
@@ -181,12 +179,7 @@ class TorchOptimizer(FlatOptimizer):
             blocks[0] if blocks else first for blocks, first in zip(self._blocks, self._firsts, strict=True)
         ]
         pairs = zip(self._trained, self._blocks, self._firsts, strict=True)
-        blocks_of = {id(parameter): blocks or [first] for parameter, blocks, first in pairs}
-        groups = (
-            [block for each in group["params"] for block in blocks_of.get(id(each), [])]
-            for group in self._user.param_groups
-        )
-        self._own = optimizer_like(self._user, groups)
+        self._own = optimizer_on(self._user, {id(parameter): blocks or [first] for parameter, blocks, first in pairs})
 
     def _take_slices(self, parameters: Tensor, part: slice) -> None:
         """Make the blocks of a slice that may begin and end inside of tensors."""

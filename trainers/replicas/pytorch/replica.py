@@ -1,7 +1,6 @@
 """TorchReplica: any PyTorch module as a replica for the trainers. No MPI."""
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,8 @@ from trainers.replicas.mean_of_rows import check_mean_of_rows
 from trainers.replicas.pytorch import devices, graphs, row_losses
 from trainers.replicas.pytorch.division import foreign_error
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
-from trainers.replicas.pytorch.tensors import DTYPES, TORCH, as_tensor, from_array, host_view, views
+from trainers.replicas.pytorch.tensors import DTYPES, TORCH, Placed, as_tensor, from_array, host_view, version_of, views
 
-changes_of = attrgetter("_version")  # how often a tensor was changed in place; not public in PyTorch
 HYPERPARAMETER = "hyperparameter."  # prefix of the hyperparameters' names in the state
 Metric = Callable[[Tensor, Tensor], Tensor]
 
@@ -103,8 +101,8 @@ class TorchReplica(FlatReplica):
         self.counts, self._classes = row_losses.counts(loss), 0  # 0: not known before the first output
         self.optional, self._compared = len(self._trained), False  # whether the loss of parts of a batch was compared
         self.unused = self.still = np.zeros(self.optional, bool)
-        self._parameters: Tensor | None = None  # the memory of `bind`, and the view of each parameter there
-        self._parameter_views: list[Tensor] = []
+        self._parameters: Tensor | None = None  # the memory of `bind`, and the parameters there
+        self._placed = Placed([], [])
         self._use(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._device.device))
 
     # Methods of Replica
@@ -120,9 +118,8 @@ class TorchReplica(FlatReplica):
     @torch.no_grad()
     def _leave(self) -> None:
         with self._device.ordered_with_cupy():
-            for parameter in self._trained:
-                parameter.data = parameter.data.clone()
-        self._parameters, self._parameter_views = None, []
+            self._placed.leave()
+        self._parameters, self._placed = None, Placed([], [])
 
     def _use(self, buffer: Tensor) -> None:
         self._buffer = buffer
@@ -133,10 +130,10 @@ class TorchReplica(FlatReplica):
         """Make the parameters views of `flat`, which has their values."""
         self._parameters = flat
         pieces = flat[: self._length].split([each.numel() for each in self._trained])
-        self._parameter_views = [piece.view(each.shape) for each, piece in zip(self._trained, pieces, strict=True)]
+        own = [piece.view(each.shape) for each, piece in zip(self._trained, pieces, strict=True)]
+        self._placed = Placed(self._trained, own)
         with self._device.ordered_with_cupy():  # CuPy may reuse freed memory at once
-            for parameter, view in zip(self._trained, self._parameter_views, strict=True):
-                parameter.data = view
+            self._placed.enter(copies=False)
             self._store_statistics()
 
     def gradients(self, x: Tree, y: Tree, share: float, weights: np.ndarray | None = None) -> Any:
@@ -206,7 +203,7 @@ class TorchReplica(FlatReplica):
             self._load_statistics(self._parameters)
 
     def versions(self) -> Mapping[str, int]:
-        return {name: changes_of(each) for name, each in self._named_parameters()}  # frozen ones are no rank's alone
+        return {name: version_of(each) for name, each in self._named_parameters()}  # frozen ones are no rank's alone
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the trained parameters by their names in the module."""
@@ -381,8 +378,7 @@ class TorchReplica(FlatReplica):
 
     def _replaced(self) -> bool:
         """Return whether a parameter's .data was replaced since the parameters were bound."""
-        pairs = zip(self._trained, self._parameter_views, strict=True)
-        return any(each.data_ptr() != view.data_ptr() for each, view in pairs)
+        return bool(self._placed.left())
 
     def _load_statistics(self, flat: Tensor) -> None:
         """Copy the running means and variances from the end of `flat` (gradients or parameters) into the module."""

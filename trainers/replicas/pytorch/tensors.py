@@ -1,5 +1,7 @@
 """Conversions between PyTorch tensors and NumPy arrays, without a copy where possible."""
 
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,10 @@ DTYPES = {
 """The dtypes of parameters that can be averaged, with their names in `allreduce`."""
 
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+# How often a tensor was edited in place. PyTorch has no public name for it.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 def as_tensor(array: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -73,6 +79,33 @@ def views(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
         found.append(shaped(flat, start, each))
         start += each.numel()
     return found
+
+
+class Placed:
+    """Parameters in flat memory, and a check that they stay there. views: of the memory, one for each. Local."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], views: list[torch.Tensor]) -> None:
+        self._parameters, self.views = list(parameters), views
+        self._addresses = [view.data_ptr() for view in views]
+
+    @torch.no_grad()
+    def enter(self, copies: bool) -> None:
+        """Make the parameters views of the memory. copies: copy their values there first."""
+        for parameter, view in zip(self._parameters, self.views, strict=True):
+            if copies and parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter)
+            parameter.data = view
+
+    def leave(self) -> None:
+        """Move the parameters that are still there into memory of their own."""
+        for parameter, address in zip(self._parameters, self._addresses, strict=True):
+            if parameter.data_ptr() == address:
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    def left(self) -> list[int]:
+        """Return the numbers of the parameters that left the memory (`p.data = ...`, `model.double()`)."""
+        pairs = enumerate(zip(self._parameters, self._addresses, strict=True))
+        return [number for number, (parameter, address) in pairs if parameter.data_ptr() != address]
 
 
 def from_array(array: np.ndarray) -> torch.Tensor:

@@ -258,7 +258,7 @@ class ServerStrategy(Strategy, Owners):
         return self
 
     @property
-    def own_part(self) -> Slices | None:
+    def own_part(self) -> Slices | None:  # type: ignore[override]
         return slice(0, 0) if self._shard is None else self._shard.part
 
     def share_parameters(self) -> None:

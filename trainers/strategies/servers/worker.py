@@ -101,7 +101,7 @@ class WorkerRanks:
         self._gradients = self._backend.allocate(length, dtype, device="cpu")
         self._sum = self._backend.bind(self._gradients, "sum")
         owned, name = length if self.leads else 0, str(dtype)
-        self._node = NodeMemory(self._topology, self._comm, owned, {name: length}, "cpu")
+        self._node = NodeMemory(self._topology, self._comm, owned, length, {name: length}, "cpu")
         self._parameters = self._node.arrays[name] if self._node.arrays else np.zeros(length, dtype)
         return self._gradients, self._parameters
 

@@ -1,0 +1,165 @@
+"""ShardedParameters: parameters of which every rank updates its own parts, and all ranks read everything (ZeRO-1).
+
+reduce_scatter -> every rank updates its parts -> `ShardedParameters.share`. It serves trainers and MirroredOptimizer.
+
+S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion parameter models, 2020 (stage 1).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from allreduce.backend import AllReduce
+from trainers.state.backup import Backup
+from trainers.state.dealing import Share
+from trainers.state.owners import NodeMemory
+
+EDITED_IN_PLACE = (
+    '{} was edited in place (p.mul_(...), say), and with update="sharded" the parameters of all ranks of a node are '
+    "the same memory, so it may have been edited several times; {}"
+)
+ALL = (slice(None),)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A part of flat memory.
+
+    array: the NumPy or CuPy array that the backend works on. tensor: the framework's tensor of the same memory, if it
+        has one; if the model is on a GPU and the backend works on the host, GPU memory that is copied to and from
+        `array`. staged: in that case `array` as a tensor, else None. alone: there is only one rank, so nothing is
+        copied.
+    """
+
+    array: Any
+    tensor: Any = None
+    staged: Any = None
+    alone: bool = field(default=False, kw_only=True)
+
+    def part(self, start: int, stop: int) -> "Flat":
+        tensor, staged = (None if each is None else each[start:stop] for each in (self.tensor, self.staged))
+        return Flat(self.array[start:stop], tensor, staged, alone=self.alone)
+
+    def run_on_array(
+        self, work: Callable[[], object], reads: Sequence[slice] = ALL, writes: Sequence[slice] = ALL
+    ) -> None:
+        """Call `work`, which reads and writes these elements of `array`; copy them from and to the GPU where needed."""
+        if self.staged is None or self.alone:
+            work()
+            return
+        for span in reads:
+            self.staged[span].copy_(self.tensor[span])
+        work()
+        for span in writes:
+            self.tensor[span].copy_(self.staged[span])
+
+    def fetched(self) -> Any:
+        """Return `array` after copying the values of `tensor` to it, where these are separate."""
+        if self.staged is not None:
+            self.staged.copy_(self.tensor)
+        return self.array
+
+    def gather(self, share: Share, all_gather: Callable[[], object]) -> None:
+        """Gather the parts that the ranks own of this memory. Collective. share: this rank's. all_gather: gathers the
+        chunks of `array`."""
+
+        def work() -> None:
+            share.collect(self.array)
+            all_gather()
+
+        self.run_on_array(work, reads=share.parts)
+
+
+class Region(NamedTuple):
+    """Elements [start, stop) of the flat memory of a dtype, and the share of them that this rank updates."""
+
+    dtype: str
+    start: int
+    stop: int
+    share: Share
+
+
+class ShardedParameters:
+    """Flat parameters in regions, each divided among the ranks.
+
+    If the ranks of each node together own every element, they share one memory: each rank writes its parts, and reads
+    all. Otherwise, on a GPU, and where a node lacks room, each rank has memory of its own, and the parts are gathered.
+
+    backend: reduces the gradients, which are laid out alike, and gathers. comm: of all ranks. regions: in order,
+    perhaps with gaps. allocate: allocate(length, dtype, shared=array) returns a Flat, of new memory if the array is
+    None. device: "cpu" or "cuda". versions: returns how often each parameter was edited in place, by name; or None.
+    copies: 2 to keep each part on another rank too. The constructor is collective.
+
+    flats: the memory, by dtype. shared: whether the ranks of a node share it. one_copy: whether all ranks do, so that
+        parameters can't differ. tells: whether this rank is to send facts about its parts; if not, a rank of node 0
+        owns the same elements. backup: if copies are kept.
+    """
+
+    def __init__(
+        self,
+        backend: AllReduce,
+        comm: MPI.Intracomm,
+        regions: Sequence[Region],
+        allocate: Callable[..., Flat],
+        device: str,
+        versions: Callable[[], Mapping[str, int]] | None,
+        copies: int,
+    ) -> None:
+        topology, lengths = backend.topology, {each.dtype: each.stop for each in regions}
+        starts = list(accumulate((each.stop - each.start for each in regions), initial=0))
+        pairs = zip(starts, regions, strict=False)
+        parts = [[first + part.start, first + part.stop] for first, each in pairs for part in each.share.parts]
+        owned = sum(stop - start for start, stop in parts)
+        self._node = NodeMemory(topology, comm, owned, starts[-1], lengths, device)
+        self.tells, self.shared = self._node.tells, bool(self._node.arrays)
+        self.one_copy = self.shared and topology.nodes == 1
+        self._versions = versions if self.shared and topology.node_size > 1 else None
+        self._accepted: Mapping[str, int] = {}
+        shared = self._node.arrays
+        self.flats = {each: allocate(length, each, shared=shared.get(each)) for each, length in lengths.items()}
+        self._gathers = [] if self.shared else [self._gather_of(backend, each) for each in regions]
+        self.backup = Backup(comm, topology.node_index, parts) if copies == 2 else None
+
+    def _gather_of(self, backend: AllReduce, region: Region) -> Callable[[], None]:
+        """Return a function that gathers a region from the ranks that own its parts. Collective."""
+        memory = self.flats[region.dtype].part(region.start, region.stop)
+        return partial(memory.gather, region.share, backend.bind(memory.array, kind="all_gather"))
+
+    def share(self) -> None:
+        """Give all ranks the parts that each rank has updated. Collective."""
+        self.fence()
+        for gather in self._gathers:
+            gather()
+
+    def fence(self) -> None:
+        """Wait until all ranks of a node that share memory have finished writing, and see all writes. Collective over
+        the node."""
+        self._node.fence()
+
+    def accept_edits(self, *_: object) -> None:
+        """Accept all edits of parameters until now. Local.
+
+        Also a hook of a module's load_state_dict(), which writes the same values on every rank of a node.
+        """
+        self._accepted = {} if self._versions is None else dict(self._versions())
+
+    def edit_error(self, remedy: str) -> str:
+        """Return as text that this rank has edited a parameter in place that other ranks may edit too; "" if it has
+        not. Local."""
+        now = {} if self._versions is None else self._versions()
+        name = next((name for name, edits in now.items() if edits != self._accepted.get(name)), "")
+        return EDITED_IN_PLACE.format(name, remedy) if name else ""
+
+    def extend(self, step: int) -> None:
+        """Take note that nothing was updated until step `step`. Local."""
+        if self.backup is not None:
+            self.backup.extend(step)
+
+    def free(self) -> None:
+        """Drop the memory, but not the backups. Local."""
+        self.flats, self._gathers, self._versions = {}, [], None
+        self._node.free()
