@@ -10,6 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,7 +154,44 @@ def weights_error(weights: np.ndarray) -> str:
     return ""
 
 
-class Arrays:
+class NumberedRows(ABC):
+    """Rows that are read by their numbers.
+
+    checked: whether all rows could be checked before the training. settings: those that decide which rows are in which
+    batch, besides their number. first: the first rows, or a few rows; None if they are not known before a batch is.
+    """
+
+    checked = False
+    first: Data | None = None
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of rows of all ranks."""
+
+    @abstractmethod
+    def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
+        """Return these rows. Raises DataError. seeds: see Samples.take."""
+
+    def reader(self, most: int, sets: int) -> Callable[[np.ndarray], Data]:
+        """Return a function like `take`, whose results may be overwritten after `sets` calls, each of at most `most`
+        rows."""
+        return self.take
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        """Return the order in which an epoch visits the rows, the same on all ranks."""
+        return order(len(self), seed, epoch, shuffle)
+
+    def mine(self, batch: np.ndarray, part: int | None, parts: int, micro_batch: int | None = None) -> np.ndarray:
+        """Return the numbers of a batch's rows that a part gets."""
+        return batch[divided(batch.size, part, parts, micro_batch)]
+
+    def fingerprint(self) -> "Fingerprint":
+        """Return the fingerprint of the rows, of which some are read; {} if they have none. Raises DataError."""
+        return {}
+
+
+class Arrays(NumberedRows):
     """Rows in memory, or in memory maps. data: (x, y) or (x, y, weights); or (x,), for a prediction.
 
     As text it has a checksum of the first and the last row, by which ranks compare their rows. Raises ArgumentError.
@@ -164,7 +202,7 @@ class Arrays:
     def __init__(self, data: Data) -> None:
         if wrong := rows_error(data):
             raise ArgumentError(wrong)
-        self.data = data
+        self.data = self.first = data
         if len(data) > 1 and not len(self):
             raise ArgumentError("there are no samples: x and y are empty")
 
@@ -176,16 +214,17 @@ class Arrays:
             f"{name} {array.dtype}{list(array.shape)} {_ends_of(array)}" for name, array in named(self.data)
         )
 
-    @property
-    def first(self) -> Data:
-        return self.data
+    def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
+        return mapped(lambda array: array[rows], self.data)
+
+    def reader(self, most: int, sets: int) -> Callable[[np.ndarray], Data]:
+        return _Buffers(self.data, most, sets).take
 
     def part(self, rows: slice) -> Data:
         """Return these rows, views."""
         return sliced(self.data, rows)
 
     def fingerprint(self) -> "Fingerprint":
-        """The fingerprint of the rows, of which some are read."""
         rows = _sampled(len(self), OF_ARRAYS)
         return {name: _described(array[rows]) for name, array in named(self.data)}
 
@@ -196,7 +235,7 @@ def _ends_of(array: np.ndarray) -> str:
     return f"#{zlib.crc32(np.ascontiguousarray(array[[0, -1]]).tobytes()):08x}"
 
 
-class Samples:
+class Samples(NumberedRows):
     """A data set whose rows are fetched when they are needed.
 
     data: len(data) is the number of rows, and data[i] is row i, a pair (x, y) or a triple (x, y, weight). x and y are
@@ -210,7 +249,7 @@ class Samples:
     collate: as given. first: a few rows.
     """
 
-    checked = False
+    first: Data
 
     def __init__(self, data: Any, collate: Collate | None = None) -> None:
         self.name = type(data).__name__
@@ -427,39 +466,48 @@ class Cursor(NamedTuple):
 class BatchSource(ABC):
     """Gives one rank its share of every global batch, epoch by epoch.
 
-    steps, rows: the batches of the current epoch, and their rows; of a stream those that the ranks know of so far.
+    steps: the batches of the current epoch; of a stream those that the ranks know of so far.
     batch_size: the rows of the largest batch; of a stream those of the newest batch that the ranks know of.
     streams: whether the number of batches is not known before they are read. The ranks then learn the rows of the next
         batch with each step: every rank calls `begin`, then `peek` during each step and `learn` after it.
     coming: the rows of the next batch on this rank, if it streams; else 0.
+    divided: whether each rank has other rows, if this is a stream.
     planned: the batches in an epoch; None if that is not known. length: that number, or the greatest len() of the
         ranks' loaders, which may be more than they bring; None if one of them has none.
     seen: by its step, the rows and a checksum of each batch of the epoch that this rank has read from a stream; 0 rows
         after the end. No checksum (0) if each rank has other rows.
     how_resumed: how this rank continues after `seek`, as text; "" if there is nothing to say.
     checked: whether all rows could be checked before the training. ahead: how many batches may be fetched in advance.
+
+    part: that this rank gets, of `parts` parts of every batch; None for shares without rows.
+    micro_batch: a rank gets whole micro-batches of this number of rows, the last one of a batch perhaps shorter. None:
+        a rank gets any rows. seed: of the random numbers of micro-batches.
+    weigh: weighs rows by their class; as text it is one of the settings.
     """
 
-    streams = False
-    coming = 0
-    checked = False
+    streams = divided = checked = False
+    coming = ahead = 0
     how_resumed = ""
-    ahead = 0
     batch_size: int
+    length: int | None
 
-    def __init__(self, sizes: Sequence[int], part: int | None, parts: int) -> None:
+    def __init__(
+        self,
+        sizes: list[int],
+        part: int | None,
+        parts: int,
+        seed: int = 0,
+        micro_batch: int | None = None,
+        weigh: Callable[[Data], Data] | None = None,
+    ) -> None:
         self._sizes = sizes  # rows of the epoch's global batches
+        self._seed, self._micro_batch, self._weigh = seed, micro_batch, weigh
         self.seen: dict[int, tuple[int, int]] = {}
-        self.length = self.planned
         self.set_part(part, parts)
 
     @property
     def steps(self) -> int:
         return len(self._sizes)
-
-    @property
-    def rows(self) -> int:
-        return sum(self._sizes)
 
     def sizes(self) -> np.ndarray:
         """The rows of each of the `steps` global batches."""
@@ -470,28 +518,14 @@ class BatchSource(ABC):
         return self.steps
 
     @property
-    @abstractmethod
     def settings(self) -> dict[str, Any]:
         """The settings that decide which rows are in which batch."""
-
-    def fingerprint(self) -> Fingerprint:
-        """The fingerprint of the data; {} if it has none. Raises DataError."""
-        return {}
-
-    def first(self) -> Data | None:
-        """Return the first batch, or a few rows; None if this rank has none. Local. Raises DataError."""
-        return None
-
-    def meet(self, values: Callable[[Any, str], list[Any]]) -> None:  # noqa: B027
-        """Compare the first batches of all ranks, if no rank has all rows. Raises an error of the same type and text on
-        all ranks. Collective. values: returns the value of every rank; see RankGroup.values."""
+        found: dict[str, Any] = {"class_weight": None if self._weigh is None else str(self._weigh)}
+        return found if self._micro_batch is None else found | {"micro_batch": int(self._micro_batch)}
 
     def set_part(self, part: int | None, parts: int) -> None:
         """Set the number of parts of every batch, and the part that this rank gets."""
         self._part, self._parts = part, parts
-
-    def lose_ranks(self) -> None:  # noqa: B027
-        """Warn if the rows of failed ranks are lost. Called on rank 0."""
 
     def total(self, epoch: int, step: int) -> int:
         """The number of steps from the beginning of the training to `step` of `epoch`."""
@@ -506,11 +540,41 @@ class BatchSource(ABC):
     @abstractmethod
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
         """Return part `part` of batch `step` of an epoch. parts: the number of parts of the batch; None: that of
-        `set_part`. Raises DataError."""
+        `set_part`. Of a stream whose global batch the ranks do not know yet, `rows` and `share` of the result are the
+        rows of this rank. Raises DataError."""
+
+    def seeds(self, epoch: int, step: int, rows: int, part: int | None) -> tuple[int, ...]:
+        """Return a seed for each micro-batch in this part of a batch of `rows` rows; () without micro-batches."""
+        if self._micro_batch is None:
+            return ()
+        span = divided(rows, part, self._parts, self._micro_batch)
+        numbers = range(*(-(-end // self._micro_batch) for end in (span.start, span.stop)))
+        return tuple(seed_of(self._seed, epoch, step, number) for number in numbers)
 
     def part_rows(self, step: int, part: int, parts: int) -> int:
-        """Return the number of rows of part `part` of `parts` of batch `step`, of any epoch. Not of a stream. Local."""
+        """Return the number of rows of part `part` of `parts` of batch `step`, the same in every epoch. Local."""
         raise NotImplementedError("nobody knows the rows of a stream's parts before they are read")
+
+    def tell(self, epoch: int, step: int) -> Cursor:
+        """Return the place of batch `step` of `epoch`: of the current one, or of the first one of the next. Local."""
+        return Cursor(epoch, step, self.total(epoch, step), {}, {})
+
+    # A source whose ranks read batches of their own has more to do here
+
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the data; {} if it has none. Raises DataError."""
+        return {}
+
+    @abstractmethod
+    def first(self) -> Data | None:
+        """Return the first batch, or a few rows; None if this rank has none. Local. Raises DataError."""
+
+    def meet(self, values: Callable[[Any, str], list[Any]]) -> None:  # noqa: B027
+        """Compare the first batches of all ranks, if no rank has all rows. Raises an error of the same type and text on
+        all ranks. Collective. values: returns the value of every rank; see RankGroup.values."""
+
+    def lose_ranks(self) -> None:  # noqa: B027
+        """Warn if the rows of failed ranks are lost. Called on rank 0."""
 
     def begin(self, epoch: int, step: int) -> int:
         """Go to batch `step` of `epoch`; returns its rows on this rank. Local. Raises DataError."""
@@ -521,30 +585,6 @@ class BatchSource(ABC):
 
     def learn(self, step: int, rows: int) -> None:  # noqa: B027
         """Take the rows of batch `step` on all ranks; 0 if there is none. Local, the same on all ranks."""
-
-    @property
-    def divided(self) -> bool:
-        """Whether each rank has other rows, if this is a stream."""
-        return False
-
-    def part_of(self, step: int, part: int | None) -> Batch | None:
-        """Return part `part` of this rank's batch `step` of a stream; None if the stream has ended on this rank. `rows`
-        are those of the batch. Local. Raises DataError."""
-        raise NotImplementedError("only a stream has parts of its own")
-
-    def finish(self, steps: int) -> None:  # noqa: B027
-        """Read the rest of an epoch of `steps` batches, if all ranks have the same batches. Local. Raises DataError."""
-
-    def empty(self, epoch: int) -> DataError:
-        """Return the error if no rank has a batch in an epoch of a stream."""
-        return DataError(
-            f"no rank's loader gives a batch in epoch {epoch + 1}: it has no rows, or is an iterator that has ended. "
-            "Give a loader that can be iterated in every epoch, or an endless one and its steps"
-        )
-
-    def tell(self, epoch: int, step: int) -> Cursor:
-        """Return the place of batch `step` of `epoch`: of the current one, or of the first one of the next. Local."""
-        return Cursor(epoch, step, self.total(epoch, step), {}, {})
 
     def seek(self, cursor: Cursor) -> None:  # noqa: B027
         """Go on at a place. Without this rank's own arrays a loader is read again up to there. Local. Raises
@@ -558,24 +598,15 @@ class BatchSource(ABC):
         """Stop reading. Local."""
 
 
-def batch_sizes(rows: int, batch_size: int) -> list[int]:
-    """Return the number of rows of each batch of an epoch: `batch_size`, and in the last one the rows that remain."""
-    return [min(batch_size, rows - start) for start in range(0, rows, batch_size)]
-
-
 class Batches(BatchSource):
-    """The batches of rows that all ranks have.
+    """The batches of rows that are read by their numbers.
 
-    x, y: the whole data, trees that are the same on every rank (memory maps will do); or `Samples` or `Arrays`, and
-        None.
+    x, y: the whole data, trees that are the same on every rank (memory maps will do); or NumberedRows, and None.
     batch_size: rows in a global batch.
-    parts: the number of parts of every batch. part: the part that this rank gets; None for shares without rows.
-    micro_batch: a rank gets whole micro-batches of this number of rows, the last one of a batch perhaps shorter. None:
-        a rank gets any rows.
     ahead: how many batches may be fetched in advance; the arrays of a batch stay valid while these are fetched.
-    weights: of all rows; None for none. weigh: weighs the rows of `Samples` by their class; as text it is one of the
-        settings. With micro-batches, the random numbers that a data set draws for a row follow from the row and the
-        epoch (see Samples.take).
+    part, parts, seed, micro_batch, weigh: see BatchSource. seed, shuffle: of the order of the rows. Of arrays the
+        weights are known before, so `weigh` weighs the rows of data sets. With micro-batches, the random numbers that a
+        data set draws for a row follow from the row and the epoch (see Samples.take).
     """
 
     def __init__(
@@ -589,78 +620,78 @@ class Batches(BatchSource):
         shuffle: bool = True,
         ahead: int = 0,
         micro_batch: int | None = None,
-        weights: np.ndarray | None = None,
         weigh: Callable[[Data], Data] | None = None,
     ) -> None:
-        given = x if y is None else Arrays((x, y) if weights is None else (x, y, weights))
-        self._data: Arrays | Samples = given
-        self.checked, self._count = given.checked, len(given)
-        self.batch_size, self.ahead = min(int(batch_size), self._count), ahead
-        self._seed, self._shuffle, self._micro_batch = seed, shuffle, micro_batch
-        self._weigh = weigh
+        self._rows: NumberedRows = x if y is None else Arrays((x, y))
+        self.checked, count = self._rows.checked, len(self._rows)
+        self.batch_size, self.ahead, self._shuffle = min(int(batch_size), count), ahead, shuffle
         self._visited = -1, np.empty(0, np.int64)  # an epoch, and the order in which it visits the rows
-        super().__init__(batch_sizes(self._count, self.batch_size), part, parts)
+        sizes = [min(self.batch_size, count - start) for start in range(0, count, self.batch_size)]
+        self.length = len(sizes)
+        super().__init__(sizes, part, parts, seed, micro_batch, weigh)
 
     def set_part(self, part: int | None, parts: int) -> None:
         super().set_part(part, parts)
         unit = self._micro_batch or 1
         units = -(-self.batch_size // unit)
-        most = -(-units // parts) * unit
-        rows = self._data
-        self._source = rows if isinstance(rows, Samples) else _Buffers(rows.data, most, self.ahead + 1)
+        self._take = self._rows.reader(-(-units // parts) * unit, self.ahead + 1)
 
     @property
     def settings(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"rows": self._count, "batch_size": self.batch_size}
-        found |= {"seed": int(self._seed), "shuffle": bool(self._shuffle)}
-        found["class_weight"] = None if self._weigh is None else str(self._weigh)
-        return found if self._micro_batch is None else found | {"micro_batch": int(self._micro_batch)}
+        found = {"rows": len(self._rows), "batch_size": self.batch_size, **self._rows.settings}
+        return found | {"seed": int(self._seed), "shuffle": bool(self._shuffle), **super().settings}
 
     def __str__(self) -> str:
-        return str(self._data)
+        return str(self._rows)
 
     def fingerprint(self) -> Fingerprint:
-        return self._data.fingerprint()
+        return self._rows.fingerprint()
 
-    def first(self) -> Data:
-        return self._data.first
+    def first(self) -> Data | None:
+        if self._rows.first is not None:
+            return self._rows.first
+        batch = self.share(0, 0, self._part)
+        return batch.data if batch.own else None
 
     def part_rows(self, step: int, part: int, parts: int) -> int:
-        rows = self._sizes[step]
-        return rows * (part + 1) // parts - rows * part // parts
+        return self._rows.mine(self._batch(max(0, self._visited[0]), step), part, parts).size
 
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
-        total, rows, numbers = self._rows_of(epoch, step, part, parts or self._parts)
-        seeds = tuple(seed_of(self._seed, epoch, step, number) for number in numbers)
-        found = self._read(epoch, rows)
+        batch = self._batch(epoch, step)
+        own = self._rows.mine(batch, part, parts or self._parts, self._micro_batch)
+        found = self._read(epoch, own)
         if self._weigh is not None and not self.checked:
             found = [self._weigh(each) for each in found]
-        own = sum(each.size for each in rows)
-        return Batch.of(found[0], total, own / total, seeds, found if seeds else ())
+        seeds = self.seeds(epoch, step, batch.size, part)
+        return Batch.of(found[0], batch.size, own.size / batch.size, seeds, found if seeds else ())
 
-    def _read(self, epoch: int, rows: list[np.ndarray]) -> list[Data]:
-        """Return the rows of each array of numbers. Raises DataError."""
-        if isinstance(self._data, Samples) and self._micro_batch is not None:
+    def _batch(self, epoch: int, step: int) -> np.ndarray:
+        """Return the numbers of the rows of a batch."""
+        visited = self._visited
+        if visited[0] != epoch:
+            visited = self._visited = epoch, self._rows.order(self._seed, epoch, self._shuffle)
+        return visited[1][step * self.batch_size : (step + 1) * self.batch_size]
+
+    def _read(self, epoch: int, rows: np.ndarray) -> list[Data]:
+        """Return these rows, in micro-batches if there are any. Raises DataError."""
+        size = self._micro_batch or max(1, rows.size)
+        if isinstance(self._rows, Samples) and self._micro_batch is not None:
             with keeping_generators():
-                return [self._data.take(each, (self._seed, epoch)) for each in rows]
-        if len(rows) == 1:
-            return [self._source.take(rows[0])]
-        return cut(self._source.take(np.concatenate(rows)), sum(each.size for each in rows), rows[0].size)
+                return [self._rows.take(each, (self._seed, epoch)) for each in cut(rows, rows.size, size) or [rows]]
+        found = self._take(rows)
+        return cut(found, rows.size, size) or [found]
 
-    def _rows_of(self, epoch: int, step: int, part: int | None, parts: int) -> tuple[int, list[np.ndarray], range]:
-        """Return the number of rows in batch `step`; this part's rows, one array or one for each micro-batch; and the
-        numbers of the micro-batches."""
-        if self._visited[0] != epoch:
-            self._visited = epoch, order(self._count, self._seed, epoch, self._shuffle)
-        batch = self._visited[1][step * self.batch_size : (step + 1) * self.batch_size]
-        size, numbers = self._micro_batch, range(0)
-        if part is None:
-            return batch.size, [batch[:0]], numbers
-        if size is None:
-            begin, end = (batch.size * each // parts for each in (part, part + 1))
-            return batch.size, [batch[begin:end]], numbers
-        numbers = micro_batches_of(-(-batch.size // size), part, parts)
-        return batch.size, [batch[at * size : (at + 1) * size] for at in numbers] or [batch[:0]], numbers
+
+def divided(rows: int, part: int | None, parts: int, micro_batch: int | None = None) -> slice:
+    """Return the rows of a batch of `rows` rows that one of `parts` parts gets; none if `part` is None. micro_batch: a
+    part gets whole micro-batches of this number of rows, the last one of the batch perhaps shorter."""
+    if part is None:
+        return slice(0, 0)
+    if micro_batch is None:
+        return slice(rows * part // parts, rows * (part + 1) // parts)
+    count = -(-rows // micro_batch)
+    first, stop = (-(-count * each // parts) * micro_batch for each in (part, part + 1))
+    return slice(min(first, rows), min(stop, rows))
 
 
 def cut(data: Tree, rows: int, size: int) -> list[Tree]:
@@ -671,11 +702,6 @@ def cut(data: Tree, rows: int, size: int) -> list[Tree]:
 def sliced(tree: Tree, part: slice) -> Tree:
     """Return a part of the rows, views."""
     return mapped(lambda array: array[part], tree)
-
-
-def micro_batches_of(count: int, part: int, parts: int) -> range:
-    """Return the numbers of the micro-batches, of `count` in a batch, that part `part` of `parts` gets."""
-    return range(-(-count * part // parts), -(-count * (part + 1) // parts))
 
 
 def seed_of(*numbers: int) -> int:

@@ -2,11 +2,14 @@
 
 import glob
 import os
+import zlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainers.data import Data, NumberedRows, divided
 from trainers.datasets import dataset, learning
 from trainers.datasets.columns import Columns
 from trainers.datasets.dataset import Rows
@@ -177,14 +180,20 @@ class Shards:
         self.shift, self.scale = dataset.standardized(moments.mean, moments.deviation)
 
 
-class ShardRows:
+class ShardRows(NumberedRows):
     """The rows of shards to train, or to test. `fit` and `evaluate` of a trainer take them instead of arrays.
+
+    Each part of a batch has rows of its own shards. In the order of an epoch those of each shard are evenly spread, and
+    shuffled among themselves. So a batch is the same on any number of ranks, and a rank reads few shards.
 
     counts: the rows of each shard, (shards,) int64. test: 1 for the rows to test, else 0.
     """
 
     def __init__(self, shards: Shards, test: int, counts: np.ndarray) -> None:
         self.shards, self.counts, self._test = shards, counts, test
+        self.settings = {"shards": zlib.crc32(repr(counts.tolist()).encode())}
+        self._ends = np.cumsum(counts)  # of the numbers of each shard's rows
+        self._shares: dict[tuple[int, int], list[Share]] = {}  # `shares` of a part of some parts
 
     def __len__(self) -> int:
         return int(self.counts.sum())
@@ -196,6 +205,43 @@ class ShardRows:
         """Return x and y of one shard."""
         found = self.shards.rows(shard)
         return (found.x_test, found.y_test) if self._test else (found.x_train, found.y_train)
+
+    @cached_property
+    def _spread(self) -> np.ndarray:
+        """The order of the rows before each shard's are shuffled."""
+        keys = [(np.arange(count) + 0.5) / max(count, 1) for count in self.counts.tolist()]
+        return np.argsort(np.concatenate(keys), kind="stable")
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        numbers = np.arange(len(self))
+        if shuffle:
+            for shard, own in enumerate(np.split(numbers, self._ends[:-1])):
+                own[:] = own[np.random.default_rng([seed, epoch, shard]).permutation(own.size)]
+        return numbers[self._spread]
+
+    def mine(self, batch: np.ndarray, part: int | None, parts: int, micro_batch: int | None = None) -> np.ndarray:
+        if part is None:
+            return batch[:0]
+        if (part, parts) not in self._shares:
+            self._shares[part, parts] = shares(self.shards.sizes, part, parts)
+        places, found = self._shards_of(batch), []
+        for shard, number, count in self._shares[part, parts]:
+            rows = batch[places == shard]
+            found.append(rows[divided(rows.size, number, count)])
+        return np.concatenate(found)
+
+    def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
+        """Return these rows, shard by shard."""
+        places, found = self._shards_of(rows), []
+        for shard in dict.fromkeys(places.tolist()):
+            own = rows[places == shard] - (self._ends[shard] - self.counts[shard])
+            found.append(tuple(array[own] for array in self.rows(shard)))
+        if not found:
+            return np.empty((0, self.shards.features), self.shards.dtype), np.empty(0, np.int64)
+        return found[0] if len(found) == 1 else tuple(map(np.concatenate, zip(*found, strict=True)))
+
+    def _shards_of(self, rows: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._ends, rows, side="right")
 
 
 def _size(path: str) -> int:

@@ -13,11 +13,10 @@ from trainers.data import (
     Data,
     checksum,
     cut,
+    divided,
     generator_states,
     load_generator_states,
-    micro_batches_of,
     row_count,
-    seed_of,
     sliced,
     structure_of,
     without_rows,
@@ -65,10 +64,10 @@ class LoaderBatches(BatchSource):
         weigh: Callable[[Data], Data] | None = None,
         saves: bool = False,
     ) -> None:
-        self._loader, self._divided = loader, rows == DIVIDED
+        self._loader, self.divided = loader, rows == DIVIDED
         self._reader = Reader(loader, collate, saves, weigh)
         self.limit = None if limit is None else int(limit)
-        self._micro_batch, self._seed, self._weigh, self._saves = micro_batch, seed, weigh, saves
+        self._saves = saves
         self._taken = 0  # batches taken since the loader's first pass began, or with no limit since the last one
         self._epoch, self._start = 0, 0  # the epoch, and the steps before it
         self._read = 0  # the number of the epoch's batches that were read; -1 if `begin` goes to the right batch
@@ -76,9 +75,8 @@ class LoaderBatches(BatchSource):
         # if `saves`: their places by epoch and step, and the place of a checkpoint to which `begin` goes
         self._places: dict[tuple[int, int], Place] = {}
         self._sizes: list[int]  # as far as the ranks know them
-        super().__init__([], part, parts)
-        if limit is None:
-            self.length = _length_of(loader)
+        super().__init__([], part, parts, seed, micro_batch, weigh)
+        self.length = _length_of(loader) if limit is None else limit
 
     def __str__(self) -> str:
         return "x of a loader"
@@ -94,18 +92,12 @@ class LoaderBatches(BatchSource):
         return self.limit
 
     @property
-    def divided(self) -> bool:
-        return self._divided
-
-    @property
     def settings(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"rows": DIVIDED if self._divided else WHOLE, "steps_per_epoch": self.limit}
-        found["class_weight"] = None if self._weigh is None else str(self._weigh)
-        micro = {} if self._micro_batch is None else {"micro_batch": int(self._micro_batch), "seed": int(self._seed)}
-        return found | micro
+        found = {"rows": DIVIDED if self.divided else WHOLE, "steps_per_epoch": self.limit, **super().settings}
+        return found if self._micro_batch is None else found | {"seed": int(self._seed)}
 
     def lose_ranks(self) -> None:
-        if self._divided:
+        if self.divided:
             log.warning('trainers: rows="divided": the rows of the failed ranks are not trained on any more')
 
     def total(self, epoch: int, step: int) -> int:
@@ -122,16 +114,16 @@ class LoaderBatches(BatchSource):
 
     def meet(self, values: Callable[[Any, str], list[Any]]) -> None:
         data = self.first()
-        own = None if data is None else [structure_of(data), *([] if self._divided else [checksum(data)])]
+        own = None if data is None else [structure_of(data), *([] if self.divided else [checksum(data)])]
         everyone = values([own, self.length], "fit: the first batches of the ranks")
         described, lengths = zip(*everyone, strict=True)
         self.length = None if None in lengths else max(lengths) or None  # 0 is wrong: a rank has a batch
         given = [each for each in described if each is not None]
         if not given:
-            raise self.empty(0)
+            raise no_batch_error(0)
         if any(each != given[0] for each in given):
             texts = ["no batch" if each is None else shown(*each) for each in described]
-            what = "batches of other rows" if self._divided else 'other batches, and rows="whole" takes the same'
+            what = "batches of other rows" if self.divided else 'other batches, and rows="whole" takes the same'
             raise ArgumentError(f"fit: the loaders of the ranks give {what}:\n{table(texts)}")
         self._reader.structure = given[0][0]
 
@@ -163,48 +155,20 @@ class LoaderBatches(BatchSource):
     def peek(self, step: int) -> None:
         self.coming = 0 if self._idle else row_count(self._part_of(self._at(step), self._part))
 
-    def part_of(self, step: int, part: int | None) -> Batch | None:
-        whole = None if self._idle else self._at(step)
-        if whole is None:
-            return None
-        data, rows = self._part_of(whole, part), row_count(whole)
-        return Batch.of(data, rows, row_count(data) / rows)
-
-    def finish(self, steps: int) -> None:
-        while not (self._divided or self._idle) and self._read <= steps:
-            self._at(self._read)
-
     def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
-        """As BatchSource.share. If the ranks do not know the rows of the global batch, its `rows` and its `share` are
-        the rows of this rank."""
-        whole = None if self._idle else self._at(step)
-        data = self._part_of(whole, part, parts)
+        data = self._part_of(None if self._idle else self._at(step), part, parts)
         own = row_count(data)
         if step >= len(self._sizes):
             return Batch.of(data, own, float(own))
-        total = self._sizes[step]
-        size = self._micro_batch
-        if size is None:
-            return Batch.of(data, total, own / total)
-        seeds = tuple(seed_of(self._seed, epoch, step, number) for number in self._numbers(total, part))
-        return Batch.of(data, total, own / total, seeds, cut(data, own, size))
+        total, seeds = self._sizes[step], self.seeds(epoch, step, self._sizes[step], part)
+        return Batch.of(data, total, own / total, seeds, cut(data, own, self._micro_batch or own) if seeds else ())
 
     def _part_of(self, data: Data | None, part: int | None, parts: int | None = None) -> Data:
         if data is None or part is None:
             return without_rows(self._reader.structure or NO_STRUCTURE)
-        if self._divided:
+        if self.divided:
             return data
-        rows, parts = row_count(data), parts or self._parts
-        mine = slice(*(rows * each // parts for each in (part, part + 1)))
-        if self._micro_batch is not None:
-            numbers = self._numbers(rows, part)
-            mine = slice(numbers.start * self._micro_batch, numbers.stop * self._micro_batch)
-        return sliced(data, mine)
-
-    def _numbers(self, rows: int, part: int | None) -> range:
-        """Return the micro-batches of a batch of `rows` rows that a part gets."""
-        assert self._micro_batch is not None
-        return range(0) if part is None else micro_batches_of(-(-rows // self._micro_batch), part, self._parts)
+        return sliced(data, divided(row_count(data), part, parts or self._parts, self._micro_batch))
 
     def _at(self, step: int) -> Data | None:
         """Return batch `step` of the epoch, None if the loader has ended before it. Raises DataError."""
@@ -217,7 +181,7 @@ class LoaderBatches(BatchSource):
                 self._places.pop((self._epoch, number - KEPT), None)
             within = self.limit is None or number < self.limit
             data = self._take(f"batch {number + 1} of epoch {self._epoch + 1}") if within else None
-            sum = 0 if self._divided or data is None else checksum(data)
+            sum = 0 if self.divided or data is None else checksum(data)
             self._kept[number], self.seen[number] = data, (0 if data is None else row_count(data), sum)
             self._kept.pop(number - KEPT, None)
             self._read += 1
@@ -231,7 +195,7 @@ class LoaderBatches(BatchSource):
     # Places
 
     def depends_on_ranks(self, step: int, total: int) -> bool:
-        return self._divided and (step if self.limit is None else total) > 0
+        return self.divided and (step if self.limit is None else total) > 0
 
     def tell(self, epoch: int, step: int) -> Cursor:
         place = None if self._idle else self._place_of(epoch, step)
@@ -270,8 +234,8 @@ class LoaderBatches(BatchSource):
             self._kept.clear()
             self._places = {} if target is None else {(epoch, step): target}
             self._read = -1
+            self.seen.clear()
         self._epoch, self._start = epoch, total - step
-        self.seen.clear()
         self._sizes = sizes[: step + 1] if step else []  # at an epoch's beginning they are those of the epoch before
 
     def _go_to(self, epoch: int, step: int) -> None:
@@ -304,6 +268,14 @@ class LoaderBatches(BatchSource):
 
     def close(self) -> None:
         self._reader.stop()
+
+
+def no_batch_error(epoch: int) -> DataError:
+    """Return the error if no rank has a batch in an epoch."""
+    return DataError(
+        f"no rank's loader gives a batch in epoch {epoch + 1}: it has no rows, or is an iterator that has ended. "
+        "Give a loader that can be iterated in every epoch, or an endless one and its steps"
+    )
 
 
 def _length_of(loader: Any) -> int | None:

@@ -21,6 +21,7 @@ from trainers.errors import ArgumentError, DivergedError
 from trainers.files.checkpoint import BEGIN, EVALUATION, EVENTS, SAVE, STEPS, Arrays, Progress
 from trainers.fit import prefetch
 from trainers.fit.checkpointing import Saver
+from trainers.fit.loader import no_batch_error
 from trainers.group import broadcast_arrays
 from trainers.replica import Replica, check_rows, undo_batch
 from trainers.strategies import alike
@@ -345,7 +346,7 @@ class Fit:
         self.check_alike()
         self.batches.learn(step, int(sums[0]))
         if not step and not sums[0]:
-            raise on_all_ranks(self.batches.empty(number), self.group.comm)
+            raise on_all_ranks(no_batch_error(number), self.group.comm)
 
     def end_step(self) -> None:
         """Advance the position by one step, and call the callbacks with `strategy.measured` of that step. Local."""

@@ -1,4 +1,4 @@
-"""Training on data in several files, the shards, of which each rank reads its own."""
+"""Data in several files, the shards, of which each rank reads its own."""
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -10,9 +10,8 @@ from allreduce.arrays.chunks import chunk, segments
 from allreduce.topology import Topology
 from allreduce.transport.control import agree, all_values, together
 from trainers import datasets
-from trainers.data import Batch, BatchSource, Data, batch_sizes
 from trainers.datasets.columns import Columns
-from trainers.datasets.shards import ShardRows, Shards, Share, is_pattern, matching, shares
+from trainers.datasets.shards import ShardRows, Shards, is_pattern, matching, shares
 from trainers.errors import DataError, TrainerError
 from trainers.fit.evaluation import ROWS
 from trainers.group import RankGroup
@@ -61,80 +60,6 @@ def load_shards(
         return all_values(comm, together(comm, step), "load shards")
 
     return together(comm, lambda: Shards(name, paths, choices, columns, topology.rank, topology.size, exchange))
-
-
-class ShardBatches(BatchSource):
-    """The batches of rows in shards. Each part of a batch has rows of its own shards.
-
-    The rows of all shards have one order, in which those of each shard are evenly spread; batch s has the rows from
-    s * batch_size on. In each epoch each shard's rows are shuffled among themselves. So a batch is the same on any
-    number of ranks, and a rank reads few shards. Arguments: as for `Batches`.
-    """
-
-    def __init__(
-        self, data: ShardRows, batch_size: int, part: int | None, parts: int, seed: int = 0, shuffle: bool = True
-    ) -> None:
-        self._data, self._seed, self._shuffle = data, seed, shuffle
-        self.batch_size = min(int(batch_size), len(data))
-        keys = [(np.arange(count) + 0.5) / max(count, 1) for count in data.counts.tolist()]
-        places = np.empty(len(data), np.int64)
-        places[np.argsort(np.concatenate(keys), kind="stable")] = np.arange(len(data))
-        self._places = np.split(places, np.cumsum(data.counts)[:-1])  # of each shard's rows in the order
-        self._divided: dict[tuple[int, int], list[Share]] = {}  # `shares` of a part of some parts
-        self._visited: dict[int, tuple[int, np.ndarray]] = {}  # by shard: an epoch, and the order of its rows
-        super().__init__(batch_sizes(len(data), self.batch_size), part, parts)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        shards = zlib.crc32(repr(self._data.counts.tolist()).encode())
-        found = {"rows": len(self._data), "batch_size": self.batch_size, "shards": shards}
-        return found | {"seed": int(self._seed), "shuffle": bool(self._shuffle)}
-
-    def __str__(self) -> str:
-        return str(self._data)
-
-    def first(self) -> Data | None:
-        batch = self.share(0, 0, self._part)
-        return batch.data if batch.own else None
-
-    def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
-        own = [] if part is None else self._shares(part, parts or self._parts)
-        found = [self._rows_of(epoch, step, share) for share in own]
-        kept = [pair for pair in found if len(pair[0])]
-        total = self._sizes[step]
-        shards = self._data.shards
-        none = np.empty((0, shards.features), shards.dtype), np.empty(0, np.int64)
-        x, y = none if not kept else kept[0] if len(kept) == 1 else map(np.concatenate, zip(*kept, strict=True))
-        return Batch(x, y, total, len(x) / total)
-
-    def part_rows(self, step: int, part: int, parts: int) -> int:
-        spans = [self._span(step, share) for share in self._shares(part, parts)]
-        return sum(span.stop - span.start for span in spans)
-
-    def _shares(self, part: int, parts: int) -> list[Share]:
-        if (part, parts) not in self._divided:
-            self._divided[part, parts] = shares(self._data.shards.sizes, part, parts)
-        return self._divided[part, parts]
-
-    def _span(self, step: int, share: Share) -> slice:
-        """Return the rows of a shard's share that are in batch `step`, as a slice of the shard's order."""
-        size = self.batch_size
-        first, last = np.searchsorted(self._places[share.shard], [step * size, (step + 1) * size]).tolist()
-        mine = chunk(last - first, share.parts, share.part)
-        return slice(first + mine.start, first + mine.stop)
-
-    def _rows_of(self, epoch: int, step: int, share: Share) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of a shard's share that are in batch `step`."""
-        rows = self._order(epoch, share.shard)[self._span(step, share)]
-        x, y = self._data.rows(share.shard)
-        return x[rows], y[rows]
-
-    def _order(self, epoch: int, shard: int) -> np.ndarray:
-        if shard not in self._visited or self._visited[shard][0] != epoch:
-            count = int(self._data.counts[shard])
-            random = np.random.default_rng([self._seed, epoch, shard])
-            self._visited[shard] = epoch, random.permutation(count) if self._shuffle else np.arange(count)
-        return self._visited[shard][1]
 
 
 class OwnRows:

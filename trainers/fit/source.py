@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 from allreduce.errors import DisagreementError
 from allreduce.transport.control import on_all_ranks
 from trainers.arguments import integer_error, require
-from trainers.data import Arrays, Batches, BatchSource, Collate, Samples, as_arrays, as_data
+from trainers.data import Arrays, Batches, BatchSource, Collate, NumberedRows, Samples, as_arrays, as_data
 from trainers.datasets.shards import ShardRows
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit import prefetch as fetching
 from trainers.fit.evaluation import Evaluation
 from trainers.fit.loader import LoaderBatches
-from trainers.fit.shards import OwnRows, ShardBatches, uneven_text
+from trainers.fit.shards import OwnRows, uneven_text
 from trainers.fit.weights import ClassWeights
 from trainers.group import RankGroup
 from trainers.options.loader import DIVIDED, Loader
@@ -205,31 +205,27 @@ def _arrays(given: Given) -> Arrays:
 def _batches(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> BatchSource:
     weigh, replica = settings.get("class_weight"), strategy.replica
     own: Any = {"part": strategy.part, "parts": strategy.parts, "seed": settings["seed"]}
+    own |= {"micro_batch": strategy.micro_batch, "weigh": weigh}
+    shards = isinstance(given.x, ShardRows)
     source: BatchSource
-    if isinstance(given.x, ShardRows):
-        _check_shards(strategy, given, weigh)
-        _check_settings(settings)
-        source = ShardBatches(given.x, settings["batch_size"], shuffle=settings["shuffle"], **own)
-    elif given.loads:
+    if given.loads and not shards:
         _check_fit_of_loader(strategy, given, settings)
         _check_settings(settings)
         if weigh is not None:
             weigh.check(arrays=False)
-        source = LoaderBatches(
-            None if strategy.part is None else given.x,
-            given.rows,
-            given.collate,
-            given.steps,
-            micro_batch=strategy.micro_batch,
-            weigh=weigh,
-            saves=settings["checkpoint"] is not None,
-            **own,
-        )
+        loader, saves = None if strategy.part is None else given.x, settings["checkpoint"] is not None
+        source = LoaderBatches(loader, given.rows, given.collate, given.steps, saves=saves, **own)
     else:
-        rows = checked_rows(replica, given, settings)
-        ahead = fetching.batches_ahead(given.x, given.y, given.prefetch, strategy.micro_batch is not None)
-        own |= {"shuffle": settings["shuffle"], "ahead": ahead, "micro_batch": strategy.micro_batch, "weigh": weigh}
-        return Batches(rows, None, settings["batch_size"], **own)
+        rows: NumberedRows = given.x
+        if shards:
+            _check_shards(strategy, given, weigh)
+            _check_settings(settings)
+        else:
+            rows = checked_rows(replica, given, settings)
+            own |= {"ahead": fetching.batches_ahead(given.x, given.y, given.prefetch, strategy.micro_batch is not None)}
+        source = Batches(rows, None, settings["batch_size"], shuffle=settings["shuffle"], **own)
+        if not shards:
+            return source
     try:
         if (first := source.first()) is not None:
             check_rows(replica, first)

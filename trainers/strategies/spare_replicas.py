@@ -328,11 +328,12 @@ class SpareReplicas(ServerStrategy):
         late rank goes on with its own next batch if the rows are divided."""
         if not batches.streams:
             return batches.share(number, step, self.group.rank)
-        batch = batches.part_of(self._own_step if batches.divided else step, self.part)
-        if batch is None or not batches.divided:
-            return batch
-        self._own_step += 1
-        return batch._replace(share=float(batch.own))
+        step = self._own_step if batches.divided else step
+        batch, rows = batches.share(number, step, self.part), batches.seen[step][0]
+        if batches.divided:
+            self._own_step += rows > 0
+            return batch._replace(rows=rows, share=float(rows)) if rows else None
+        return batch._replace(rows=rows, share=batch.own / rows) if rows else None
 
 
 def _copy_error(replica: Replica) -> ArgumentError | None:

@@ -28,7 +28,7 @@ from trainers import (
     ParameterServerTrainer,
     SpareReplicasTrainer,
 )
-from trainers.data import Cursor
+from trainers.data import Cursor, checksum
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit import prefetch
 from trainers.fit.loader import LoaderBatches
@@ -174,6 +174,15 @@ def test_a_fit_goes_back_to_its_first_batch() -> None:
     batches.seek(Cursor(0, 0, 0, {"sizes": []}, {}))
     batches.begin(0, 0)
     assert batches.share(0, 0, 0).x[0] == 0
+
+
+def test_a_fit_that_resumes_at_its_first_batch_has_seen_that_batch() -> None:
+    """The ranks count the batches that they have seen, and compare their checksums."""
+    batches = LoaderBatches([data()] * 2, "whole", None, None, 0, 1)
+    batches.meet(lambda value, _: [value])
+    batches.seek(Cursor(0, 0, 0, {"sizes": []}, {}))
+    batches.begin(0, 0)
+    assert batches.seen[0] == (len(data()[0]), checksum(data()))
 
 
 def test_a_fit_goes_back_to_the_newest_attempt_at_a_step() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from allreduce.elastic.ranks import chunk
-from trainers.data import Arrays, Samples, mapped, seed_of
+from trainers.data import Arrays, Samples, seed_of
 from trainers.errors import ArgumentError
 from trainers.options.loader import Loader
 
@@ -63,5 +63,4 @@ def taken(given: Arrays | Samples, drawn: DrawnRows, prefetch: bool | None, memb
     rows, data = drawn.of(member), given.data
     if isinstance(given, Samples):
         return Loader(given if rows is None else Samples(RowsOf(data, rows), given.collate), prefetch=prefetch)
-    own = data if rows is None else (mapped(lambda array: array[rows], each) for each in data)
-    return Loader(tuple(own), prefetch=prefetch)
+    return Loader(data if rows is None else given.take(rows), prefetch=prefetch)

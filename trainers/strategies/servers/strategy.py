@@ -11,7 +11,7 @@ import numpy as np
 from allreduce import notices
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, everywhere, together
-from trainers.data import Batch, BatchSource, row_count
+from trainers.data import Batch, BatchSource
 from trainers.group import RankGroup
 from trainers.replica import Replica, undo_batch
 from trainers.strategies.interface import EpochRun
@@ -75,14 +75,11 @@ class EpochRows:
 
     def _share(self, number: int) -> Batch:
         step, part = divmod(number, self._parts)
-        if self._batches.streams:
-            batch = self._batches.part_of(step, part)
-            self.ended = batch is None
-            if batch is None:
-                return Batch(np.empty(0), np.empty(0), 0, 0.0)
-            return batch._replace(rows=row_count(batch.x), share=1.0)
         own, owns = part * self._ranks + self._place, self._parts * self._ranks
         batch = self._batches.share(self._epoch, step, own, owns)
+        if self._batches.streams:
+            self.ended = self._batches.seen[step][0] == 0
+            return batch._replace(rows=batch.own, share=1.0)
         places = range(part * self._ranks, (part + 1) * self._ranks)
         rows = sum(self._batches.part_rows(step, place, owns) for place in places)
         return batch._replace(rows=rows, share=batch.own / rows if rows else 0.0)
