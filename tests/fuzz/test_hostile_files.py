@@ -1,6 +1,7 @@
 """Files made to break their readers: each raises a named error, and never takes much more memory than the file."""
 
 import gzip
+import json
 import os
 import struct
 import tracemalloc
@@ -76,6 +77,7 @@ def data(**replaced: bytes) -> dict[str, bytes]:
 
 
 BOMBS: dict[str, Callable[[Path], object]] = {
+    "a header of terabytes": lambda path: archive(path, data(x=npy(described("(1099511627776, 2)")))),
     "deflated": lambda path: archive(
         path, data(x=npy(described("(300, 1048576)", "'|u1'"), bytes(300 << 20))), zipfile.ZIP_DEFLATED
     ),
@@ -100,6 +102,7 @@ def test_npz(tmp_path: Path, fault: str) -> None:
 
 
 IDX = {
+    "100 dimensions": (struct.pack(">HBB100I", 0, 8, 100, *[1] * 100) + b"x", "has magic number 0x00000864"),
     "a bomb": (ZEROS * 64, "has magic number 0x00000000"),
     "a bomb behind a header": (gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 7, 3, 2)) + ZEROS * 64, "is too long"),
     "a bomb that its header owns to": (
@@ -185,6 +188,51 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, name: str, kind: str) -> No
 
 
 # Models
+
+
+def saved(path: Path, config: dict[str, Any] | None = None, **arrays: Any) -> str:
+    """Write a model file of NumpyNetwork([4, 3]) with adam, some of its entries replaced."""
+    network = NumpyNetwork([4, 3])
+    header = {"format": 1, "kind": "NumpyNetwork", "config": {**network.config, **(config or {})}}
+    np.savez(path, model=np.array(json.dumps(header)), **{**network.state(), **arrays})  # type: ignore[arg-type]
+    return str(path)
+
+
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "huge sizes": ({"sizes": [10**9, 10**9]}, {}, "describes no network"),
+    "sizes beyond int": ({"sizes": [10**30, 3]}, {}, "describes no network"),
+    "a huge rate": ({"optimizer_options": {"lr": 10**400}}, {}, "describes no network"),
+    "an unhashable optimizer": ({"optimizer": {}}, {}, "describes no network"),
+    "text": ({}, {"parameters": np.array(["a"] * 15)}, "parameters is <U1, not numbers"),
+    "dates": ({}, {"input.shift": np.zeros(4, "M8[s]")}, "not numbers"),
+    "complex": ({}, {"parameters": np.zeros(15, complex)}, "not the state of a NumpyNetwork"),
+    "0-d moment": ({}, {"optimizer.first_moment": np.float32(0)}, "is another one: optimizer.first_moment"),
+    "NaN parameters": ({}, {"parameters": np.full(15, np.nan, np.float32)}, "parameters has elements"),
+    "infinite moment": ({}, {"optimizer.second_moment": np.full(15, np.inf, np.float32)}, "has diverged"),
+    "steps": ({}, {"optimizer.steps": np.array(-1)}, "-1 steps"),
+    "wide shift": ({}, {"input.shift": np.zeros((1, 4), np.float32)}, "is another one: input.shift"),
+    "a header of numbers": ({}, {"model": np.zeros(100000)}, "is not a model file"),
+    "a deep header": ({}, {"model": np.array("[" * 100000)}, "is not a model file"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("fault", MODELS)
+def test_models(tmp_path: Path, fault: str) -> None:
+    config, arrays, complaint = MODELS[fault]
+    path = tmp_path / "model.npz"
+    saved(path)
+    assert NumpyNetwork.load(str(path)).sizes == [4, 3]
+    header = arrays.pop("model", None)
+    saved(path, config, **arrays)
+    if header is not None:
+        arrays["model"] = header
+        np.savez(path, **arrays)
+    with pytest.raises(ModelFileError, match=complaint):
+        NumpyNetwork.load(str(path))
+    if not config:
+        with pytest.raises(ModelFileError):
+            NumpyNetwork([4, 3]).restore(str(path))
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "1", None, float("nan")])
