@@ -12,6 +12,7 @@ Packages that a program needs must be importable; PYTHONPATH may name their fold
 import argparse
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -56,9 +57,10 @@ def run(program: Program, backend: str, ranks: int, work: Path) -> tuple[str, li
     folders = os.pathsep.join([str(work), str(launch.ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": folders, **program.environment}
     over = ["-m", "tests.programs.over", backend] if program.groups else []
-    words = [word.format(ranks=ranks) for word in program.command.split()]
     try:
-        job = launch.mpirun(ranks, [*over, *words], timeout=LIMIT_SECONDS, env=environment, cwd=work)
+        job = launch.mpirun(
+            ranks, [*over, *shlex.split(program.command)], timeout=LIMIT_SECONDS, env=environment, cwd=work
+        )
     except launch.JobTimeoutError:
         return f"no end in {LIMIT_SECONDS:.0f} s", []
     results = re.findall(program.shows, job.stdout, re.MULTILINE) if program.shows else []

@@ -9,14 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.frameworks.test_horovod import COMMON, MUON
+
 NANOGPT = {
     r"f'cuda:\{ddp_local_rank\}'": "'cpu'",
     r"torch\.cuda\.set_device\(device\)": "pass",
     r", device_ids=\[ddp_local_rank\]": "",
 }
 JOIN = {  # on CPUs Accelerate's join_uneven_inputs does nothing, and the ranks wait for each other for ever
-    "^from accelerate.accelerator import .*": r"\g<0>"
-    "\nAccelerator.multi_device = property(lambda self: self.distributed_type == DistributedType.MULTI_CPU)"
+    "import Mock$": "import Mock, patch",
+    r"with (?=accelerator\.join_uneven_inputs\(\[ddp)": "with patch.object(Accelerator, 'multi_device', True), ",
 }
 PICOTRON = {
     r"^(from flash_attn|import wandb).*": "",
@@ -25,6 +27,10 @@ PICOTRON = {
     r"tokenizer\.batch_encode_plus\(": "tokenizer(",  # the names of newer versions of Transformers
     r"config\.rope_theta": "10000.0",
 }
+COLLECTIVES = (
+    "all_reduce,reduce,broadcast,gather,scatter,all_gather,all_gather_base,all_to_all,all_to_allv,"
+    "reduce_scatter,reduce_scatter_base"
+)
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,12 @@ def tiny_bert(work: Path) -> None:
     (work / "external_deps" / "evaluate.py").write_text(EVALUATE)
 
 
+def horovods_helpers(work: Path) -> None:
+    """Replace the helper modules of Horovod's tests, which need a build of Horovod."""
+    (work / "test" / "parallel" / "common.py").write_text(COMMON)
+    (work / "pytest.ini").write_text("[pytest]\n")
+
+
 EVALUATE = """class load:
     def __init__(self, *names):
         self.right = []
@@ -158,11 +170,11 @@ def script(name: str, *ranks: int, **options: Any) -> Program:
 
 
 PROGRAMS = [
-    script("test_script.py", 2, 4),
+    script("test_script.py", 2),
     script("test_sync.py", 2, 3),
     script("test_ops.py", 2, 3),
     script("test_distributed_data_loop.py", 2, edits=JOIN),
-    script("test_ddp_comm_hook.py", 2, edits={r"device_ids=\[.*\]": "device_ids=None"}),
+    script("test_ddp_comm_hook.py", 2, edits={r"(device_ids|output_device)=.*,$": r"\1=None,"}),
     script(
         "external_deps/test_checkpointing.py --model_name_or_path bert --output_dir out", 2,
         prepare=tiny_bert, edits={'"nyu-mll/glue", "mrpc"': '"mrpc"'}, shows=r"^epoch \d: .*",
@@ -189,12 +201,21 @@ PROGRAMS = [
     ),
     *(
         Program(
-            f"PARAM: comms.py, {collective}", "facebookresearch/param",
-            "train/comms/pt/comms.py --master-ip 127.0.0.1 --b 8 --e 64K --n 3 --w 1 --z 1 --c 1 --backend gloo"
-            f" --device cpu --collective {collective}",
-            commit="1e115ffc62c6d048405d9b963191736c13811b1d", ranks=(2, 3), prepare=named_param,
-            shows=r"COMMS-RES-\w+-\w+\s+\d+",
+            f"PARAM: comms.py, {name}", "facebookresearch/param",
+            "train/comms/pt/comms.py --master-ip 127.0.0.1 --b 8 --e 64K --f 8 --n 3 --w 1 --z 1 --c 1"
+            f" --data-types float32 --backend gloo --device cpu {options}",
+            commit="1e115ffc62c6d048405d9b963191736c13811b1d", ranks=ranks, prepare=named_param,
+            shows=r"COMMS-RES-\w+-float32 +\d+ +\d+",
         )
-        for collective in ("all_reduce", "reduce")
+        for name, ranks, options in (
+            ("11 collectives", (2, 3), f"--collective {COLLECTIVES}"),
+            ("point to point", (2,), "--pt2pt one2one --src-ranks 0 --dst-ranks 1"),
+        )
+    ),
+    Program(
+        "Horovod: test_torch.py", "horovod/horovod",
+        f"-m pytest -q -p no:cacheprovider -c pytest.ini -k '{MUON}' test/parallel/test_torch.py",
+        commit="2626dc87a3a8eb8fb7d2216198ce45bce0f9e65a", groups=False, prepare=horovods_helpers,
+        edits={"^import horovod.torch as hvd": "import trainers.horovod.torch as hvd"}, shows=r"^\d+ passed.*(?= in )",
     ),
 ]  # fmt: skip
