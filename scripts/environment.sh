@@ -43,7 +43,7 @@ run_apart() { # run_apart COMMAND...: print a command, then run it in its own ne
 # the job to the file $ALLREDUCE_JOB_LOG, and a script prints it again at the end.
 repeat_error() { # repeat_error: prints the errors in that file, if any, and empties it
     local errors
-    errors=$(grep -vE '^rank [0-9]+ of [0-9]+: (began|ended)$' "$ALLREDUCE_JOB_LOG") || return 0
+    errors=$(grep -vE '^rank [0-9]+ of [0-9]+: (began as process [0-9]+|has taken its first step|ended)$' "$ALLREDUCE_JOB_LOG") || return 0
     printf '%s: %s\n' "$(basename "$0")" "$errors" >&2
     : >"$ALLREDUCE_JOB_LOG"
 }

@@ -6,6 +6,7 @@ set -euo pipefail
 readonly USAGE_ERROR=2 # the exit code for invalid arguments: a restart would fail again
 readonly KILLED=137 # the exit code of a process that SIGKILL has killed
 readonly LOCK_SECONDS=30
+readonly REST_SECONDS=10 # how long the ranks of other hosts have after the ranks of this host, which SIGTERM has ended
 
 usage() {
     cat <<'TEXT'
@@ -19,7 +20,10 @@ survive; `mpirun --with-ft ulfm python -m trainers --on-failure continue` loses 
   --least N           the least number of ranks with which to restart (default: 1)
   --same-ranks        restart with as many ranks as before; by default with one rank less each time
   --hostfile FILE     one host a line, "name slots=4" or "name:4". A host that does not answer is left out from then on,
-                      with all of its ranks; if all hosts answer, one rank is left out
+                      with all of its ranks; if all hosts answer, one rank is left out. A script (its first line begins
+                      with #!) prints such lines
+  --grow SECONDS      look at the hostfile and its hosts every SECONDS. When it has more slots than before, or a host
+                      answers again, the job writes a checkpoint, ends, and continues on as many ranks as there are slots
   --attempts N        give up after N starts in a row without a new checkpoint (default: 3)
   --progress PATH     the folder (or file) of the checkpoints (default: PROGRAM's own --checkpoint PATH)
   --launcher COMMAND  mpirun, mpiexec or srun with its options, such as "mpirun --bind-to core"
@@ -33,8 +37,11 @@ of ranks, and so does `fit(..., checkpoint=DIR, resume=True)`. Only the steps si
 Examples:
   bash scripts/keep_going.sh --ranks 4 -- python -m trainers --data digits --checkpoint run --resume
   bash scripts/keep_going.sh --hostfile hosts --least 8 -- python train.py --checkpoint run
+  bash scripts/keep_going.sh --hostfile hosts --grow 10 -- python -m trainers --data digits --checkpoint run --resume
   bash scripts/keep_going.sh --launcher "mpiexec" --progress run -- python mine.py
   sbatch scripts/slurm/keep_going.sbatch python -m trainers --data digits --checkpoint run --resume    # on Slurm
+
+After a restart of a program with `fit` it prints the seconds without training.
 
 SIGTERM and SIGINT (Ctrl-C) are passed to the job, and it is not restarted. Neither is a job with exit code 2, which
 means invalid arguments. The exit code is the job's last one; 2 also means that these options are invalid.
@@ -50,7 +57,7 @@ say() { printf 'keep_going.sh: %s\n' "$*" >&2; }
 
 # ---- Options ----
 
-ranks='' least=1 attempts=3 same='' hostfile='' progress='' launcher=() reach=() program=()
+ranks='' least=1 attempts=3 same='' hostfile='' grow='' progress='' launcher=() reach=() program=()
 
 read_options() {
     while [ $# -gt 0 ]; do
@@ -58,7 +65,7 @@ read_options() {
             -h | --help) usage && exit ;;
             --same-ranks) same=1 && shift ;;
             --) shift && program=("$@") && break ;;
-            --ranks | --least | --attempts | --hostfile | --progress | --launcher | --reach)
+            --ranks | --least | --attempts | --grow | --hostfile | --progress | --launcher | --reach)
                 [ $# -gt 1 ] || refuse "$1 needs a value; --help shows all options"
                 set_option "$1" "$2"
                 shift 2
@@ -66,12 +73,13 @@ read_options() {
             *) refuse "\"$1\" is not an option; put -- before the program (--help shows all options)" ;;
         esac
     done
+    [ -z "$grow" ] || [ -n "$hostfile" ] || refuse "--grow $grow: give the hosts by --hostfile FILE"
     [ ${#program[@]} -gt 0 ] || refuse "give the program after --, as in: keep_going.sh --ranks 4 -- python train.py"
 }
 
 set_option() {
     case $1 in
-        --ranks | --least | --attempts)
+        --ranks | --least | --attempts | --grow)
             [[ $2 =~ ^[1-9][0-9]{0,6}$ ]] || refuse "$1 $2: give a number of at least 1"
             printf -v "${1#--}" %s "$2"
             ;;
@@ -123,14 +131,22 @@ find_launcher() { # sets $launcher, $kind and $reach
 # ---- Hosts ----
 
 hosts=() # lines of the hostfile, without those of failed hosts
+room=0   # their slots when the job was started
 
-read_hosts() {
+list_hosts() { # prints the lines of the hostfile, or of the script in its place
     local line
+    if [ "$(head -c 2 "$hostfile")" = '#!' ]; then "$hostfile"; else cat "$hostfile"; fi |
+        while IFS= read -r line || [ -n "$line" ]; do
+            line=${line%%#*}
+            [ -z "${line//[[:space:]]/}" ] || printf '%s\n' "$line"
+        done
+}
+
+read_hosts() { # sets $hosts; they stay if no host is listed, as in a file that is being written
+    local found=()
     [ -n "$hostfile" ] || return 0
-    while IFS= read -r line || [ -n "$line" ]; do
-        line=${line%%#*}
-        [ -z "${line//[[:space:]]/}" ] || hosts+=("$line")
-    done <"$hostfile"
+    mapfile -t found < <(list_hosts)
+    [ ${#found[@]} -eq 0 ] || hosts=("${found[@]}")
     [ ${#hosts[@]} -gt 0 ] || refuse "--hostfile $hostfile: it names no host"
 }
 
@@ -148,11 +164,23 @@ slots() { # the number of ranks for which the hosts have slots
     echo $sum
 }
 
+answers() { # answers NAME: whether this host is alive
+    [ "$1" = localhost ] || [ "$1" = "$(uname -n)" ] || "${reach[@]}" "$1" true </dev/null >&2
+}
+
+room_now() { # prints the slots of the hosts that answer now
+    local line alive=()
+    read_hosts
+    for line in "${hosts[@]}"; do ! answers "$(name_of "$line")" || alive+=("$line"); done
+    hosts=(${alive[@]+"${alive[@]}"})
+    slots
+}
+
 leave_out_lost_hosts() {
     local line name alive=()
     for line in "${hosts[@]}"; do
         name=$(name_of "$line")
-        if [ "$name" = localhost ] || [ "$name" = "$(uname -n)" ] || "${reach[@]}" "$name" true </dev/null >&2; then
+        if answers "$name"; then
             alive+=("$line")
         else
             say "host $name does not answer: it is left out"
@@ -197,6 +225,8 @@ run_job() { # sets $status
     set -m
     "${line[@]}" <$input &
     child=$!
+    watch_job >&2 </dev/null &
+    watcher=$!
     set +m
     while :; do # a signal ends the wait before the job has ended
         status=0
@@ -204,37 +234,96 @@ run_job() { # sets $status
         kill -0 "$child" 2>/dev/null || break
     done
     child=''
+    kill -KILL -- -$watcher 2>/dev/null || true # SIGTERM could still run the trap of EXIT in it
+    wait $watcher 2>/dev/null || true
 }
+
+watch_job() { # in the background: reports the first step after a restart, and signals this shell when the job can grow
+    local now before=$room
+    [ -z "$since" ] || report_first_step &
+    [ -n "$grow" ] || { wait && return; }
+    while sleep "$grow"; do
+        kill -0 $$ || return
+        now=$(room_now 2>/dev/null)
+        [ "$now" -le "$before" ] || break
+        before=$now
+    done
+    say "the hosts have slots for $now ranks: the job writes a checkpoint and ends, to continue on these"
+    kill -s USR1 $$
+    wait
+}
+
+report_first_step() {
+    local now
+    until grep -q ': has taken its first step$' "$ALLREDUCE_JOB_LOG"; do sleep 0.05; done
+    now=$(($(milliseconds) - since))
+    say "trains on $ranks ranks: $(printf '%d.%02d' $((now / 1000)) $((now % 1000 / 10))) s without training"
+}
+
+milliseconds() { date +%s%3N; }
 
 # With ULFM, Open MPI's mpirun returns 0 also when all ranks were killed. Ranks note in $ALLREDUCE_JOB_LOG when their
 # program begins and when it ends by itself.
 all_were_killed() {
-    [ "$status" = 0 ] && [ $kind = openmpi ] && grep -q ': began$' "$ALLREDUCE_JOB_LOG" 2>/dev/null &&
+    [ "$status" = 0 ] && [ $kind = openmpi ] && grep -q ': began as ' "$ALLREDUCE_JOB_LOG" 2>/dev/null &&
         ! grep -q ': ended$' "$ALLREDUCE_JOB_LOG" && say "all ranks of this host were killed, though $launcher returned 0"
 }
 
-child='' stopped=''
-pass_on() { # pass_on SIGNAL: to the launcher, which ends its ranks
+child='' watcher='' stopped='' grows='' since=''
+pass_on() { # pass_on SIGNAL: to the job
     stopped=$1
-    [ -n "$child" ] || return 0
-    # srun would kill its tasks at SIGTERM, before they can write a checkpoint
-    [ $kind = slurm ] && [ -n "${SLURM_JOB_ID-}" ] && scancel --quiet --signal="$1" "$SLURM_JOB_ID" ||
-        kill -s "$1" "$child" 2>/dev/null || true
+    [ -z "$child" ] || ask_to_end "$1"
 }
 
-fewer_ranks() { # sets $ranks for the next start
-    local before=${#hosts[@]}
+make_it_grow() {
+    [ -n "$child" ] || return 0
+    grows=1 since=$(milliseconds)
+    ask_to_end TERM
+}
+
+# SIGTERM goes to the ranks of this host, which tell the others: Open MPI's mpirun kills its ranks a second after it gets
+# SIGTERM, and some take longer to write a checkpoint. srun would kill its tasks at SIGTERM.
+ask_to_end() { # ask_to_end SIGNAL
+    local ranks_here=()
+    [ $kind = slurm ] && [ -n "${SLURM_JOB_ID-}" ] && scancel --quiet --signal="$1" "$SLURM_JOB_ID" && return
+    [ "$1" != TERM ] || mapfile -t ranks_here < <(list_ranks)
+    if [ ${#ranks_here[@]} -gt 0 ] && kill -s TERM "${ranks_here[@]}"; then
+        end_rest "${ranks_here[@]}" >/dev/null 2>&1 </dev/null &
+    else
+        kill -s "$1" "$child" || true
+    fi 2>/dev/null
+}
+
+list_ranks() { # prints the processes of the ranks that run on this host
+    local pid
+    sed -n 's/^rank .*: began as process \([0-9]*\)$/\1/p' "$ALLREDUCE_JOB_LOG" | while read -r pid; do
+        ! grep -qzsxF "ALLREDUCE_JOB_LOG=$ALLREDUCE_JOB_LOG" "/proc/$pid/environ" || echo "$pid"
+    done
+}
+
+end_rest() { # end_rest PROCESS...: end the launcher, if it does not end after these ranks: with ULFM, others may go on
+    while kill -0 "$@"; do sleep 0.1; done
+    sleep $REST_SECONDS
+    kill -s TERM "$child"
+}
+
+next_ranks() { # sets $ranks for the next start
+    local before=${#hosts[@]} slots_before=$room
     if [ -n "$hostfile" ]; then
+        [ -z "$grow" ] || read_hosts
         leave_out_lost_hosts
         [ ${#hosts[@]} -gt 0 ] || give_up "no host answers"
+        room=$(slots)
+        if [ -n "$grow" ] && [ "$room" -gt "$slots_before" ]; then
+            ranks=$room
+            return
+        fi
         if [ ${#hosts[@]} -lt "$before" ]; then
-            local room
-            room=$(slots)
             [ "$room" -ge "$ranks" ] || ranks=$room
-            return 0
+            return
         fi
     fi
-    [ -n "$same" ] || [ "$ranks" -le "$least" ] || ranks=$((ranks - 1))
+    [ -n "$same$grows" ] || [ "$ranks" -le "$least" ] || ranks=$((ranks - 1))
 }
 
 give_up() {
@@ -253,12 +342,18 @@ keep_going() {
         repeat_error
         [ -z "$stopped" ] || give_up "stopped by SIG$stopped"
         [ "$status" -ne $USAGE_ERROR ] || give_up "the program refuses its arguments"
+        [ -n "$grows" ] || since=$(milliseconds)
         failures=$((failures + 1))
-        [ "$(newest)" = "$before" ] || failures=0
+        [ -z "$grows" ] && [ "$(newest)" = "$before" ] || failures=0
         [ "$failures" -lt "$attempts" ] || give_up "$failures starts in a row have written no checkpoint"
-        fewer_ranks
+        next_ranks
         [ "$ranks" -ge "$least" ] || give_up "$ranks ranks are left, fewer than --least $least"
-        say "the job died with exit code $status; it restarts from the last checkpoint on $ranks ranks"
+        if [ -n "$grows" ]; then
+            say "the job continues from the last checkpoint on $ranks ranks"
+        else
+            say "the job died with exit code $status; it restarts from the last checkpoint on $ranks ranks"
+        fi
+        grows=''
         # processes of the dead job may hold the folder for a moment
         [ ! -d "$progress" ] || ! command -v flock >/dev/null || flock -w $LOCK_SECONDS "$progress" true || true
         [ -z "$stopped" ] || give_up "stopped by SIG$stopped"
@@ -269,9 +364,10 @@ read_options "$@"
 find_progress
 find_launcher
 read_hosts
+room=$(slots)
 if [ -z "$ranks" ]; then
     ranks=4
-    [ -z "$hostfile" ] || ranks=$(slots)
+    [ -z "$hostfile" ] || ranks=$room
 fi
 [ "$least" -le "$ranks" ] || refuse "--least $least: the job begins with $ranks ranks, which are fewer"
 if [ "$(id -u)" = 0 ]; then
@@ -283,5 +379,6 @@ export ALLREDUCE_JOB_LOG=$scratch/job.log
 trap 'rm -rf "$scratch"' EXIT
 trap 'pass_on TERM' TERM
 trap 'pass_on INT' INT
+trap make_it_grow USR1
 status=0
 keep_going

@@ -110,7 +110,7 @@ def record_lifetime() -> None:
         if not children.forked():
             log_job("ended")
 
-    log_job("began")
+    log_job(f"began as process {os.getpid()}")
     atexit.register(ended)
 
 

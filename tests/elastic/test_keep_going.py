@@ -3,13 +3,16 @@ checkpoint."""
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,10 +32,17 @@ starts=$(wc -l <"$CALLS")
 next=$(sed -n "${{starts}}p" "$PLAN")
 [[ $next != *checkpoint* ]] || echo "$starts" >"$RUN/checkpoint-$starts"
 [[ $next != *told* ]] || echo "rank 2 of 4: ValueError: broken" >>"$ALLREDUCE_JOB_LOG"
-[[ $next != *began* ]] || echo "rank 0 of 4: began" >>"$ALLREDUCE_JOB_LOG"
+[[ $next != *began* ]] || echo "rank 0 of 4: began as process 0" >>"$ALLREDUCE_JOB_LOG"
 [[ $next != *ended* ]] || echo "rank 0 of 4: ended" >>"$ALLREDUCE_JOB_LOG"
 [[ $next != *asleep* ]] || {{ trap 'exit 7' TERM INT; touch "$RUN/asleep"; while :; do sleep 0.05; done; }}
+[[ $next != *rank* ]] || {{ trap 'kill -KILL $!; exit 9' TERM; {BASH} -c "$RANK" & wait $!; exit; }}
 exit "${{next##* }}"
+"""
+# A rank that takes longer to write its checkpoint than Open MPI's mpirun gives it after a SIGTERM.
+RANK = """trap 'sleep 1.5; echo >"$RUN/checkpoint-99"; exit 143' TERM
+echo "rank 0 of 4: began as process $$" >>"$ALLREDUCE_JOB_LOG"
+touch "$RUN/asleep"
+while :; do sleep 0.05; done
 """
 
 
@@ -42,7 +52,7 @@ class Pretended:
     def __init__(self, folder: Path) -> None:
         self.calls, self.plan, self.run_folder = folder / "calls", folder / "plan", folder / "run"
         self.run_folder.mkdir()
-        self.variables = {"CALLS": str(self.calls), "PLAN": str(self.plan), "RUN": str(self.run_folder)}
+        self.variables = {"CALLS": str(self.calls), "PLAN": str(self.plan), "RUN": str(self.run_folder), "RANK": RANK}
         self.bin = folder / "bin"
         self.bin.mkdir()
         for name, text in (("mpirun", LAUNCHER), ("ssh", f"#!{BASH}\n[[ $1 != lost* ]]\n")):
@@ -63,6 +73,14 @@ class Pretended:
         job = self.start(plan, *options, mpi=mpi)
         _, said = job.communicate(timeout=30)
         return job.returncode, said.strip().splitlines()[-1]
+
+    def wait_for_sleep(self) -> None:
+        """Wait until the job sleeps."""
+        until = time.monotonic() + 20
+        while not (self.run_folder / "asleep").exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        (self.run_folder / "asleep").unlink()
 
     @property
     def ranks(self) -> list[str]:
@@ -170,10 +188,7 @@ def test_the_job_of_slurm_requeues_itself_if_its_time_is_up(
         env={**os.environ, **pretended.variables, **slurm},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    until = time.monotonic() + 20
-    while not (pretended.run_folder / "asleep").exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    pretended.wait_for_sleep()
     job.send_signal(number)
     out, said = job.communicate(timeout=20)
     assert out == expected, said
@@ -183,15 +198,46 @@ def test_the_job_of_slurm_requeues_itself_if_its_time_is_up(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_handed_on_and_nothing_is_started_again(number: int, pretended: Pretended) -> None:
     job = pretended.start(["asleep", "0"])
-    until = time.monotonic() + 20
-    while not (pretended.run_folder / "asleep").exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    pretended.wait_for_sleep()
     job.send_signal(number)
     _, said = job.communicate(timeout=20)
     assert job.returncode == 7, said
     assert f"stopped by {signal.Signals(number).name}" in said
     assert len(pretended.ranks) == 1
+
+
+def test_the_ranks_have_time_for_their_checkpoint(pretended: Pretended) -> None:
+    job = pretended.start(["rank", "0"])
+    pretended.wait_for_sleep()
+    job.send_signal(signal.SIGTERM)
+    _, said = job.communicate(timeout=20)
+    assert job.returncode == 143, said
+    assert (pretended.run_folder / "checkpoint-99").exists()
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_a_job_grows_with_its_hostfile(script: bool, pretended: Pretended, tmp_path: Path) -> None:
+    """Also after a host that was lost answers again, but not when one is lost. To grow is no failure, and a failure at
+    the end of the smaller job makes the next one no smaller."""
+    hosts, lines = tmp_path / "hosts", tmp_path / "lines"
+    hosts.write_text(f"#!{BASH}\ncat {lines}\n")
+    hosts.chmod(0o755)
+    lines.write_text("here slots=2\nlost slots=2\n")
+    alive = f"#!{BASH}\n[[ $1 != lost || -e {tmp_path / 'back'} ]]\n"
+    (pretended.bin / "ssh").write_text(alive)
+    given = ["--hostfile", str(hosts if script else lines), "--grow", "1", "--reach", "ssh", "--attempts", "1"]
+    job = pretended.start(["checkpoint 1", "asleep", "asleep", "rank", "0"], *given)
+    pretended.wait_for_sleep()
+    lines.write_text("here slots=3\nlost slots=2\n")
+    pretended.wait_for_sleep()
+    (tmp_path / "back").touch()
+    pretended.wait_for_sleep()
+    lines.write_text("")  # a file that is being written
+    time.sleep(1.5)
+    lines.write_text("here slots=3\nlost slots=2\nother\n")
+    _, said = job.communicate(timeout=30)
+    assert (job.returncode, pretended.ranks) == (0, ["4", "2", "3", "5", "6"]), said
+    assert "the hosts have slots for 5 ranks: the job writes a checkpoint and ends" in said
 
 
 @pytest.mark.parametrize(
@@ -200,6 +246,7 @@ def test_signals_are_handed_on_and_nothing_is_started_again(number: int, pretend
         ([], "give the program after --"),
         (["--ranks", "none"], "--ranks none: give a number of at least 1"),
         (["--ranks"], "--ranks needs a value"),
+        (["--grow", "5", "--", "a"], "--grow 5: give the hosts by --hostfile FILE"),
         (["--rank", "3"], '"--rank" is not an option; put -- before the program'),
         (["--hostfile", "missing", "--", "a"], "--hostfile missing: there is no such file"),
         (["--", "python", "mine.py"], "the program has no --checkpoint DIR"),
@@ -236,31 +283,38 @@ def kill_a_rank(mark: str, folder: Path, job: "subprocess.Popen[str]", variables
     os.kill(jobs_of(mark)[1], signal.SIGKILL)
 
 
-@pytest.mark.jobs
-@pytest.mark.parametrize("mpi", launch.MPIS)
-def test_a_job_whose_rank_is_killed_ends_on_one_rank_less(mpi: str, tmp_path: Path) -> None:
+@contextmanager
+def started(mpi: str, *words: str | Path) -> Iterator[tuple["subprocess.Popen[str]", str, Mapping[str, str]]]:
+    """Start keep_going.sh with an MPI's launcher; `python` in words is that of its environment. Yields the process, the
+    mark of its ranks, and the environment."""
     try:
         bin_folder = launch.environment(mpi) / "bin"
     except launch.MissingEnvironmentError as error:
         lacking(error)
-        return
-    folder, result, mark = tmp_path / "run", tmp_path / "result.json", uuid.uuid4().hex
-    train = ["-m", "trainers", "--data", "iris", "--epochs", "150", "--checkpoint", str(folder), "--resume"]
+        pytest.skip(str(error))
+    mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary:
         variables = {**launch.variables(mark), "TMPDIR": temporary}
         variables["PATH"] = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
         launcher = " ".join([str(bin_folder / launch.LAUNCHERS[mpi][0]), *launch.LAUNCHERS[mpi][1:]])
         job = subprocess.Popen(
-            [BASH, SCRIPT, "--ranks", "3", "--launcher", launcher, "--", bin_folder / "python", *train,
-             "--json", str(result)],
-            cwd=launch.ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, start_new_session=True,
+            [BASH, SCRIPT, "--launcher", launcher, *words], cwd=launch.ROOT, env=variables, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         try:
-            kill_a_rank(mark, folder, job, variables)
-            said, _ = job.communicate(timeout=60)
+            yield job, mark, variables
         finally:
             launch.end(job, mark)
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_a_job_whose_rank_is_killed_ends_on_one_rank_less(mpi: str, tmp_path: Path) -> None:
+    folder, result = tmp_path / "run", tmp_path / "result.json"
+    train = ["-m", "trainers", "--data", "iris", "--epochs", "150", "--checkpoint", folder, "--resume"]
+    with started(mpi, "--ranks", "3", "--", "python", *train, "--json", result) as (job, mark, variables):
+        kill_a_rank(mark, folder, job, variables)
+        said, _ = job.communicate(timeout=60)
     assert job.returncode == 0, said
     assert "restarts from the last checkpoint on 2 ranks" in said
     assert f"resumed: {folder}/checkpoint-" in said
@@ -268,3 +322,51 @@ def test_a_job_whose_rank_is_killed_ends_on_one_rank_less(mpi: str, tmp_path: Pa
     assert written["ranks"] == 2
     assert [epoch["epoch"] for epoch in written["history"]] == list(range(1, 151))
     assert written["test_accuracy"] > 0.9
+
+
+# Two ranks are slow, so that the job does not end before it grows.
+GROWING = """
+import json, sys, time
+import numpy as np
+from trainers import MirroredTrainer, NumpyNetwork
+from trainers.callbacks import Callback
+
+class Slow(Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.05)
+
+rng = np.random.default_rng(0)
+x, y = rng.standard_normal((300, 8)).astype("float32"), rng.integers(3, size=300)
+with MirroredTrainer(NumpyNetwork([8, 16, 3], seed=1)) as trainer:
+    slow = [Slow()] if trainer.size == 2 else []
+    history = trainer.fit(x, y, 40, 30, checkpoint=sys.argv[1], resume=True, callbacks=slow)
+    if trainer.rank == 0:
+        print(json.dumps({"ranks": trainer.size, "losses": [epoch.loss for epoch in history]}), file=open(sys.argv[2], "w"))
+"""
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("mpi", launch.MPIS)
+def test_a_job_of_two_ranks_becomes_one_of_three(mpi: str, tmp_path: Path) -> None:
+    """No step is lost, and the losses are those of a training on one rank."""
+    hosts, folder, result = tmp_path / "hosts", tmp_path / "run", tmp_path / "result.json"
+    form = "localhost slots={}\n" if mpi == "openmpi" else "localhost:{}\n"
+    hosts.write_text(form.format(2))
+    program = ["python", "-c", GROWING, folder, result]
+    with started(mpi, "--hostfile", hosts, "--grow", "1", "--progress", folder, "--", *program) as (job, *_):
+        until = time.monotonic() + 60
+        while not list(folder.glob("checkpoint-*")):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        hosts.write_text(form.format(3))
+        said, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, said
+    assert "the job continues from the last checkpoint on 3 ranks" in said
+    assert re.search(r"trains on 3 ranks: \d+\.\d\d s without training", said), said
+    written = json.loads(result.read_text())
+    alone = subprocess.run([sys.executable, "-c", GROWING, tmp_path / "alone", tmp_path / "alone.json"], cwd=launch.ROOT,
+                           env=launch.variables("alone"), capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert alone.returncode == 0, alone.stderr
+    expected = json.loads((tmp_path / "alone.json").read_text())
+    assert (written["ranks"], expected["ranks"]) == (3, 1)
+    assert written["losses"] == pytest.approx(expected["losses"], rel=1e-5)

@@ -16,6 +16,7 @@ from tests import launch
 from tests.conftest import JobRunner, lacking
 from tests.faults import drawing, jobs, judging, notes, plans, points, soak
 from tests.faults.programs import model
+from tests.faults.programs import soak as program
 
 
 @pytest.mark.parametrize("mpi", launch.MPIS)
@@ -144,6 +145,12 @@ def test_the_report_of_a_soak_counts_what_kills_have_cost(tmp_path: Path) -> Non
     assert report["steps done again after recoveries"] == "1"
     assert report["steps lost at restarts"] == "50"
     assert report["bits at the end"] == "equal on 1 ranks"
+
+
+def test_a_soak_does_not_come_to_its_last_epoch() -> None:
+    """It would end, as a job that should have gone on does. A day of it takes 10,000 steps a second."""
+    steps_of_an_epoch = len(model.rows()[0]) * program.REPEATS // program.BATCH
+    assert steps_of_an_epoch * program.EPOCHS > 24 * 3600 * 10_000
 
 
 @pytest.mark.parametrize(("hashes", "code"), [("aa", 0), ("ab", 1)])

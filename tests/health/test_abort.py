@@ -255,7 +255,8 @@ def test_nothing_is_left_in_shared_memory(mpirun: JobRunner, mpi: str, tmp_path:
             used = {path for path in used if not path.name.startswith("mpich_shm_")}
         assert not [path for path in used if path.exists()], f"left after {end}: {used}"
     lines = [line.partition(": ")[2] for line in written.read_text().splitlines()]
-    assert [lines.count(line) for line in ("began", "ended", "ValueError: on purpose")] == [6, 4, 1]
+    texts = ("began as process ", "ended", "ValueError: on purpose")
+    assert [sum(line.startswith(text) for line in lines) for text in texts] == [6, 4, 1]
     assert len(lines) == 11
 
 

@@ -71,6 +71,7 @@ class Terminating(Callback):
     def __init__(self, comm: MPI.Intracomm | None = None, quiet: bool = False) -> None:
         self._comm, self._quiet = comm, quiet
         self.agreed = False  # all ranks know that a rank has received the signal
+        self._stepped = False
 
     @property
     def active(self) -> bool:
@@ -115,7 +116,13 @@ class Terminating(Callback):
         if self.here:
             self.trainer.stop_training = True
 
-    on_train_begin = on_train_batch_end = on_epoch_end = idle = _end_fit
+    on_train_begin = on_epoch_end = idle = _end_fit
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        if not self._stepped:
+            self._stepped = True
+            abort.log_job("has taken its first step")  # for scripts/keep_going.sh
+        self._end_fit()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         self.asked()

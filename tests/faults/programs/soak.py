@@ -21,6 +21,7 @@ from trainers import Checkpoint, MirroredTrainer
 from trainers.watching.callback import Callback
 
 BATCH, REPEATS = 240, 1000  # rows; how often an epoch has all rows
+EPOCHS = 10**9  # more than it can do before it is told to stop
 NOTE_SECONDS = 0.05
 EVERY = "10 seconds"  # between two checkpoints
 PAGE_MIB = resource.getpagesize() / 2**20
@@ -66,7 +67,7 @@ def main(folder: Path, spares: int) -> None:
     trainer.fit(
         x,
         y,
-        1000,
+        EPOCHS,
         BATCH,
         callbacks=[Notice(notes, folder / STOP, len(x) // BATCH)],
         checkpoint=Checkpoint(str(folder.parent / "checkpoints"), EVERY),
