@@ -6,6 +6,7 @@ set -euo pipefail
 readonly USAGE_ERROR=2 # the exit code for invalid arguments: a restart would fail again
 readonly KILLED=137 # the exit code of a process that SIGKILL has killed
 readonly LOCK_SECONDS=30
+readonly TICK_SECONDS=0.2
 readonly REST_SECONDS=10 # how long the ranks of other hosts have after the ranks of this host, which SIGTERM has ended
 
 usage() {
@@ -228,17 +229,20 @@ run_job() { # sets $status
     watch_job >&2 </dev/null &
     watcher=$!
     set +m
-    while :; do # a signal ends the wait before the job has ended
-        status=0
-        wait "$child" || status=$?
-        kill -0 "$child" 2>/dev/null || break
+    asked=''
+    # Not `wait`, and no work in a trap: bash 5.2 can lose the signal that a child has ended, or the rest of the trap.
+    while kill -0 "$child" 2>/dev/null; do
+        read -rt $TICK_SECONDS -u $nothing || true
+        [ ! -e "$scratch/grow" ] || make_it_grow
+        [ -z "$passes" ] || { passes='' && ask_to_end "$stopped"; }
     done
-    child=''
+    status=0
+    wait "$child" || status=$?
     kill -KILL -- -$watcher 2>/dev/null || true # SIGTERM could still run the trap of EXIT in it
     wait $watcher 2>/dev/null || true
 }
 
-watch_job() { # in the background: reports the first step after a restart, and signals this shell when the job can grow
+watch_job() { # in the background: reports the first step after a restart, and tells this shell that the job can grow
     local now before=$room
     [ -z "$since" ] || report_first_step &
     [ -n "$grow" ] || { wait && return; }
@@ -249,7 +253,7 @@ watch_job() { # in the background: reports the first step after a restart, and s
         before=$now
     done
     say "the hosts have slots for $now ranks: the job writes a checkpoint and ends, to continue on these"
-    kill -s USR1 $$
+    : >"$scratch/grow"
     wait
 }
 
@@ -269,25 +273,25 @@ all_were_killed() {
         ! grep -q ': ended$' "$ALLREDUCE_JOB_LOG" && say "all ranks of this host were killed, though $launcher returned 0"
 }
 
-child='' watcher='' stopped='' grows='' since=''
-pass_on() { # pass_on SIGNAL: to the job
-    stopped=$1
-    [ -z "$child" ] || ask_to_end "$1"
+watcher='' stopped='' passes='' asked='' grows='' since=''
+stop() { # stop SIGNAL: to pass on to the job
+    stopped=$1 passes=1
 }
 
 make_it_grow() {
-    [ -n "$child" ] || return 0
+    rm "$scratch/grow"
     grows=1 since=$(milliseconds)
     ask_to_end TERM
 }
 
 # SIGTERM goes to the ranks of this host, which tell the others: Open MPI's mpirun kills its ranks a second after it gets
-# SIGTERM, and some take longer to write a checkpoint. srun would kill its tasks at SIGTERM.
+# SIGTERM, and some take longer to write a checkpoint. A second SIGTERM goes to mpirun. srun would kill its tasks.
 ask_to_end() { # ask_to_end SIGNAL
     local ranks_here=()
     [ $kind = slurm ] && [ -n "${SLURM_JOB_ID-}" ] && scancel --quiet --signal="$1" "$SLURM_JOB_ID" && return
-    [ "$1" != TERM ] || mapfile -t ranks_here < <(list_ranks)
+    [ "$1$asked" != TERM ] || mapfile -t ranks_here < <(list_ranks)
     if [ ${#ranks_here[@]} -gt 0 ] && kill -s TERM "${ranks_here[@]}"; then
+        asked=1
         end_rest "${ranks_here[@]}" >/dev/null 2>&1 </dev/null &
     else
         kill -s "$1" "$child" || true
@@ -354,6 +358,7 @@ keep_going() {
             say "the job died with exit code $status; it restarts from the last checkpoint on $ranks ranks"
         fi
         grows=''
+        rm -f "$scratch/grow"
         # processes of the dead job may hold the folder for a moment
         [ ! -d "$progress" ] || ! command -v flock >/dev/null || flock -w $LOCK_SECONDS "$progress" true || true
         [ -z "$stopped" ] || give_up "stopped by SIG$stopped"
@@ -376,9 +381,10 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 scratch=$(mktemp -d)
 export ALLREDUCE_JOB_LOG=$scratch/job.log
+mkfifo "$scratch/nothing"
+exec {nothing}<>"$scratch/nothing" # from which nothing is ever read
 trap 'rm -rf "$scratch"' EXIT
-trap 'pass_on TERM' TERM
-trap 'pass_on INT' INT
-trap make_it_grow USR1
+trap 'stop TERM' TERM
+trap 'stop INT' INT
 status=0
 keep_going

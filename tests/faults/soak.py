@@ -30,6 +30,7 @@ from tests.faults.plans import Plan
 SPARES = 2
 CALM_SECONDS = 20.0  # of the training without kills, at least; its start is a part of it
 LOOK_SECONDS = 0.05
+GONE = "all working ranks have failed"  # of the standby ranks' error
 END_SECONDS = 60.0  # for the end of a job that is told to stop
 
 
@@ -100,7 +101,8 @@ def _drive(
         grown = sum(path.stat().st_size for path in attempt.folder.glob("notes.*"))
         noted, size = (now, grown) if grown != size else (noted, size)
         if (code := job.poll()) is not None:
-            return "" if (attempt.folder / STOP).exists() and code == 0 else f"ended with exit code {code}: see below"
+            told = (attempt.folder / STOP).exists() and code == 0
+            return "" if told or _all_workers_killed(attempt, options) else f"ended with exit code {code}: see below"
         if now - noted > options.limit:
             return f"no rank has finished a step for {options.limit:.0f} s"
         if chance and now > due and now < until:
@@ -113,6 +115,13 @@ def _drive(
         time.sleep(LOOK_SECONDS)
     job.wait(END_SECONDS)
     return ""
+
+
+def _all_workers_killed(attempt: Attempt, options: argparse.Namespace) -> bool:
+    """Return whether each working rank was killed before a standby rank had its state, and the job has said so."""
+    last = max((mine[-1] for mine in attempt.notes(options.most_ranks) if mine), key=lambda note: float(note["time"]))
+    killed = {rank for rank, _ in attempt.kills}
+    return killed.issuperset(last["ranks"]) and GONE in (attempt.folder / "output").read_text(errors="replace")
 
 
 def report(calm: Attempt, attempts: Sequence[Attempt], ranks: int) -> dict[str, str]:

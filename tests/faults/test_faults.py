@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,19 @@ def test_the_report_of_a_soak_counts_what_kills_have_cost(tmp_path: Path) -> Non
     assert report["steps done again after recoveries"] == "1"
     assert report["steps lost at restarts"] == "50"
     assert report["bits at the end"] == "equal on 1 ranks"
+
+
+@pytest.mark.parametrize(("killed", "ends"), [((0, 1), ""), ((0,), "ended with exit code 1: see below")])
+def test_a_soak_goes_on_if_all_working_ranks_were_killed_at_once(
+    killed: tuple[int, ...], ends: str, tmp_path: Path
+) -> None:
+    """The state that the standby ranks would take over is gone then, and the next job begins at the checkpoint."""
+    attempt = soak.Attempt(tmp_path, 0.0, [(rank, 1.0) for rank in killed])
+    notes.Notes(tmp_path, 0).add("at", ranks=[0, 1])
+    (tmp_path / "output").write_text("RankLostError: all working ranks have failed, so the state is gone")
+    job = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    job.wait()
+    assert soak._drive(job, attempt, argparse.Namespace(most_ranks=4, mtbf=30, limit=60), 1e9, None) == ends
 
 
 def test_a_soak_does_not_come_to_its_last_epoch() -> None:
