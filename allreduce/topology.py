@@ -22,7 +22,7 @@ from allreduce.errors import (
 )
 from allreduce.health import abort, dump
 from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
-from allreduce.process import children, launcher
+from allreduce.process import children, launcher, start
 from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import CMA
 from allreduce.transport.control import agree, all_values, everywhere, on_all_ranks
@@ -101,6 +101,8 @@ class Topology:
         comm = _checked(comm)
         if comm.size == MPI.COMM_WORLD.size:
             abort.wait_at_end()
+            if comm.size > 1 and (text := start.unguarded()):
+                notices.once(comm.rank, text)
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
         error = error_of_sizes(ranks_per_node, comm.size) or _bad_timeout(timeout)
         agree(comm, [zlib.crc32(asked.encode())], asked, error)

@@ -270,7 +270,8 @@ milliseconds() { date +%s%3N; }
 # program begins and when it ends by itself.
 all_were_killed() {
     [ "$status" = 0 ] && [ $kind = openmpi ] && grep -q ': began as ' "$ALLREDUCE_JOB_LOG" 2>/dev/null &&
-        ! grep -q ': ended$' "$ALLREDUCE_JOB_LOG" && say "all ranks of this host were killed, though $launcher returned 0"
+        ! grep -q ': ended$' "$ALLREDUCE_JOB_LOG" &&
+        say "all ranks of this host were killed or have crashed, though $launcher returned 0"
 }
 
 watcher='' stopped='' passes='' asked='' grows='' since=''

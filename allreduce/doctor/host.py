@@ -44,7 +44,7 @@ from allreduce.doctor.findings import (
 )  # fmt: skip
 from allreduce.machine import cores, identify, mpi_library
 from allreduce.notices import nbytes
-from allreduce.process import launcher, proc
+from allreduce.process import launcher, proc, start
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from allreduce.transport.shared_segment import SHARED_MEMORY, SPARE_BYTES, STAGING_BYTES
@@ -64,6 +64,7 @@ def gather_mpi(topology: Topology) -> dict[str, Any]:
         "library": mpi_library(),
         "threads": THREADS.get(MPI.Query_thread(), MULTIPLE),
         "ulfm": ulfm.in_force(),
+        "unguarded": start.unguarded(),
         "launch": launch and launch._asdict(),
     }
 
@@ -90,6 +91,11 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     elif version and int(version[1]) >= FIRST_WITH_ULFM:
         lost = "ends the job; with mpirun --with-ft ulfm and the trainers' --on-failure continue, the others continue"
     yield ok("failed rank", lost)  # the user chooses the effect of a failed rank, so every one is ok
+    if text := facts["unguarded"]:
+        cause, _, advice = text.rpartition("; ")
+        yield warning("recovery", cause, advice)
+    elif facts["ulfm"]:
+        yield ok("recovery", "Open MPI's known crashes are prevented; in your script import allreduce before mpi4py.MPI")
 
 
 # Versions

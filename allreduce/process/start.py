@@ -22,6 +22,8 @@ VERSION = "OMPI_VERSION"  # of Open MPI, set by its mpirun
 LIMIT = "ALLREDUCE_START_SECONDS"
 LIMIT_SECONDS = 120.0  # for the start of MPI where ranks may fail (ULFM)
 
+_unguarded: list[str] = []  # why recoveries are not guarded
+
 
 def start() -> None:
     """Start MPI in a rank, which then ends with its launcher. In a child of a rank, import MPI without starting it.
@@ -35,6 +37,8 @@ def start() -> None:
         if children.is_child():
             mpi4py.rc.initialize = False  # no effect if the program has imported mpi4py.MPI before
         if ULFM in os.environ:  # ranks may fail, and Open MPI's finalize waits for all ranks of the host
+            if "mpi4py.MPI" in sys.modules:
+                _unguarded.append("mpi4py.MPI was imported before allreduce; import allreduce first")
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
             _leave_out_collectives()
             _load_before_mpi()
@@ -70,9 +74,21 @@ def _load_before_mpi() -> None:
     """
     if "mpi4py.MPI" in sys.modules or not os.environ.get(VERSION, "").startswith("5.0."):
         return
+    loaded = False
     for path in Path(__file__).parents[1].glob("kernels/communicators*.so"):
         with suppress(OSError):  # of another machine
             ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+            loaded = True
+    if not loaded:
+        _unguarded.append("allreduce was installed without a C compiler; install one, and allreduce again")
+
+
+def unguarded() -> str:
+    """Return why this rank's recoveries are not guarded against known crashes inside of Open MPI; "" if they are, or
+    without ULFM. Local."""
+    if not _unguarded:
+        return ""
+    return f"a failure of a host, or during a recovery, can crash the other ranks inside of Open MPI: {_unguarded[0]}"
 
 
 def import_mpi() -> None:

@@ -37,6 +37,9 @@ def test_mpi() -> None:
         (said,) = [finding for finding in judged("mpi", ranks) if finding.name == "failed rank"]
         assert words in said.text
         assert said.level == OK
+    ranks[0].facts["mpi"] |= {"ulfm": True, "unguarded": "ranks can crash: no compiler; install one"}
+    (said,) = [finding for finding in judged("mpi", ranks) if finding.name == "recovery"]
+    assert (said.level, said.text, said.advice) == (WARNING, "ranks can crash: no compiler", "install one")
 
 
 def test_cores() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from allreduce.process import start
 from tests import launch
+from tests.conftest import JobRunner
 
 LIBRARIES = list((launch.ROOT / "allreduce" / "kernels").glob("communicators*.so"))
 STAND_IN = r"""
@@ -103,3 +104,12 @@ def test_the_library_does_not_come_after_mpi(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", sys)
     monkeypatch.setattr(start.ctypes, "CDLL", lambda *_: pytest.fail("loaded"))
     start._load_before_mpi()
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(("order", "notices"), [("mpi4py.MPI, allreduce", 1), ("allreduce, mpi4py.MPI", 0)])
+def test_a_program_that_starts_mpi_before_allreduce_is_told(order: str, notices: int, mpirun: JobRunner) -> None:
+    """Once, on rank 0: allreduce could not set Open MPI's options, nor load its library before it."""
+    job = mpirun(2, ["-c", f"import {order}; allreduce.Topology().close(); allreduce.Topology()"], ulfm=True)
+    assert job.returncode == 0, job.stderr
+    assert job.stderr.count("mpi4py.MPI was imported before allreduce; import allreduce first") == notices, job.stderr

@@ -341,7 +341,8 @@ with MirroredTrainer(NumpyNetwork([8, 16, 3], seed=1)) as trainer:
     slow = [Slow()] if trainer.size == 2 else []
     history = trainer.fit(x, y, 40, 30, checkpoint=sys.argv[1], resume=True, callbacks=slow)
     if trainer.rank == 0:
-        print(json.dumps({"ranks": trainer.size, "losses": [epoch.loss for epoch in history]}), file=open(sys.argv[2], "w"))
+        losses = [epoch.loss for epoch in history]
+        print(json.dumps({"ranks": trainer.size, "losses": losses}), file=open(sys.argv[2], "w"))
 """
 
 
@@ -364,8 +365,10 @@ def test_a_job_of_two_ranks_becomes_one_of_three(mpi: str, tmp_path: Path) -> No
     assert "the job continues from the last checkpoint on 3 ranks" in said
     assert re.search(r"trains on 3 ranks: \d+\.\d\d s without training", said), said
     written = json.loads(result.read_text())
-    alone = subprocess.run([sys.executable, "-c", GROWING, tmp_path / "alone", tmp_path / "alone.json"], cwd=launch.ROOT,
-                           env=launch.variables("alone"), capture_output=True, text=True, timeout=60)  # fmt: skip
+    alone = subprocess.run(
+        [sys.executable, "-c", GROWING, tmp_path / "alone", tmp_path / "alone.json"],
+        cwd=launch.ROOT, env=launch.variables("alone"), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     assert alone.returncode == 0, alone.stderr
     expected = json.loads((tmp_path / "alone.json").read_text())
     assert (written["ranks"], expected["ranks"]) == (3, 1)
