@@ -95,9 +95,7 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         cause, _, advice = text.rpartition("; ")
         yield warning("recovery", cause, advice)
     elif facts["ulfm"]:
-        yield ok(
-            "recovery", "Open MPI's known crashes are prevented; in your script import allreduce before mpi4py.MPI"
-        )
+        yield ok("recovery", "its known crashes are prevented; in your script import allreduce before mpi4py.MPI")
 
 
 # Versions
