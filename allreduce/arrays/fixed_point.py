@@ -28,7 +28,7 @@ J. Demmel, H. D. Nguyen: Parallel reproducible summation, IEEE Transactions on C
 exponents from a fixed grid and keep several bins; here the ranks agree on an exponent first, so one bin is enough.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ import numpy as np
 from allreduce import kernels
 from allreduce.arrays import dtypes
 
+CACHED_BLOCKS = 64  # that NumPy works on at a time
 BLOCK = 256  # elements that share an exponent, unless a part of the model ends before
 MOST_TERMS = kernels.MOST_TERMS  # beyond, the quantum would be too coarse for float32
 
@@ -85,10 +86,11 @@ def exponents(terms: Sequence[np.ndarray], edges: np.ndarray, form: Format) -> n
     """
     found = np.zeros(edges.size - 1, form.exponents)
     if not kernels.exponents(terms, edges, found):
-        for term in terms:
-            words = term.astype(form.wide).view(form.word) & form.magnitude
-            largest = np.maximum.reduceat(words, edges[:-1]) >> form.fraction
-            np.maximum(found, largest, out=found, casting="unsafe")
+        for blocks, span in _pieces(edges):
+            for term in terms:
+                words = term[span].astype(form.wide, copy=False).view(form.word) & form.magnitude
+                largest = np.maximum.reduceat(words, edges[blocks] - span.start) >> form.fraction
+                np.maximum(found[blocks], largest, out=found[blocks], casting="unsafe")
     return found
 
 
@@ -151,13 +153,16 @@ def add(
     if kernels.add_integers(terms, edges, factors, rests, finite, out):
         return
     out[:] = 0
-    lengths = np.diff(edges)
-    factors, rests = np.repeat(factors, lengths), np.repeat(rests, lengths)
     with np.errstate(all="ignore"):
-        for term in terms:
-            values = np.rint(term.astype(np.float64) * factors * rests)
-            values[~np.isfinite(values)] = 0
-            out += values.astype(form.carrier)
+        for blocks, span in _pieces(edges):
+            for term in terms:
+                values = term[span].astype(np.float64)
+                for factor in (factors, rests) if half[blocks].any() else (factors,):
+                    _multiply(values, factor[blocks], edges[blocks])
+                np.rint(values, out=values)
+                if not finite:
+                    values[~np.isfinite(values)] = 0
+                out[span] += values.astype(form.carrier, copy=False)
 
 
 def finish(
@@ -181,10 +186,28 @@ def finish(
     factors, divisor = np.ldexp(1.0, quantum(largest[first : last + 1], count, form)), count if mean else 1
     if kernels.finish(integers, inside, factors, divisor, out):
         return
-    values = integers[part] / divisor if form is SINGLE else quotient(integers[part], divisor)
     with np.errstate(all="ignore"):
-        values = (values + 0.0) * np.repeat(factors, np.diff(inside))  # -0.0 becomes 0.0
-        np.copyto(out[part], _to_odd(values) if out.dtype == dtypes.BFLOAT16 else values, casting="unsafe")
+        for blocks, span in _pieces(inside):
+            values = integers[span] / divisor if form is SINGLE else quotient(integers[span], divisor)
+            values += 0.0  # -0.0 becomes 0.0
+            _multiply(values, factors[blocks], inside[blocks])
+            np.copyto(out[span], _to_odd(values) if out.dtype == dtypes.BFLOAT16 else values, casting="unsafe")
+
+
+def _pieces(edges: np.ndarray) -> Iterator[tuple[slice, slice]]:
+    """Yield the blocks and the elements of pieces for which NumPy's temporary arrays stay in the cache."""
+    for first in range(0, edges.size - 1, CACHED_BLOCKS):
+        last = min(first + CACHED_BLOCKS, edges.size - 1)
+        yield slice(first, last), slice(edges[first], edges[last])
+
+
+def _multiply(values: np.ndarray, factors: np.ndarray, starts: np.ndarray) -> None:
+    """Multiply the elements of each block by its factor, in place. starts: of the blocks, from any number on."""
+    if values.size == factors.size * BLOCK and (np.diff(starts) == BLOCK).all():
+        rows = values.reshape(-1, BLOCK)
+        np.multiply(rows, factors[:, None], out=rows)
+    else:
+        np.multiply(values, np.repeat(factors, np.diff([*starts, starts[0] + values.size])), out=values)
 
 
 def sum_blocks(
