@@ -136,8 +136,8 @@ class LoaderBatches(BatchSource):
 
     def begin(self, epoch: int, step: int) -> int:
         if epoch == self._epoch + 1:
-            nowhere = self._read < 0  # this rank has joined after the last batch of the epoch before
-            self._start, self._epoch, self._read = self.total(epoch, 0), epoch, 0
+            self._start, self._epoch = self.total(epoch, 0), epoch
+            self._read = min(self._read, 0)  # a rank that has joined after the epoch before has read nothing
             self._kept.clear()
             self._places.clear()
             self._sizes = []
@@ -145,9 +145,7 @@ class LoaderBatches(BatchSource):
             if self.limit is None and not self._reader.once:
                 self._reader.stop()
                 self._taken = 0
-            if nowhere:
-                self._go_to(epoch, step)
-        elif epoch != self._epoch or (step not in self._kept and step != self._read):
+        if epoch != self._epoch or (step not in self._kept and step != self._read):
             self._go_to(epoch, step)
         self.peek(step)
         return self.coming

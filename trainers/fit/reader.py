@@ -88,9 +88,9 @@ class Reader:
         self.structure: Any = None
         self._loader, self._collate, self._saves, self._weigh = loader, collate, saves, weigh
         self._stateful = _accessors(loader) is not None
-        self._batches: Any = None  # of the pass that has begun: generator of (batch, the loader's state after it)
+        self._items: Any = None  # of the pass that has begun: an iterator
         self._place = Place(0)  # before the next batch, with the newest state
-        self._pending: np.ndarray | None = None  # an earlier run's state, which the next pass takes on
+        self._loads = False  # whether the next pass takes on the state in `_place`, which is an earlier run's
         self._took = self._since = 0.0  # the seconds that the newest state took, and the time when it was taken
 
     def read(self, where: str, again: bool) -> Data | None:
@@ -118,12 +118,12 @@ class Reader:
         return data
 
     def _next(self) -> Data | None:
-        if self._batches is None and not self._place.ended:
+        if self._items is None and not self._place.ended:
             self.restart(self._place.number)
         while not self._place.ended:
             item = self._item()
             if item is END:
-                self._batches = None
+                self._close()
                 self._place = Place(self._place.number + 1, True, self._place.state if self._stateful else None)
                 break
             data = self._converted(item)
@@ -133,12 +133,12 @@ class Reader:
 
     def _item(self) -> Any:
         """Return the next item of the pass, or END."""
-        item, state = next(self._batches, (END, None))
-        here = self._place
+        item = next(self._items, END)
+        state = self._new_state(item is END)
         if state is None:
-            self._place = here._replace(skip=here.skip + 1)
+            self._place = self._place._replace(skip=self._place.skip + 1)
         else:
-            self._place = here._replace(state=state, skip=0, before_pass=False)
+            self._place = self._place._replace(state=state, skip=0, before_pass=False)
         return item
 
     def _converted(self, item: Any) -> Data:
@@ -156,19 +156,19 @@ class Reader:
     def restart(self, number: int) -> None:
         """Begin pass `number` from the loader's beginning. Raises an exception of any type."""
         self.stop()
-        before = self._place.state if number == self._place.number else None
-        pending, self._pending = self._pending, None
-        self._begin_after(number, pending)
-        if pending is None:
-            self._place = self._place._replace(state=before)
+        loads, self._loads = self._loads, False
+        self._begin_after(number, self._place.state if number == self._place.number else None, loads)
 
     def stop(self) -> None:
         """End the pass over the loader. An iterator of the user's stays open."""
-        batches, self._batches = self._batches, None
-        self._place = self._place._replace(ended=False)
-        if batches is not None:  # else the next pass begins at the state at the end of this one
-            self._place = Place(self._place.number + 1)
-            batches.close()
+        # a pass that has not begun begins at the state at the end of the one before
+        self._place = Place(self._place.number + 1) if self._items is not None else self._place._replace(ended=False)
+        self._close()
+
+    def _close(self) -> None:
+        items, self._items = self._items, None
+        if not self.once and isinstance(items, Generator):
+            items.close()
 
     def _set_epoch(self, number: int) -> None:
         parts = [getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
@@ -176,46 +176,35 @@ class Reader:
             if callable(change := getattr(each, "set_epoch", None)):
                 change(number)
 
-    def _begin_after(self, number: int, state: np.ndarray | None) -> None:
-        """Begin pass `number`. state: of an earlier run's loader at the end of the pass before it, or None. Without it
-        a pass may draw more random numbers when it begins: the generators go on as if it had."""
+    def _begin_after(self, number: int, state: np.ndarray | None, loads: bool = True) -> None:
+        """Begin pass `number`. state: of the loader at the end of the pass before it, or None. loads: whether the
+        loader is of a later run. Without the pass before it a pass may draw more random numbers when it begins: the
+        generators go on as if it had."""
         self._set_epoch(number)
         drawn = None
-        if state is not None and self._saves:
+        if state is not None and loads and self._saves:
             with keeping_generators():
                 iter(self._loader)
                 drawn = generator_states()
-        self._begin(number, state, before_pass=True)
+        self._begin(number, state, before_pass=True, loads=loads)
         if drawn is not None:
             load_generator_states(drawn)
 
-    def _begin(self, number: int, state: np.ndarray | None, before_pass: bool) -> None:
-        """Begin pass `number`, at `state` if it is not None."""
+    def _begin(self, number: int, state: np.ndarray | None, before_pass: bool, loads: bool = True) -> None:
+        """Begin pass `number`, at `state` if it is not None. loads: whether the loader has yet to take it."""
         begun = generator_states() if self._saves else None
-        if state is not None and self._stateful:
+        if state is not None and loads and self._stateful:
             self._load(self._loader, state)
         items = iter(self._loader)
-        if state is not None and not self._stateful:
+        if state is not None and loads and not self._stateful:
             self._load(items, state)
-        self._place = Place(number, False, state, 0, before_pass, begun)
-        self._batches = self._with_states(items)
-
-    def _with_states(self, items: Iterator[Any]) -> Generator[tuple[Any, np.ndarray | None]]:
-        """Yield each batch, then END, with the loader's state after it, or None if that is not taken."""
-        source = self._loader if self._stateful else items
-        try:
-            item: Any = None
-            while item is not END:
-                item = next(items, END)
-                yield item, self._state_after(source, item is END)
-        finally:
-            if not self.once and isinstance(items, Generator):
-                items.close()
+        self._place, self._items = Place(number, False, state, 0, before_pass, begun), items
 
     # States
 
-    def _state_after(self, source: Any, at_end: bool) -> np.ndarray | None:
-        accessors = _accessors(source)
+    def _new_state(self, at_end: bool) -> np.ndarray | None:
+        """Return the loader's state; None if it has none, or the newest one is so new that this would take too long."""
+        accessors = _accessors(self._loader if self._stateful else self._items)
         if not self._saves or accessors is None or (at_end and not self._stateful):  # the next pass has a new iterator
             return None
         begin = time.perf_counter()
@@ -269,9 +258,9 @@ class Reader:
             self._go_on(place)
             return
         self.stop()
-        self._pending = None
+        self._loads = place.ended and not begins and place.state is not None
         if place.ended and not begins:
-            self._place, self._pending = Place(place.number, True, place.state), place.state
+            self._place = Place(place.number, True, place.state)
         elif place.ended or place.before_pass:
             self._begin_after(place.number, place.state)
             self._pass_over(place.skip)
@@ -286,7 +275,7 @@ class Reader:
             self.stop()
             self._place = self._place._replace(ended=True)
             return
-        if self._batches is None:
+        if self._items is None:
             self.restart(place.number)
         if self._place.state is not None or self._place.skip > place.skip:
             raise self.error_of_once()
