@@ -29,6 +29,20 @@ def test_killed_ranks(mpirun: JobRunner) -> None:
     assert sorted(job.stdout.split("\n"))[-2:] == ["rank 0 ends", "rank 1 ends"], job.stdout + job.stderr
 
 
+def test_a_rank_that_is_killed_while_the_ensemble_is_created_ends_the_job(mpirun: JobRunner) -> None:
+    code = (
+        "import os, signal\nfrom allreduce import Topology\nfrom trainers import EnsembleTrainer, NumpyNetwork\n"
+        "topology = Topology()\n"
+        "def make(seed):\n"
+        "    if topology.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return NumpyNetwork([4, 3], seed=seed)\n"
+        "EnsembleTrainer(make, 3, topology=topology)\n"
+    )
+    job = mpirun(3, ["-c", code], ulfm=True)
+    assert job.returncode != 0
+    assert "the ensemble was not created: rank 1 of 3 was lost; start the job again" in job.stderr
+
+
 def test_killed_ranks_of_parts_that_have_several(mpirun: JobRunner, tmp_path: Path) -> None:
     """The other ranks of the part have its member."""
     path = tmp_path / "ensemble.npz"

@@ -26,7 +26,7 @@ from allreduce.elastic.ranks import (
     together,
     waiting,
 )
-from allreduce.errors import ClosedError, CopyError
+from allreduce.errors import ClosedError, CopyError, RankLostError
 from allreduce.topology import Topology
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import BAGGINGS, DrawnRows, taken
@@ -158,6 +158,9 @@ class EnsembleTrainer(GroupOwner):
                     parts.close()
                 if self._owns:
                     ranks.close()
+            elif isinstance(error, RankLostError):
+                text = f"the ensemble was not created: {str(error).partition(';')[0]}; start the job again"
+                raise RankLostError(text) from error
             raise
         self._index, self._part = parts.index, PartMembers(parts.topology, replicas, self._options)
         self.group = RankGroup(ranks, self)
