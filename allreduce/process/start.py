@@ -19,6 +19,9 @@ INSTALL = (
 ULFM = "OMPI_MCA_mpi_ft_enable"  # set by mpirun --with-ft ulfm
 COLL = "OMPI_MCA_coll"
 VERSION = "OMPI_VERSION"  # of Open MPI, set by its mpirun
+PROGRAMS = "OMPI_NUM_APP_CTX"  # kinds of programs in the job: mpirun A : B has two
+TCP = "OMPI_MCA_btl_tcp_flags"
+TCP_FLAGS = "send,inplace,need-ack,need-csum,hetero-rdma"  # Open MPI's own, without put
 LIMIT = "ALLREDUCE_START_SECONDS"
 LIMIT_SECONDS = 120.0  # for the start of MPI where ranks may fail (ULFM)
 
@@ -42,6 +45,7 @@ def start() -> None:
             os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
             _leave_out_collectives()
             _load_before_mpi()
+        _send_both_ways()
         import_mpi()
     except (ImportError, RuntimeError) as error:
         _end_a_command(error)
@@ -65,6 +69,21 @@ def _leave_out_collectives() -> None:
     given = os.environ.get(COLL, "^hcoll,portals4")
     if given.startswith("^") and "han" not in given[1:].split(","):
         os.environ[COLL] = f"{given},han"
+
+
+def _send_both_ways() -> None:
+    """Let Open MPI 5.0 send long messages over TCP without its protocol "put".
+
+    With it a receiver answers before the data is sent, and its answer waits behind the data that it sends itself: two
+    ranks that send to each other take turns. All ranks need the same flags, or Open MPI aborts. So nothing changes if
+    the job has programs of several kinds, or if this program has imported mpi4py.MPI before.
+    """
+    if (
+        "mpi4py.MPI" not in sys.modules
+        and os.environ.get(VERSION, "").startswith("5.0.")
+        and os.environ.get(PROGRAMS) == "1"
+    ):
+        os.environ.setdefault(TCP, TCP_FLAGS)
 
 
 def _load_before_mpi() -> None:

@@ -11,6 +11,7 @@ import pytest
 from allreduce.errors import OptionError
 from allreduce.process import start
 from tests import launch
+from tests.conftest import JobRunner
 
 BLOCK = """
 import sys
@@ -135,3 +136,18 @@ def test_a_limit_of_the_start_that_makes_no_sense(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
     with pytest.raises(OptionError, match=f"ALLREDUCE_START_SECONDS must be a number of seconds.* got '{given}'"):
         start.import_mpi()
+
+
+def test_open_mpi_has_other_flags_for_tcp_on_all_ranks_or_on_none(mpirun: JobRunner) -> None:
+    """Ranks with different flags make Open MPI abort."""
+    code = "import os\n{first}import allreduce\nprint(os.environ.get(allreduce.process.start.TCP, 'its own'))"
+    imports = code.format(first="import allreduce.process.start\n")
+    for line, given, expected in (
+        ([imports], {}, start.TCP_FLAGS),
+        ([imports], {start.TCP: "send"}, "send"),
+        ([code.format(first="import mpi4py.MPI, allreduce.process.start\n")], {}, "its own"),
+        ([imports, ":", "-n", "1", sys.executable, "-c", imports], {}, "its own"),
+    ):
+        job = mpirun(1, ["-c", *line], env=given)
+        assert job.returncode == 0, job.stderr
+        assert set(job.stdout.splitlines()) == {expected}
