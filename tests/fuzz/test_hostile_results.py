@@ -1,6 +1,7 @@
 """Hostile versions of the files that benchmarks and trainers read, and attacks by users of the same folder."""
 
 import json
+import math
 import os
 import socket
 import stat
@@ -9,21 +10,72 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from allreduce.errors import CommunicationError
 from allreduce.files import replacing
-from benchmarks import timeline
+from allreduce.health.status import ENDED, WAITING
+from allreduce.machine import identify
+from allreduce.tracing import merging
+from allreduce.tuning import constants
+from benchmarks import compare, scaling, timeline
 from benchmarks.lib import outputs, plot, report
-from benchmarks.lib.results import FileError, load
+from benchmarks.lib.results import FileError, load, to_json
 from benchmarks.timeline import load as load_trace
 from tests.benchmarks.made_runs import made_run
 from tests.fuzz import files, peers
 from trainers import datasets
 from trainers.cli import results
-from trainers.errors import DataError
-from trainers.files import checkpoint
+from trainers.errors import CheckpointError, DataError
+from trainers.files import checkpoint, model_file, values
+from trainers.fit import checkpointing
 from trainers.watching.csv_logger import CSVLogger
+
+RED = "\x1b[31mred"
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    """Return the record of a run with changed values. result: those of a result. machine: those of the machine."""
+    run = json.loads(to_json(made_run(sizes=[8, 64])))
+    run["results"][0].update(values.pop("result", {}))
+    run["machine"].update(values.pop("machine", {}))
+    return {**run, **values}
+
+
+DAMAGED = {
+    "a list": changed(result={"backend": ["ring"]}),
+    "a long number": changed(result={"time_us": 10**400}),
+    "no number": changed(result={"algbw": "fast"}),
+    "NaN": changed(result={"busbw": float("nan")}),
+    "infinity": changed(result={"wrong": float("inf")}),
+    "truth": changed(result={"size": True}),
+    "a machine with cores": changed(machine={"cores": "many"}),
+    "a machine of lists": changed(machine={"cpu": [1]}),
+    "many ranks": changed(node_sizes=[1 << 62]),
+    "half a rank": changed(node_sizes=[1.5]),
+    "a coloured backend": changed(result={"backend": RED}),
+    "a coloured machine": changed(machine={"cpu": RED}),
+    "a coloured name": changed(machine={RED: 1}),
+    "a date": changed(date=7),
+    "what was left out": changed(skipped=[1]),
+    "nothing": changed(results=[]),
+    "deep": "[" * 100_000,
+    "another version": changed(version=RED * 1000),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+@pytest.mark.parametrize("command", [compare.main, scaling.main])
+def test_results(tmp_path: Path, fault: str, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path, content = tmp_path / "run.json", DAMAGED[fault]
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    assert command([str(path)] * 2 if command is compare.main else ["--fit", str(path)]) == 2
+    said = capsys.readouterr()
+    assert "run.json" in said.err
+    assert "\x1b" not in said.out + said.err
+    assert len(said.err) < 3000
 
 
 @pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "sparse"])
@@ -49,6 +101,19 @@ def test_a_sparse_data_set_is_not_taken_into_memory(tmp_path: Path) -> None:
         datasets.load(str(path))
 
 
+def test_errors_quote_no_control_characters(tmp_path: Path) -> None:
+    path = tmp_path / "set.npz"
+    path.write_bytes(files.archive([(f"{RED}.npy", files.npy(files.X))], 0, None, b""))
+    with pytest.raises(DataError, match=r"holds .x1b.31mred") as caught:
+        datasets.load(str(path))
+    assert str(caught.value).isprintable()
+    other = files.decision() | {"machine": {"cpu": RED * 100}}
+    with pytest.raises(constants.ContentError, match="measured on another machine") as refused:
+        constants.loads(json.dumps(other), identify())
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 500
+
+
 def test_a_page_shows_what_it_is_told_as_text() -> None:
     run = made_run(sizes=[64, 4096])
     harm = "<script>alert(1)</script>"
@@ -72,6 +137,14 @@ def test_pictures_take_no_text_for_a_formula(tmp_path: Path) -> None:
     assert timeline.draw(load_trace(str(path)), "$_$")
 
 
+def test_a_trace_without_numbers_of_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    events = [{"ph": "X", "ts": at, "dur": 1, "pid": at, "tid": 0, "cat": "wait", "args": {"last": 1}} for at in (0, 1)]
+    path.write_text(json.dumps(events))
+    assert timeline.main([str(path)]) == 0
+    assert "rank 0 waited" in capsys.readouterr().out
+
+
 def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read as a whole it would take ten times its size, and text outside of slices as much."""
     path = tmp_path / "trace.json"
@@ -87,6 +160,14 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(timeline, "MOST_SLICES", 2)
     path.write_text(json.dumps([event] * 3))
     with pytest.raises(FileError, match="more than 2 events"):
+        load_trace(str(path))
+
+
+@pytest.mark.parametrize("text", ["[{}", "[{},]", "[{} {}]", '[{"a": 1', "{}", '{"traceEvents": {}}', "[1]", "", "["])
+def test_traces_that_are_cut_or_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(FileError, match=r"trace\.json is not a trace"):
         load_trace(str(path))
 
 
@@ -155,6 +236,36 @@ def test_links_that_others_have_laid_are_not_followed(tmp_path: Path, name: str)
 # What is read to go on from
 
 
+@pytest.mark.parametrize("place", [-1, 625, 1 << 30, 1 << 62])
+def test_a_random_state_that_points_elsewhere(place: int) -> None:
+    """NumPy would read out of bounds, and crash."""
+    state = checkpointing.random_state()
+    of_python, (kind, words, _, *gauss) = values.decode(state["random"])
+    altered = values.encode((of_python, (kind, words, place, *gauss)))
+    with pytest.raises(ValueError, match="624 words"):
+        checkpointing.load_random_state({"random": altered})
+    assert all((each == state[name]).all() for name, each in checkpointing.random_state().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("epoch", math.inf), ("dropped", -math.inf), ("seconds", "x"), ("staleness", [math.inf])]
+)
+def test_a_history_that_makes_no_sense(name: str, value: Any) -> None:
+    saved = files.saved()
+    checkpointing.check("run", saved, files.network(), saved.progress.settings, 3)
+    saved.progress.history[0][name] = value
+    with pytest.raises(CheckpointError, match="its history or its shapes can't be read"):
+        checkpointing.check("run", saved, files.network(), saved.progress.settings, 3)
+
+
+def test_a_damaged_message_with_arrays() -> None:
+    content = files.message()
+    assert sorted(model_file.unpack(content)) == ["random", "watching.step"]
+    for damaged in (b"", content[:-30], content.replace(b"NUMPY", b"NUMPI")):
+        with pytest.raises(CheckpointError, match="damaged"):
+            model_file.unpack(damaged)
+
+
 def test_a_log_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     os.mkfifo(path)
@@ -176,6 +287,24 @@ def test_a_folder_with_the_name_of_a_leftover_stays(tmp_path: Path) -> None:
 
 
 # Messages
+
+
+def test_a_trace_of_another_rank() -> None:
+    assert merging.parse_record(1, json.dumps(files.recorded()[0]).encode()).left_out == 0
+    for text in (b"", b"[1, 2]", b"[" * 9999, b'[[["a", "b", 1, 2]], [], 0]', b"[[], [], 1e999]"):
+        with pytest.raises(CommunicationError, match="rank 1"):
+            merging.parse_record(1, text)
+
+
+def test_status_messages_of_another_version() -> None:
+    facts = [[WAITING, 1, 1, 1, "\x1b[2Jx" + "y" * 9999], [9, 1, 1, 1, ""], [WAITING, "1"], 3]
+    rows = [[[0, 1, 9, -1, "0"], [[1, 1]], [1]], [[0], [[1, 1]], [0]], [[], [[1, 1]], [1 << 99]], [5, [], [2]], 3]
+    assert "waits in [2Jx" in (table := peers.read_notes([json.dumps([facts, rows]).encode()], Path()))
+    assert "\x1b" not in table
+    assert len(table) < 600
+    bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([facts, [[[0], [[0, 1 << 60]], [1]]]]).encode()]
+    assert "rank 1: has not arrived" in peers.read_notes(bad, Path())
+    peers.read_notes([json.dumps([[[ENDED, 0, 1 << 99, 0, ""]], [[[0], [[1, 1]], [1]]]]).encode()], Path())
 
 
 def test_a_store_of_one_machine_listens_to_no_other() -> None:

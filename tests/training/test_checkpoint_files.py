@@ -1,6 +1,7 @@
 """Checkpoint files: written ones can be read, damaged ones are skipped, old ones stay."""
 
 import errno
+import json
 import logging
 import os
 import signal
@@ -165,6 +166,35 @@ def test_members_that_change_their_names_are_found(tmp_path: Path) -> None:
         for name, content in members.items():
             archive.writestr(name, content)
     with pytest.raises(CheckpointError, match="its checksums are not those of its arrays"):
+        checkpoint.read(path)
+
+
+HEADERS = {
+    "a former format": ({"format": 1}, "has format 1, and this version reads format 3: resume with the version that"),
+    "a step of text": ({"step": "1"}, "step is '1'"),
+    "steps that were not measured": ({"step": 5}, "5 steps, and their values are"),
+    "too many ranks": ({"ranks": 1 << 40}, "1099511627776 ranks"),
+    "no number of seconds": ({"seconds": float("nan")}, "seconds is nan"),
+    "more history than epochs": ({"history": [{}] * 9}, "a history of 9"),
+    "rates of text": ({"rates": ["1"]}, "the learning rates are"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_hostile_header_is_refused(case: str, tmp_path: Path) -> None:
+    change, words = HEADERS[case]
+    path = written(tmp_path, 3)[0]
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+        with archive.open("checkpoint.npy") as file:
+            header = json.loads(str(np.lib.format.read_array(file)))
+    del members["checkpoint.npy"]
+    text = json.dumps({**header, **change})
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+        model_file.put(archive, "checkpoint", np.array(text))
+    with pytest.raises(CheckpointError, match=words):
         checkpoint.read(path)
 
 

@@ -149,6 +149,23 @@ def test_a_model_without_columns_loads_as_before(tmp_path: Path) -> None:
         CategoryNetwork.load(path)
 
 
+@pytest.mark.parametrize("change", [{"classes": "ab"}, {"columns": [{"name": "a"}]}, {"label": 3}, {"ignored": None}])
+def test_a_model_file_with_damaged_columns_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    network, path = NumpyNetwork([1, 2]), str(tmp_path / "model.npz")
+    columns = Columns([Number("a", 0.0, 1.0, False)], "b", ["x", "y"]).as_dict() | change
+    model_file.write(path, "NumpyNetwork", {**network.config, "columns": columns}, network.state())
+    with pytest.raises(ModelFileError, match="damaged"):
+        load_network(path)
+
+
+@pytest.mark.parametrize("embedded", [[[1]], [[5, 2, 3]], "ab", {"a": 1}, [[5, -2]], None])
+def test_a_model_file_with_damaged_categories_is_refused(embedded: Any, tmp_path: Path) -> None:
+    network, path = CategoryNetwork([6, 2], embedded=[(5, 2)]), str(tmp_path / "model.npz")
+    model_file.write(path, "CategoryNetwork", {**network.config, "embedded": embedded}, network.state())
+    with pytest.raises(ModelFileError, match="describes no network"):
+        load_network(path)
+
+
 ROWS = [["1", "cook", "a", "high"], ["2", "cook", "b", "low"], ["3", "clerk", "a", "high"]]
 BAD: dict[str, tuple[bytes, str]] = {
     "ragged": (b"age,job,income\n1,cook,high\n2,cook\n", r"line 3 has 2 cells, and the first line has 3"),
