@@ -21,7 +21,7 @@ FOLDERS = {  # the longest beginning counts; a folder stands for tests/NAME and 
     "allreduce/doctor": ["doctor"],
     "allreduce/elastic": ["elastic"],
     "allreduce/health": ["health"],
-    "allreduce/jax.py": ["frameworks"],
+    "allreduce/jax": ["frameworks"],
     "allreduce/process": ["processes"],
     "allreduce/torch_backend": ["torch_backend"],
     "benchmarks": ["benchmarks"],

@@ -48,7 +48,7 @@ TOP_LEVEL = FOLDERS | PAGES_OF_THE_ROOT | MODULES_OF_THE_ROOT | {".gitignore", "
 CORE = {"numpy", "mpi4py", "ml_dtypes"}
 LAZY = {"cupy", "psutil", "pynvml", "threadpoolctl"}  # inside functions only
 TORCH = {"torch"}  # in allreduce/torch_backend/, which nothing else imports
-JAX = {"jax"}  # in allreduce/jax.py, which nothing else imports
+JAX = {"jax"}  # in allreduce/jax, which nothing else imports
 
 WORLD = (
     "allreduce/topology.py",
@@ -200,7 +200,7 @@ def test_there_are_files() -> None:
 def test_core_imports_three_packages() -> None:
     for name, tree in code().items():
         if name.startswith("allreduce/"):
-            torch, jax = name.startswith("allreduce/torch_backend/"), name == "allreduce/jax.py"
+            torch, jax = name.startswith("allreduce/torch_backend/"), name.startswith("allreduce/jax/")
             core = CORE | (TORCH if torch else JAX if jax else set())
             assert third_party(imports(tree)) <= core | LAZY, name
             at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]

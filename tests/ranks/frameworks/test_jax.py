@@ -21,6 +21,7 @@ import jax.numpy as jnp  # noqa: E402
 import allreduce  # noqa: E402
 import allreduce.jax as ours  # noqa: E402
 from allreduce import errors  # noqa: E402
+from allreduce.jax.primitive import KNOWS_BUFFERS  # noqa: E402
 from tests.frameworks.replica_checks import (  # noqa: E402
     as_dict,
     as_tuple,
@@ -306,7 +307,7 @@ def test_memory(reduce: Any) -> None:
     call = partial(ours.pmean, backend=reduce)
     mine = jnp.full(100_000, float(rank))
     memory = jax.jit(call, donate_argnums=0).lower(mine).compile().memory_analysis()
-    if ours._KNOWS_BUFFERS:  # JAX 0.6.2 and later
+    if KNOWS_BUFFERS:  # JAX 0.6.2 and later
         assert memory.temp_size_in_bytes < 1000
     before, mean, after = jax.jit(lambda array: (array, call(array), array + 0))(mine)
     for each in (mine, before, after):
@@ -381,7 +382,7 @@ def test_errors(flat: allreduce.Topology) -> None:
     call = partial(ours.pmean, backend=reduce)
     for _ in range(2):
         text = raised(errors.DisagreementError, lambda: call(jnp.ones(shape)))
-        assert "rank 0: a tree mean * of float32[2, 3]" in text, text
+        assert "rank 0: a tree pmean * of float32[2, 3]" in text, text
         assert float(call(jnp.float32(rank))) == (size - 1) / 2
     text = raised(jax.errors.JaxRuntimeError, lambda: jax.block_until_ready(jax.jit(call)(jnp.ones(shape[0] + 7))))
     assert "DisagreementError" in text

@@ -1,28 +1,21 @@
-"""Collectives on trees of JAX arrays: outside `jit`, inside `jit`, and through derivatives.
-
-    grads = allreduce.jax.pmean(grads, reduce)  # the mean over all ranks: a new tree
-
-Collectives are an ordered effect of JAX: a process runs them one after the other in program order, compiled or not. So
-ranks that run the same program make the same calls. Direct calls of the backend (`reduce(array)`) are not part of that
-order: call jax.effects_barrier() before them.
-"""
+"""The primitive of all collectives: the rules by which JAX compiles, orders, differentiates and batches them."""
 
 import contextlib
 import dataclasses
 import functools
 import inspect
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.arrays import dtypes, ops, trees
+from allreduce.arrays import dtypes, ops
 from allreduce.backend import AllReduce
 from allreduce.call.call import check_root
 from allreduce.errors import OptionError, UnavailableError, UnsupportedOpError
+from allreduce.jax.collective import KINDS, Collective, check_perm, last_errors
 
 try:
     import jax
@@ -34,14 +27,9 @@ except ImportError as error:
         f'allreduce.jax needs JAX, which can\'t be imported ({error}): pip install ".[jax]" in the checkout'
     ) from error
 
-__all__ = ["all_gather", "broadcast", "named_errors", "pmax", "pmean", "pmin", "psum"]
-
 # whether callbacks can get XLA's buffers: JAX 0.6.2 and later
-_KNOWS_BUFFERS = find_spec("jax.experimental.buffer_callback") is not None
+KNOWS_BUFFERS = find_spec("jax.experimental.buffer_callback") is not None
 (_of_callbacks,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
-
-
-_MOVES = ("all_gather", "broadcast")  # collectives that take every dtype and PRNG keys
 
 
 class _Order(type(_of_callbacks)):  # type: ignore[misc]
@@ -59,85 +47,6 @@ with contextlib.suppress(ImportError, AttributeError):  # without this jax.check
 _ORDERED = _Order()
 _TOKEN = jax.make_jaxpr(jax.lax.create_token)().out_avals[0]
 
-# backend -> its last error
-_last_errors: weakref.WeakKeyDictionary[AllReduce, BaseException] = weakref.WeakKeyDictionary()
-
-
-class Collective(NamedTuple):
-    """A collective on the arrays of one dtype. root: of "broadcast", also in its gradient.
-
-    names: paths of the arrays in the tree, which the ranks compare.
-    """
-
-    backend: AllReduce
-    kind: str
-    names: str
-    root: int = 0
-
-    def on_host(self, *arrays: np.ndarray) -> list[Any]:
-        """Run the collective; return new arrays or views of the backend's memory.
-
-        XLA calls it in its own thread, and copies the result before the next ordered call.
-        """
-        backend, kind = self.backend, self.kind
-        tree = trees.Named(f"{kind} {self.names}", [*arrays])
-        try:
-            if kind != "broadcast":
-                return (backend.stack(tree) if kind == "all_gather" else backend.reduced(tree, kind)).arrays
-            tree = tree._replace(arrays=[np.array(array) for array in arrays])
-            backend.broadcast(tree, self.root)
-            return tree.arrays
-        except BaseException as error:
-            _last_errors[backend] = error
-            raise
-
-    def on_buffers(self, _: Any, *buffers: Any) -> tuple[()]:
-        """Run the collective on XLA's buffers: a token and the arguments, then a token and the results."""
-        half = len(buffers) // 2
-        made = self.on_host(*map(np.asarray, buffers[1:half]))
-        for place, array in zip(buffers[half + 1 :], made, strict=True):
-            np.copyto(np.asarray(place), array)
-        return ()
-
-
-def pmean(tree: Any, backend: AllReduce) -> Any:
-    """Return the mean over all ranks of each array of a tree (floating dtypes), as a new tree. Collective.
-
-    The gradient is the mean of the ranks' gradients.
-    """
-    return _call(tree, backend, "mean")
-
-
-def psum(tree: Any, backend: AllReduce) -> Any:
-    """Return the sum over all ranks of each array of a tree. Collective. The gradient is the ranks' sum, too."""
-    return _call(tree, backend, "sum")
-
-
-def pmax(tree: Any, backend: AllReduce) -> Any:
-    """Return the maximum over all ranks of each array of a tree. Collective. No derivative: UnsupportedOpError."""
-    return _call(tree, backend, "max")
-
-
-def pmin(tree: Any, backend: AllReduce) -> Any:
-    """Return the minimum over all ranks of each array of a tree. Collective. No derivative: UnsupportedOpError."""
-    return _call(tree, backend, "min")
-
-
-def all_gather(tree: Any, backend: AllReduce) -> Any:
-    """Stack each array of a tree over all ranks: shape (size, *shape). Collective.
-
-    tree: of arrays of any dtype, PRNG keys too. The gradient is this rank's slice of the sum of the ranks' gradients.
-    """
-    return _call(tree, backend, "all_gather")
-
-
-def broadcast(tree: Any, backend: AllReduce, root: int = 0) -> Any:
-    """Return rank `root`'s arrays. Collective. Raises OptionError for an invalid root.
-
-    tree: see `all_gather`. The gradient is the sum of the ranks' gradients on `root`, zero elsewhere.
-    """
-    return _call(tree, backend, "broadcast", check_root(root, backend.size))
-
 
 @contextlib.contextmanager
 def named_errors(backend: AllReduce) -> Iterator[None]:
@@ -148,14 +57,22 @@ def named_errors(backend: AllReduce) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        met = _last_errors.pop(backend, None)
+        met = last_errors.pop(backend, None)
         if met is None:
             raise
         raise met from error
 
 
-def _call(tree: Any, backend: AllReduce, kind: str, root: int = 0) -> Any:
-    """Run a collective on the arrays of a tree, one call for each dtype; return a new tree.
+def call(
+    tree: Any,
+    backend: AllReduce,
+    kind: str,
+    text: str = "",
+    op: str = "sum",
+    root: int = 0,
+    perm: Iterable[tuple[int, int]] = (),
+) -> Any:
+    """Run a collective on the arrays of a tree, one call for each dtype; return a new tree. See Collective.
 
     Invalid arguments raise OptionError, UnsupportedDtypeError or UnsupportedOpError on this rank, before anything runs.
     Inside a compiled function, errors of the call itself arrive as JAX's JaxRuntimeError, with the error's name and
@@ -168,45 +85,55 @@ def _call(tree: Any, backend: AllReduce, kind: str, root: int = 0) -> Any:
             "JAX collectives run in an XLA thread, but MPI was initialized without MPI_THREAD_SERIALIZED"
         )
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = ", ".join(jax.tree_util.keystr(path) or "*" for path, _ in leaves)  # addresses may be in `structure`
+    perm = check_perm(perm, backend.size)
+    text = f"{text or kind}{f' by {perm}' if perm else ''} {names}"
+    collective = Collective(backend, kind, text, op, check_root(root, backend.size), perm)
     arrays = [jax.numpy.asarray(leaf) for _, leaf in leaves]
     keys = {}  # array number -> PRNG implementation of a key array
-    if kind in _MOVES:
-        for number, array in enumerate(arrays):
-            if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-                keys[number] = jax.random.key_impl(array)
-                arrays[number] = jax.random.key_data(array)
-    names = ", ".join(jax.tree_util.keystr(path) or "*" for path, _ in leaves)  # addresses may be in `structure`
-    for array in arrays:
-        if kind in _MOVES:
-            dtypes.check_no_references(array.dtype)
-        else:
-            backend.check_dtype(array.dtype)
-            ops.resolve(kind, array.dtype, backend.size)
+    for number, array in enumerate(arrays):
+        if KINDS[kind].moves and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+            keys[number] = jax.random.key_impl(array)
+            arrays[number] = jax.random.key_data(array)
+        _check(collective, array.shape, arrays[number].dtype)
     made: list[Any] = [None] * len(arrays)
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         numbers = [number for number, array in enumerate(arrays) if array.dtype == dtype]
-        collective = Collective(backend, kind, names, root)
         found = _primitive.bind(*(arrays[number] for number in numbers), collective=collective)
         for number, array in zip(numbers, found, strict=True):
             made[number] = jax.random.wrap_key_data(array, impl=keys[number]) if number in keys else array
     return jax.tree.unflatten(structure, made)
 
 
-# The primitive: the rules by which JAX handles such a call
+def _check(collective: Collective, shape: tuple[int, ...], dtype: Any) -> None:
+    """Raise an error if the collective can't take an array of this shape and dtype."""
+    backend, kind = collective.backend, KINDS[collective.kind]
+    if kind.takes_rows and shape[:1] != (backend.size,):
+        raise OptionError(
+            f"{collective.text} takes arrays with a row for each rank: their first axis has the length {backend.size}, "
+            f"but this one has the shape {shape}"
+        )
+    if kind.moves:
+        dtypes.check_no_references(dtype)
+    else:
+        backend.check_dtype(dtype)
+        ops.resolve(collective.op, dtype, backend.size)
+
+
+# The rules of the primitive
 
 _primitive = Primitive("allreduce")
 _primitive.multiple_results = True
 
 
 def _abstract(*arrays: Any, collective: Collective) -> tuple[list[Any], set[Any]]:
-    first = (collective.backend.size,) if collective.kind == "all_gather" else ()
-    return [array.update(shape=(*first, *array.shape)) for array in arrays], {_ORDERED}
+    return [array.update(shape=collective.shape(array.shape)) for array in arrays], {_ORDERED}
 
 
 def _lower(ctx: Any, *arrays: Any, collective: Collective) -> Any:
     _check_devices(ctx.module_context.axis_context)
     token = ctx.tokens_in.get(_ORDERED)
-    if _KNOWS_BUFFERS and tuple(ctx.module_context.platforms) == ("cpu",):
+    if KNOWS_BUFFERS and tuple(ctx.module_context.platforms) == ("cpu",):
         token, *found = _call_on_buffers(ctx, token, arrays, collective)
     else:
         found, token, _ = mlir.emit_python_callback(
@@ -240,7 +167,8 @@ def _call_on_buffers(ctx: Any, token: Any, arrays: tuple[Any, ...], collective: 
     ctx.module_context.add_host_callback(collective.on_buffers)
     number = np.uint64(len(ctx.module_context.host_callbacks) - 1)
     ctx = dataclasses.replace(ctx, avals_in=[_TOKEN, *ctx.avals_in], avals_out=[_TOKEN, *ctx.avals_out])
-    same = {} if collective.kind == "all_gather" else {place: place for place in range(1, len(arrays) + 1)}
+    kind, places = KINDS[collective.kind], range(1, len(arrays) + 1)
+    same = {place: place for place in places if kind.takes_rows == kind.gives_rows}
     lower = jax.ffi.ffi_lowering("xla_buffer_python_cpu_callback", has_side_effect=True, operand_output_aliases=same)
     return lower(ctx, token, *arrays, index=number)
 
@@ -257,12 +185,12 @@ def _alone(*arrays: Any, collective: Collective) -> list[Any]:
 
 
 def _derive(primals: Any, tangents: Any, *, collective: Collective) -> tuple[list[Any], list[Any]]:
-    """JVP rule. All collectives but max and min are linear."""
+    """JVP rule. Sums, means and moves are linear, other reductions have no derivative."""
     made = _primitive.bind(*primals, collective=collective)
     if all(type(tangent) is ad.Zero for tangent in tangents):
         return made, [ad.Zero.from_primal_value(array) for array in made]
-    if collective.kind in ("max", "min"):
-        raise UnsupportedOpError(f"p{collective.kind} has no derivative; pass jax.lax.stop_gradient(x) to it")
+    if collective.transposed() is None:
+        raise UnsupportedOpError(f"{collective.text} has no derivative; pass jax.lax.stop_gradient(x) to it")
     return made, _primitive.bind(*map(ad.instantiate_zeros, tangents), collective=collective)
 
 
@@ -271,21 +199,24 @@ def _transpose(slopes: Any, *arrays: Any, collective: Collective) -> list[Any]:
 
     All ranks must run the same program.
     """
-    rank, kind = collective.backend.rank, collective.kind
     given = [ad.instantiate_zeros(slope) for slope in slopes]
-    if kind in ("sum", "mean"):
-        return _primitive.bind(*given, collective=collective)
-    summed = _primitive.bind(*given, collective=collective._replace(kind="sum"))
-    if kind == "all_gather":
-        return [array[rank] for array in summed]
-    return [array if rank == collective.root else jax.numpy.zeros_like(array) for array in summed]
+    found = _primitive.bind(*given, collective=collective.transposed())
+    if collective.kind != "broadcast" or collective.backend.rank == collective.root:
+        return found
+    return [jax.numpy.zeros_like(array) for array in found]
 
 
 def _batch(arrays: Any, axes: Any, *, collective: Collective) -> tuple[list[Any], list[Any]]:
-    """Batching rule: collectives work element by element, so an array batched by jax.vmap is passed on unchanged."""
-    moved = 1 if collective.kind == "all_gather" else 0
-    found = _primitive.bind(*arrays, collective=collective)
-    return found, [axis if axis is None else axis + moved for axis in axes]
+    """Batching rule: collectives work element by element, so an array batched by jax.vmap is passed on as it is; an
+    axis with a row for each rank stays the first one."""
+    kind = KINDS[collective.kind]
+    given = [
+        jax.numpy.moveaxis(array, 0, 1) if kind.takes_rows and axis == 0 else array
+        for array, axis in zip(arrays, axes, strict=True)
+    ]
+    moved = kind.gives_rows - kind.takes_rows
+    found = _primitive.bind(*given, collective=collective)
+    return found, [axis if axis is None else max(axis, kind.takes_rows) + moved for axis in axes]
 
 
 _primitive.def_impl(_eager)
