@@ -15,7 +15,7 @@ from allreduce.errors import OptionError
 from allreduce.transport import chunked
 
 Arrays = Sequence[np.ndarray]
-Route = tuple[int, tuple[int, ...]]  # a rank, and the index of a slice: (row,), or () for the whole array
+Route = tuple[int, Any]  # a rank, and the index of a slice: a row, or everything
 
 # backend -> its last error
 last_errors: weakref.WeakKeyDictionary[AllReduce, BaseException] = weakref.WeakKeyDictionary()
@@ -132,7 +132,7 @@ def _exchange(call: Collective, arrays: Arrays) -> list[Any]:
     made = [np.zeros(call.shape(array.shape), array.dtype) for array in arrays]
     routes = _routes(call)
     sent, received = (
-        [(rank, array[(*index, ...)]) for array in side for rank, index in pairs]
+        [(rank, array[index]) for array in side for rank, index in pairs]
         for side, pairs in zip((arrays, made), routes, strict=True)
     )
     executor = call.backend.executor
@@ -142,14 +142,17 @@ def _exchange(call: Collective, arrays: Arrays) -> list[Any]:
 
 def _routes(call: Collective) -> tuple[list[Route], list[Route]]:
     """Return the slices that this rank sends to ranks, and those that it receives from ranks."""
-    rank, rows, root = call.backend.rank, [(each, (each,)) for each in range(call.backend.size)], [(call.root, ())]
+    rank = call.backend.rank
+    rows: list[Route] = [(each, (each, ...)) for each in range(call.backend.size)]
+    root: list[Route] = [(call.root, ...)]
     if call.kind == "gather":
         return root, rows if rank == call.root else []
     if call.kind == "scatter":
         return rows if rank == call.root else [], root
     if call.kind == "ppermute":
-        sent = [(there, ()) for here, there in call.perm if here == rank]
-        return sent, [(here, ()) for here, there in call.perm if there == rank]
+        sent: list[Route] = [(there, ...) for here, there in call.perm if here == rank]
+        received: list[Route] = [(here, ...) for here, there in call.perm if there == rank]
+        return sent, received
     return rows, rows
 
 
