@@ -63,23 +63,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="float, double, half, bfloat16, int32, int64 (default float)",
     )
     add("-o", "--op", type=cli.op, default="sum", metavar="OP", help="sum, avg (or mean), max, min, prod (default sum)")
-    add(
-        "--compress",
-        choices=Half.NAMES,
-        help="let all backends send float and double as 16 bits; results are rounded",
-    )
+    add("--compress", choices=Half.NAMES, help="let all backends send float and double as 16 bits; results are rounded")
     add("-c", "--check", type=int, choices=(0, 1), default=1, help="0: don't verify results (default 1)")
     cli.add_some(parser, "--backends", allreduce.NAMES, about="those that work here")
     cli.add_some(parser, "--peers", PEERS, default=[], about="other software; --peers: the installed ones")
     add("--cold", action="store_true", help="also measure each call after a pause that walks 8 MiB: with cold caches")
     add("--also", nargs="+", default=[], metavar="RUN", help="--json of jobs with another MPI library")
     cli.add_measuring_options(parser, f"{BUDGET:g}")
-    add(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="print a line for each size and backend",
-    )
+    add("-v", "--verbose", action="store_true", help="print a line for each size and backend")
     add("--json", metavar="FILE", help="everything, for benchmarks.compare and benchmarks.scaling")
     add("-F", "--csv", "--output_file", metavar="FILE", help="a line for each size, backend and kind of memory")
     add("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")

@@ -318,13 +318,6 @@ def summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def _throughput(rows: dict[str, dict[str, float]]) -> list[str]:
-    """Return a table of the samples a second, and of the bytes that a host sends to others in a step."""
-    heads = ["", "samples/s", "MB sent by a host"]
-    cells = [[name, f"{row['samples_per_second']:.0f}", f"{row['sent_bytes'] / 1e6:.2f}"] for name, row in rows.items()]
-    return columns(heads, cells)
-
-
 def _say_ratios(rows: dict[str, dict[str, float]], screen: Screen) -> None:
     """Print how each way over this library compares with gloo, and the time that it adds to DDP."""
     for name, row in rows.items():
@@ -375,7 +368,10 @@ def measure(bench: Bench, ranks: int, options: argparse.Namespace, screen: Scree
             rows = summary(times)
             for name, row in rows.items():
                 row.update(samples_per_second=size * ranks / median(times[name]), sent_bytes=sent[name])
-            screen.say("", *_throughput(rows))
+            cells = [
+                [n, f"{row['samples_per_second']:.0f}", f"{row['sent_bytes'] / 1e6:.2f}"] for n, row in rows.items()
+            ]
+            screen.say("", *columns(["", "samples/s", "MB that a host sends in a step"], cells))
             _say_ratios(rows, screen)
             results.append({"model": model, "parameters": workload.parameters, "batch": size, "times": rows})
             if size == options.batch[0]:

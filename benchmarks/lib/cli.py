@@ -32,11 +32,7 @@ NCCL_OPS = {"avg": "mean"}
 
 
 def command(
-    name: str,
-    about: str | None,
-    options: Callable[[Parser], object],
-    action: Action,
-    epilog: str | None = None,
+    name: str, about: str | None, options: Callable[[Parser], object], action: Action, epilog: str | None = None
 ) -> Callable[..., int]:
     """Return the `main` of a benchmark that mpirun starts: main(arguments=None, program="") -> exit code. Collective.
 
@@ -67,10 +63,7 @@ def command(
 
 
 def serial_command(
-    name: str,
-    about: str | None,
-    options: Callable[[Parser], object],
-    action: Callable[[argparse.Namespace], int],
+    name: str, about: str | None, options: Callable[[Parser], object], action: Callable[[argparse.Namespace], int]
 ) -> Callable[..., int]:
     """Return the `main` of a command without MPI. Its exit code is 2 after a FileError or OSError."""
 

@@ -185,8 +185,9 @@ def _imported(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as missing:
-        problem = f"which can't be imported ({missing}); pip install {package}"
-        raise UnavailableError(f"this peer needs {module}, {problem}") from None
+        raise UnavailableError(
+            f"it needs {module}, which can't be imported ({missing}); pip install {package}"
+        ) from None
 
 
 def _check(topology: Topology, name: str, able: bool, op: str, dtype: np.dtype) -> None:

@@ -21,8 +21,6 @@ MEMORIES = ("allocated", "foreign")
 COLD = ", cold"  # ending of a kind of memory: calls after a pause in which other work fills the caches
 TITLES = {"allocated": "arrays from allocate()", "foreign": "foreign arrays"}
 TITLES |= {f"{memory}{COLD}": f"{title}, cold caches" for memory, title in TITLES.items()}
-
-
 MOST_BYTES = 1 << 24  # of a file; a result takes 300
 MOST_RANKS, MOST_COUNT = 1 << 20, 1 << 62
 LEAST_US, MOST_US = 1e-6, 1e15  # thirty years
