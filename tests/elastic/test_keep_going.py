@@ -284,9 +284,11 @@ def kill_a_rank(mark: str, folder: Path, job: "subprocess.Popen[str]", variables
 
 
 @contextmanager
-def started(mpi: str, *words: str | Path) -> Iterator[tuple["subprocess.Popen[str]", str, Mapping[str, str]]]:
-    """Start keep_going.sh with an MPI's launcher; `python` in words is that of its environment. Yields the process, the
-    mark of its ranks, and the environment."""
+def started(
+    mpi: str, *words: str | Path, options: Sequence[str] = ()
+) -> Iterator[tuple["subprocess.Popen[str]", str, Mapping[str, str]]]:
+    """Start keep_going.sh with an MPI's launcher; `python` in words is that of its environment. options: of the launcher.
+    Yields the process, the mark of its ranks, and the environment."""
     try:
         bin_folder = launch.environment(mpi) / "bin"
     except launch.MissingEnvironmentError as error:
@@ -296,7 +298,7 @@ def started(mpi: str, *words: str | Path) -> Iterator[tuple["subprocess.Popen[st
     with tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary:
         variables = {**launch.variables(mark), "TMPDIR": temporary}
         variables["PATH"] = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
-        launcher = " ".join([str(bin_folder / launch.LAUNCHERS[mpi][0]), *launch.LAUNCHERS[mpi][1:]])
+        launcher = " ".join([str(bin_folder / launch.LAUNCHERS[mpi][0]), *launch.LAUNCHERS[mpi][1:], *options])
         job = subprocess.Popen(
             [BASH, SCRIPT, "--launcher", launcher, *words], cwd=launch.ROOT, env=variables, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -322,6 +324,44 @@ def test_a_job_whose_rank_is_killed_ends_on_one_rank_less(mpi: str, tmp_path: Pa
     assert written["ranks"] == 2
     assert [epoch["epoch"] for epoch in written["history"]] == list(range(1, 151))
     assert written["test_accuracy"] > 0.9
+
+
+# Rank 1 is killed, the others continue, and then both crash. A resumed training does neither.
+CRASHING = """
+import os, signal, sys
+import numpy as np
+from trainers import MirroredTrainer, NumpyNetwork
+from trainers.callbacks import Callback
+
+class Dies(Callback):
+    steps = 0
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if rank == 1 and self.steps == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.steps == 45:
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+x, y = np.zeros((300, 8), "float32"), np.zeros(300, int)
+fresh = not os.path.exists(sys.argv[1])
+with MirroredTrainer(NumpyNetwork([8, 16, 3]), on_failure="continue") as trainer:
+    rank = trainer.rank
+    trainer.fit(x, y, 6, 30, checkpoint=sys.argv[1], resume=True, callbacks=[Dies()] if fresh else [])
+"""
+
+
+@pytest.mark.jobs
+def test_a_job_whose_survivors_crash_is_started_again(tmp_path: Path) -> None:
+    """Open MPI's mpirun returns 0 then."""
+    folder, ulfm = tmp_path / "run", ("--with-ft", "ulfm")
+    words = ["--ranks", "3", "--progress", folder, "--", "python", "-c", CRASHING, folder]
+    with started("openmpi", *words, options=ulfm) as (job, *_):
+        said, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, said
+    assert "rank 1 of the job failed in fit" in said
+    assert "all ranks of this host were killed or have crashed" in said
+    assert "the job died with exit code 137; it restarts from the last checkpoint on 2 ranks" in said
+    assert f"resumed: {folder}/checkpoint-" in said
 
 
 # Two ranks are slow, so that the job does not end before it grows.
