@@ -287,8 +287,8 @@ def kill_a_rank(mark: str, folder: Path, job: "subprocess.Popen[str]", variables
 def started(
     mpi: str, *words: str | Path, options: Sequence[str] = ()
 ) -> Iterator[tuple["subprocess.Popen[str]", str, Mapping[str, str]]]:
-    """Start keep_going.sh with an MPI's launcher; `python` in words is that of its environment. options: of the launcher.
-    Yields the process, the mark of its ranks, and the environment."""
+    """Start keep_going.sh with an MPI's launcher; `python` in words is that of its environment. options: of the
+    launcher. Yields the process, the mark of its ranks, and the environment."""
     try:
         bin_folder = launch.environment(mpi) / "bin"
     except launch.MissingEnvironmentError as error:
