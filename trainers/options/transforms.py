@@ -83,9 +83,9 @@ class EMA(Checked):
 class SkipNotFinite(Checked):
     """Leaves out a step on all ranks if any rank's gradients are NaN or infinite, with a warning that names the rank.
 
-    Nothing is updated then, and batch norm's statistics are as before the batch. With LocalSGD, asynchronous servers and
-    spare replicas the rank leaves out its own rows alone. Costs a message of 16 bytes and one reading of the gradients
-    in each step. `trainers.callbacks.CheckGradients` raises an error instead.
+    Nothing is updated then, and batch norm's statistics are as before the batch. With LocalSGD, asynchronous servers
+    and spare replicas the rank leaves out its own rows alone. Costs a message of 16 bytes and one reading of the
+    gradients in each step. `trainers.callbacks.CheckGradients` raises an error instead.
     """
 
 
