@@ -93,6 +93,21 @@ def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> N
     assert "test accuracy" in job.stdout
 
 
+@pytest.mark.parametrize(
+    ("update", "goes_back"),
+    [([], False), (["--update", "sharded"], True), (["--update", "sharded", "--backups", "1"], False)],
+)
+def test_the_command_says_from_where_the_other_ranks_continue(
+    mpirun: JobRunner, update: list[str], goes_back: bool, tmp_path: Path
+) -> None:
+    kept = ["--on-failure", "continue", "--checkpoint", str(tmp_path / "kept")]
+    once = ["-m", "trainers", "--data", "iris", "--epochs", "1", *kept, *update]
+    job = mpirun(2, once, ulfm=True)
+    assert job.returncode == 0, job.stdout + job.stderr
+    back = ", from the last checkpoint (with --backups 1 without one)" * goes_back
+    assert f"if a rank fails: the other ranks continue{back}\n" in job.stdout
+
+
 def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRunner) -> None:
     """One of two servers, workers in asynchronous epochs, a spare replica, and then the only server."""
     job = mpirun(6, [*job_of("served")], ulfm=True, timeout=120)
