@@ -31,7 +31,7 @@ def largest_piece(itemsize: int, op: Op) -> int:
 
 class Native(Algorithm):
     """MPI_Allreduce in place. Whether all ranks get the same bits is up to the MPI library; the standard
-    recommends it, and Open MPI and MPICH do it.
+    recommends it, and Open MPI and MPICH do it; but in MPICH the bits of a NaN may differ.
 
     16-bit floats come here only from another algorithm, in calls with lossless=True. They are sent as float32.
     """

@@ -38,6 +38,21 @@ def check_calls(topology):
     return calls
 
 
+def check_bits(topology):
+    """Reduce zeros of both signs and different NaNs: only the same order of operands gives the same bits on all ranks."""
+    with allreduce.create(NAME, topology) as mine:
+        for value in (
+            -0.0 if topology.rank % 2 else 0.0,
+            np.copysign(np.nan, topology.rank % 2 - 0.5),
+        ):
+            for op in ("sum", "max", "min"):
+                array = np.full(65537, value, "float32")
+                mine(array, op)
+                first = array.copy()
+                mine.broadcast(first)
+                assert array.tobytes() == first.tobytes(), (value, op)
+
+
 def train(topology):
     """Train; CheckDivergence compares the replicas of all ranks after every step."""
     data = datasets.load("iris")
@@ -48,6 +63,7 @@ def train(topology):
 
 with allreduce.Topology() as topology:
     calls = check_calls(topology)
+    check_bits(topology)
     train(topology)
     if topology.rank == 0:
         print(f"{NAME}: {calls} calls agree with ring; the replicas are equal")
