@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import operator
+import signal
 import sys
 import threading
 import time
@@ -479,6 +480,29 @@ def test_a_caller_does_not_wait_inside_mpi_where_no_time_out_can_reach_it(
     own, worker = threading.current_thread().name, "allreduce worker"
     scattering = own if backend.startswith("auto") else worker
     assert threads[:2] == [own if backend == "auto, shared" else worker, scattering]
+
+
+def test_a_signal_handler_may_end_a_wait() -> None:
+    """As with time-outs that a program sets itself: its TimeoutError is not taken for the end of a wait's limit."""
+    if size() == 1:
+        pytest.skip("one rank does not wait")
+
+    def late(*_: object) -> None:
+        raise TimeoutError("of the program")
+
+    tensor = torch.ones(3)
+    if dist.get_rank() == 0:
+        before = signal.signal(signal.SIGALRM, late)
+        work = dist.all_reduce(tensor, async_op=True)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(TimeoutError, match="of the program"):
+            work.wait()
+        signal.signal(signal.SIGALRM, before)
+    else:
+        time.sleep(1)
+        work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    assert torch.equal(tensor, torch.full((3,), float(size())))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
