@@ -123,7 +123,7 @@ def all_to_all(tree: Any, backend: AllReduce) -> Any:
 def ppermute(tree: Any, backend: AllReduce, perm: Iterable[tuple[int, int]]) -> Any:
     """Send the arrays of a tree from rank to rank, as jax.lax.ppermute: MPI's send, receive and sendrecv. Collective.
 
-    tree: see `all_gather`. perm: pairs (source, destination), the same on all ranks; OptionError if a rank is twice a
-    source or a destination. A rank to which no pair sends gets zeros. The gradient goes the other way.
+    tree: see `all_gather`. perm: pairs (source, destination), the same on all ranks, in any order; OptionError if a
+    rank is twice a source or a destination. A rank to which no pair sends gets zeros. The gradient goes the other way.
     """
     return call(tree, backend, "ppermute", perm=perm)

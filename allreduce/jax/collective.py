@@ -83,7 +83,7 @@ class Kind(NamedTuple):
 
 
 def check_perm(perm: Any, size: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of ppermute as tuples of ints; raise OptionError if they are not as jax.lax.ppermute's."""
+    """Return the pairs of ppermute, sorted; raise OptionError if they are not as jax.lax.ppermute's."""
     found = [tuple(pair) if np.ndim(pair) == 1 else () for pair in perm]
     ranks = all(len(pair) == 2 and all(is_integer(rank, 0, size - 1) for rank in pair) for pair in found)
     if not ranks or any(len(set(side)) < len(found) for side in zip(*found, strict=True)):
@@ -91,7 +91,7 @@ def check_perm(perm: Any, size: int) -> tuple[tuple[int, int], ...]:
             f"perm must have pairs (source, destination) of ranks, 0 to {size - 1}, and no rank twice as a source or "
             f"as a destination; got {perm!r}"
         )
-    return tuple((int(here), int(there)) for here, there in found)
+    return tuple(sorted((int(here), int(there)) for here, there in found))
 
 
 def _tree(call: Collective, arrays: Arrays) -> trees.Named:

@@ -40,6 +40,7 @@ CALLS: dict[str, tuple[Callable[..., Any], bool, Wanted]] = {
     "gather": (ours.gather, False, only(lambda table, _: table, 0)),
     "gather to the last": (partial(ours.gather, root=LAST), False, only(lambda table, _: table, LAST)),
     "shift": (partial(ours.ppermute, perm=SHIFT), False, lambda table, here: table[here - 1]),
+    "any order": (partial(ours.ppermute, perm=SHIFT[rank:] + SHIFT[:rank]), False, lambda table, here: table[here - 1]),
     "to zero": (partial(ours.ppermute, perm=TO_ZERO), False, only(lambda table, _: table[LAST], 0)),
     "nothing": (partial(ours.ppermute, perm=[]), False, lambda table, _: 0 * table[0]),
     "scan": (ours.scan, False, lambda table, here: table[: here + 1].sum(0).astype(table.dtype)),
