@@ -101,9 +101,8 @@ class Operation(dist.Work, Future):
             elif not self.done():
                 self.queue.worker.wait_for(self._done, limit)
         except TimeoutError:
-            if limit is None:  # raised by a signal handler of the program
+            if limit is None or self._group is None:  # raised by a signal handler of the program
                 raise
-            assert self._group is not None
             self._group.given_up.add(self)
             text = f"{self.name} was not done within {limit:g} s: another rank is late, or never called it"
             raise TimedOut(text) from None
