@@ -1,5 +1,6 @@
 """Result files: saved, read and compared; never left half-written."""
 
+import csv
 import json
 import os
 import stat
@@ -11,7 +12,7 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.lib import outputs
-from benchmarks.lib.results import from_json, to_json
+from benchmarks.lib.results import from_json, to_csv, to_json
 from tests.benchmarks.made_runs import made_run
 
 
@@ -145,3 +146,11 @@ def test_what_cannot_be_written_is_told(
     monkeypatch.chdir(tmp_path)
     assert problem in str(outputs.unwritable(path))
     assert not list(tmp_path.iterdir())
+
+
+def test_csv_has_a_line_for_each_result() -> None:
+    run = made_run()
+    lines = list(csv.DictReader(to_csv(run).splitlines()))
+    assert len(lines) == len(run.results)
+    assert (lines[0]["backend"], lines[0]["type"], lines[0]["ranks"]) == ("ring", "float32", "4")
+    assert float(lines[0]["time_us"]) == run.results[0].time_us

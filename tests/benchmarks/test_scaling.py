@@ -18,7 +18,7 @@ from benchmarks.lib.results import FileError, Run, summarize, to_json
 from benchmarks.predicting import fitting
 from benchmarks.predicting.costs import backends, predict
 from benchmarks.predicting.fitting import FITTED, Point
-from benchmarks.predicting.forecast import MODELS, Prediction, forecast, saturation
+from benchmarks.predicting.forecast import MODELS, Prediction, exposed, forecast, saturation
 from tests import launch
 
 FREE = Machine(**dict.fromkeys(FITTED, 0.0))
@@ -278,3 +278,28 @@ def test_the_formula_in_the_docstring_is_that_of_the_code(name: str) -> None:
         for expression, constant in parts:
             product = re.sub(r"(?<=[\d)np]) (?=[(Sl])", "*", expression)
             assert count(name, constant, Layout((n,)), 1000.0) == pytest.approx(eval(product, values)), text
+
+
+@pytest.mark.parametrize("at", [Layout((n,)) for n in (2, 3, 5, 64)], ids=lambda at: f"{at.ranks}ranks")
+def test_ring_sends_and_adds_what_its_paper_says(at: Layout) -> None:
+    n, s = at.ranks, 1000.0
+    assert count("ring", "beta", at, s) == pytest.approx(2 * s * (n - 1) / n)
+    assert count("ring", "gamma", at, s) == pytest.approx(s * (n - 1) / n)
+    assert count("ring", "alpha", at, s) == 2 * (n - 1)
+
+
+def test_exposed() -> None:
+    assert exposed(1.0, 3.0, 0.0) == 1.0
+    assert exposed(1.0, 3.0, 2 / 3) == 0.0
+    assert exposed(3.0, 3.0, 2 / 3) == pytest.approx(1.0)
+
+
+def test_strong_scaling_has_a_best_number_of_ranks() -> None:
+    slow = replace(Machine(), net_beta=8 / 1e9)
+    fast = replace(Machine(), net_beta=8 / 1e12, net_alpha=1e-6)
+    assert forecast(MODELS["resnet50"], slow, 1).best_strong < forecast(MODELS["resnet50"], fast, 1).best_strong
+
+
+def test_links() -> None:
+    assert scaling._link("100gbit") == (100e9, scaling.LINK_LATENCY)
+    assert scaling._link("2.5Gbit,30us") == (2.5e9, pytest.approx(30e-6))

@@ -18,6 +18,7 @@ from allreduce import kernels
 from allreduce.arrays import casts, ops, quantize
 from allreduce.arrays.workspace import Workspace
 from allreduce.call import rendezvous
+from tests import launch
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 EVERY_HALF = np.arange(2**16, dtype=np.uint16)
@@ -321,3 +322,15 @@ def test_wrong_edges(edges: list[int]) -> None:
         if kernels.status() == "C":
             with pytest.raises(ValueError, match="edges"):
                 getattr(kernels, name)(*arguments)
+
+
+def test_the_library_computes_before_and_after_mpi() -> None:
+    done = launch.child(
+        "import mpi4py; mpi4py.rc.initialize = False\n"
+        "import numpy as np\n"
+        "from mpi4py import MPI\n"
+        "from allreduce.arrays import casts\n"
+        "def cast(): out = np.empty(3, np.float16); casts.cast(np.ones(3, np.float32), out); return float(out.sum())\n"
+        "before = cast(); MPI.Init(); during = cast(); MPI.Finalize(); print(before, during, cast())\n"
+    )
+    assert (done.returncode, done.stdout) == (0, "3.0 3.0 3.0\n"), done.stdout + done.stderr

@@ -239,6 +239,3 @@ def test_models(tmp_path: Path, fault: str) -> None:
 def test_seeds(seed: Any) -> None:
     with pytest.raises(ArgumentError, match="seed must be an integer >= 0, got"):
         NumpyNetwork([4, 3], seed=seed)
-
-
-# The file of constants

@@ -76,7 +76,7 @@ def tiny_text(work: Path) -> None:
 
 
 def tiny_llama(sizes: Mapping[str, int], work: Path) -> None:
-    """Write a Llama of 2 layers, a tokenizer of 64 words, sentences, and a configuration for picotron."""
+    """Write a Llama of 4 layers, a tokenizer of 64 words, sentences, and a configuration for picotron."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

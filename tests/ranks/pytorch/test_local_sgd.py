@@ -373,3 +373,15 @@ def test_wrong_options(world: MPI.Intracomm, flat: allreduce.Topology, case: str
         torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options
     )
     assert expected in raised_everywhere(world, OptionError, make)
+
+
+@several
+def test_a_training_sends_one_part_in_h(flat: allreduce.Topology) -> None:
+    sent = []
+    for options in ({}, {"average": LocalSGD(10)}):
+        model = network()
+        with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options) as optimizer:
+            for step in range(20):
+                inner_step(model, optimizer, step)
+            sent.append(optimizer.report().bytes)
+    assert 0 < 10 * sent[1] <= sent[0]

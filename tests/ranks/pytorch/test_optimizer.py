@@ -508,3 +508,21 @@ def test_nodes_of_different_size_hold_the_same_bits(
         for _ in range(20):
             train(model, opt, mine)
         assert_mirrored(world, model)
+
+
+@both_updates
+@both_overlaps
+def test_the_report_counts_steps_averages_and_bytes(
+    world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str
+) -> None:
+    model = network(seed=world.rank)
+    plain = OPTIMIZERS["momentum"](model.parameters())
+    buckets = Buckets(overlap, **SMALL_BUCKETS)
+    with mirrored(plain, model, topology=flat, update=update, buckets=buckets) as optimizer:
+        train(model, optimizer, mine, steps=3)
+        report = optimizer.report()
+    assert report.overlap == (overlap and SIZE > 1)
+    assert len(report.buckets) == (2 if report.overlap else 1)
+    assert (report.steps, report.averages, report.bytes) == (3, 3, 3 * sum(report.buckets))
+    assert report.communication >= report.exposed >= 0
+    assert f"{update} update on {SIZE} rank" in str(report)

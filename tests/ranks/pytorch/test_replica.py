@@ -674,3 +674,31 @@ def test_several_outputs(flat: allreduce.Topology) -> None:
     topology.close()
     assert found[0].shape == (len(x), 4)
     np.testing.assert_allclose(found[0], found[1], rtol=1e-3, atol=1e-5)
+
+
+def test_local_state_is_what_makes_ranks_different(flat: allreduce.Topology) -> None:
+    """Dropout and a buffer that counts: with both states, the training continues bit by bit, on every rank."""
+
+    def make() -> TorchReplica:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.Dropout(0.5), nn.Linear(20, 3))
+        return TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters()))
+
+    x, y = data(60)
+    first, second = make(), make()
+    with MirroredTrainer(first, "shared", flat) as trainer:
+        torch.manual_seed(flat.rank)
+        trainer.fit(x, y, 1, 20, progress=False)
+        state = {name: array.copy() for name, array in first.state().items()}
+        local = {name: array.copy() for name, array in first.local_state().items()}
+        trainer.fit(x, y, 1, 20, progress=False)
+    assert set(local) == {"random", "module.1.num_batches_tracked"}
+    with MirroredTrainer(second, "shared", flat) as trainer:
+        second.load_state(state)
+        torch.manual_seed(99)
+        second.load_local_state(local)
+        trainer.fit(x, y, 1, 20, progress=False)
+    for here, there in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(here, there)
+    with pytest.raises(ModelFileError, match="local state is of another model"):
+        second.load_local_state({})
