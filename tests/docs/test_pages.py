@@ -88,6 +88,7 @@ SKIPPED = {
     "python -m pytest": "the tests run it",
     "python -m tests.faults": "minutes; test_faults.py runs a few",
     "python -m tests.programs": "clones the programs of others",
+    "mpirun -n 2 python -m tests.programs.pytorch_file": "takes a file of another project",
     "python -m tests.matrix": "minutes; test_matrix.py runs some",
     "python -m tests.fuzz": "minutes; test_fuzz.py runs a few",
     "python3 -m venv": "installs",
