@@ -5,8 +5,10 @@ set -euo pipefail
 
 readonly USAGE_ERROR=2 # the exit code for invalid arguments: a restart would fail again
 readonly KILLED=137 # the exit code of a process that SIGKILL has killed
+readonly TERMINATED=143 # the exit code of a program that SIGTERM has ended before its training was complete
 readonly LOCK_SECONDS=30
 readonly TICK_SECONDS=0.2
+readonly LOOKS=3 # a host that has not answered so many times in a row is lost
 readonly REST_SECONDS=10 # how long the ranks of other hosts have after the ranks of this host, which SIGTERM has ended
 
 usage() {
@@ -21,10 +23,11 @@ survive; `mpirun --with-ft ulfm python -m trainers --on-failure continue` loses 
   --least N           the least number of ranks with which to restart (default: 1)
   --same-ranks        restart with as many ranks as before; by default with one rank less each time
   --hostfile FILE     one host a line, "name slots=4" or "name:4". A host that does not answer is left out from then on,
-                      with all of its ranks; if all hosts answer, one rank is left out. A script (its first line begins
-                      with #!) prints such lines
+                      with all of its ranks; if the hosts are the same, one rank is left out. A script (its first line
+                      begins with #!) prints such lines; if its exit code is not 0, the hosts stay as they were
   --grow SECONDS      look at the hostfile and its hosts every SECONDS. When it has more slots than before, or a host
-                      answers again, the job writes a checkpoint, ends, and continues on as many ranks as there are slots
+                      answers again, the job gets SIGTERM, writes a checkpoint, ends with a code other than 0 (fit: 143), and
+                      continues on as many ranks as there are slots
   --attempts N        give up after N starts in a row without a new checkpoint (default: 3)
   --progress PATH     the folder (or file) of the checkpoints (default: PROGRAM's own --checkpoint PATH)
   --launcher COMMAND  mpirun, mpiexec or srun with its options, such as "mpirun --bind-to core"
@@ -87,6 +90,8 @@ set_option() {
         --hostfile)
             [ -r "$2" ] && [ -f "$2" ] || refuse "--hostfile $2: there is no such file that can be read"
             hostfile=$2
+            [[ $2 == */* ]] || hostfile=./$2
+            [ -x "$2" ] || ! is_script || refuse "--hostfile $2: it begins with #!, and can't be run: chmod +x $2"
             ;;
         --progress) progress=$2 ;;
         --launcher) read -ra launcher <<<"$2" ;;
@@ -134,33 +139,31 @@ find_launcher() { # sets $launcher, $kind and $reach
 hosts=() # lines of the hostfile, without those of failed hosts
 room=0   # their slots when the job was started
 
+is_script() { [ "$(head -c 2 "$hostfile")" = '#!' ]; }
+
 list_hosts() { # prints the lines of the hostfile, or of the script in its place
     local line
-    if [ "$(head -c 2 "$hostfile")" = '#!' ]; then "$hostfile"; else cat "$hostfile"; fi |
-        while IFS= read -r line || [ -n "$line" ]; do
-            line=${line%%#*}
-            [ -z "${line//[[:space:]]/}" ] || printf '%s\n' "$line"
+    if is_script; then "$hostfile" </dev/null; else cat "$hostfile"; fi |
+        while read -r line || [ -n "$line" ]; do
+            [ -z "${line%%#*}" ] || printf '%s\n' "${line%%#*}"
         done
 }
 
-read_hosts() { # sets $hosts; they stay if no host is listed, as in a file that is being written
-    local found=()
+read_hosts() { # sets $hosts; they stay if no host is listed, as in a file that is being written, or if the script fails
+    local found
     [ -n "$hostfile" ] || return 0
-    mapfile -t found < <(list_hosts)
-    [ ${#found[@]} -eq 0 ] || hosts=("${found[@]}")
-    [ ${#hosts[@]} -gt 0 ] || refuse "--hostfile $hostfile: it names no host"
+    ! found=$(list_hosts) || [ -z "$found" ] || mapfile -t hosts <<<"$found"
+    [ ${#hosts[@]} -gt 0 ] || refuse "--hostfile $hostfile: it names no host, or it is a script that fails"
 }
 
-name_of() { # name_of LINE: the host that a line of a hostfile names
-    local name
-    read -r name _ <<<"$1"
-    printf '%s' "${name%%:*}"
+names_of() { # names_of LINE...: the hosts that lines of a hostfile name
+    printf '%s\n' "${@%%[:[:space:]]*}"
 }
 
 slots() { # the number of ranks for which the hosts have slots
     local line sum=0
     for line in "${hosts[@]}"; do
-        if [[ $line =~ (slots=|:)([0-9]+) ]]; then sum=$((sum + BASH_REMATCH[2])); else sum=$((sum + 1)); fi
+        if [[ $line =~ (slots=|:)([0-9]+) ]]; then sum=$((sum + 10#${BASH_REMATCH[2]})); else sum=$((sum + 1)); fi
     done
     echo $sum
 }
@@ -169,23 +172,11 @@ answers() { # answers NAME: whether this host is alive
     [ "$1" = localhost ] || [ "$1" = "$(uname -n)" ] || "${reach[@]}" "$1" true </dev/null >&2
 }
 
-room_now() { # prints the slots of the hosts that answer now
-    local line alive=()
-    read_hosts
-    for line in "${hosts[@]}"; do ! answers "$(name_of "$line")" || alive+=("$line"); done
-    hosts=(${alive[@]+"${alive[@]}"})
-    slots
-}
-
 leave_out_lost_hosts() {
     local line name alive=()
     for line in "${hosts[@]}"; do
-        name=$(name_of "$line")
-        if answers "$name"; then
-            alive+=("$line")
-        else
-            say "host $name does not answer: it is left out"
-        fi
+        name=$(names_of "$line")
+        if answers "$name"; then alive+=("$line"); else say "host $name does not answer: it is left out"; fi
     done
     hosts=(${alive[@]+"${alive[@]}"})
 }
@@ -198,7 +189,7 @@ command_line() { # sets $line to the command that starts the job
     if [ -n "$hostfile" ]; then
         printf '%s\n' "${hosts[@]}" >"$scratch/hosts"
         [ "$nodes" -le "$ranks" ] || nodes=$ranks
-        names=$(for host in "${hosts[@]:0:nodes}"; do name_of "$host" && echo; done | paste -sd,)
+        names=$(names_of "${hosts[@]:0:nodes}" | paste -sd,)
         case $kind in
             openmpi) line+=(--hostfile "$scratch/hosts") ;;
             hydra) line+=(-f "$scratch/hosts") ;;
@@ -231,10 +222,9 @@ run_job() { # sets $status
     set +m
     asked=''
     # Not `wait`, and no work in a trap: bash 5.2 can lose the signal that a child has ended, or the rest of the trap.
-    while kill -0 "$child" 2>/dev/null; do
-        read -rt $TICK_SECONDS -u $nothing || true
-        [ ! -e "$scratch/grow" ] || make_it_grow
-        [ -z "$passes" ] || { passes='' && ask_to_end "$stopped"; }
+    while read -rt $TICK_SECONDS -u $nothing || kill -0 "$child" 2>/dev/null; do
+        [ -n "$stopped" ] || [ ! -e "$scratch/grow" ] || make_it_grow
+        [ -z "$passes" ] || { passes='' && ask_to_end "$stopped" && asked=1; }
     done
     status=0
     wait "$child" || status=$?
@@ -243,14 +233,16 @@ run_job() { # sets $status
 }
 
 watch_job() { # in the background: reports the first step after a restart, and tells this shell that the job can grow
-    local now before=$room
+    local now before=$room fewer=0
     [ -z "$since" ] || report_first_step &
     [ -n "$grow" ] || { wait && return; }
     while sleep "$grow"; do
         kill -0 $$ || return
-        now=$(room_now 2>/dev/null)
+        now=$({ read_hosts && leave_out_lost_hosts && slots; } 2>/dev/null)
         [ "$now" -le "$before" ] || break
-        before=$now
+        # A look may fail, and only with ULFM a job can have lost a host.
+        [[ ${launcher[*]} == *ulfm* ]] && [ "$now" -lt "$before" ] && fewer=$((fewer + 1)) || fewer=0
+        [ $fewer -lt $LOOKS ] || before=$now
     done
     say "the hosts have slots for $now ranks: the job writes a checkpoint and ends, to continue on these"
     : >"$scratch/grow"
@@ -292,7 +284,6 @@ ask_to_end() { # ask_to_end SIGNAL
     [ $kind = slurm ] && [ -n "${SLURM_JOB_ID-}" ] && scancel --quiet --signal="$1" "$SLURM_JOB_ID" && return
     [ "$1$asked" != TERM ] || mapfile -t ranks_here < <(list_ranks)
     if [ ${#ranks_here[@]} -gt 0 ] && kill -s TERM "${ranks_here[@]}"; then
-        asked=1
         end_rest "${ranks_here[@]}" >/dev/null 2>&1 </dev/null &
     else
         kill -s "$1" "$child" || true
@@ -313,20 +304,18 @@ end_rest() { # end_rest PROCESS...: end the launcher, if it does not end after t
 }
 
 next_ranks() { # sets $ranks for the next start
-    local before=${#hosts[@]} slots_before=$room
+    local before room_before=$room
     if [ -n "$hostfile" ]; then
+        before=$(names_of "${hosts[@]}" | sort)
         [ -z "$grow" ] || read_hosts
         leave_out_lost_hosts
         [ ${#hosts[@]} -gt 0 ] || give_up "no host answers"
         room=$(slots)
-        if [ -n "$grow" ] && [ "$room" -gt "$slots_before" ]; then
+        if [ "$room" -gt "$room_before" ] || { [ "$room" -lt "$room_before" ] && [ "$room" -lt "$ranks" ]; }; then
             ranks=$room
             return
         fi
-        if [ ${#hosts[@]} -lt "$before" ]; then
-            [ "$room" -ge "$ranks" ] || ranks=$room
-            return
-        fi
+        [ "$(names_of "${hosts[@]}" | sort)" = "$before" ] || return 0
     fi
     [ -n "$same$grows" ] || [ "$ranks" -le "$least" ] || ranks=$((ranks - 1))
 }
@@ -343,7 +332,11 @@ keep_going() {
         command_line
         run_job
         ! all_were_killed || status=$KILLED
-        [ "$status" -ne 0 ] || exit 0
+        if [ "$status" = 0 ]; then
+            [ -n "$grows" ] || exit 0
+            status=$TERMINATED
+            give_up "the program ended with 0 after it was asked to continue on more ranks; end with $TERMINATED after SIGTERM"
+        fi
         repeat_error
         [ -z "$stopped" ] || give_up "stopped by SIG$stopped"
         [ "$status" -ne $USAGE_ERROR ] || give_up "the program refuses its arguments"

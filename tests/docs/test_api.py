@@ -246,6 +246,9 @@ def main() -> None:
         os.close(file)
         try:
             runpy.run_path(name, run_name="__main__")
+        except SystemExit as ended:  # after SIGTERM, on a page that says so
+            if ended.code != 143:
+                raise
         finally:
             sys.stdout.flush()
             os.dup2(shown, 1)

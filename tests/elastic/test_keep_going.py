@@ -39,7 +39,7 @@ next=$(sed -n "${{starts}}p" "$PLAN")
 exit "${{next##* }}"
 """
 # A rank that takes longer to write its checkpoint than Open MPI's mpirun gives it after a SIGTERM.
-RANK = """trap 'sleep 1.5; echo >"$RUN/checkpoint-99"; exit 143' TERM
+RANK = """trap 'touch "$RUN/asked"; sleep 1.5; echo >"$RUN/checkpoint-99"; exit 143' TERM
 echo "rank 0 of 4: began as process $$" >>"$ALLREDUCE_JOB_LOG"
 touch "$RUN/asleep"
 while :; do sleep 0.05; done
@@ -50,6 +50,7 @@ class Pretended:
     """keep_going.sh with a pretended launcher, which does as planned, and hosts of which some do not answer."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.calls, self.plan, self.run_folder = folder / "calls", folder / "plan", folder / "run"
         self.run_folder.mkdir()
         self.variables = {"CALLS": str(self.calls), "PLAN": str(self.plan), "RUN": str(self.run_folder), "RANK": RANK}
@@ -64,8 +65,8 @@ class Pretended:
         path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
         return subprocess.Popen(
             [BASH, SCRIPT, *options, "--", "train", "--checkpoint", str(self.run_folder)],
-            env={**os.environ, **self.variables, "PATH": path, "MPI": mpi},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **self.variables, "PATH": path, "MPI": mpi}, cwd=self.folder,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     def run(self, plan: Sequence[str], *options: str, mpi: str = "Open MPI") -> tuple[int, str]:
@@ -74,18 +75,18 @@ class Pretended:
         _, said = job.communicate(timeout=30)
         return job.returncode, said.strip().splitlines()[-1]
 
-    def wait_for_sleep(self) -> None:
-        """Wait until the job sleeps."""
+    def wait_for_sleep(self, name: str = "asleep") -> None:
+        """Wait until the job sleeps, or until a rank has been asked to end ("asked")."""
         until = time.monotonic() + 20
-        while not (self.run_folder / "asleep").exists():
+        while not (self.run_folder / name).exists():
             assert time.monotonic() < until
             time.sleep(0.01)
-        (self.run_folder / "asleep").unlink()
+        (self.run_folder / name).unlink()
 
     @property
     def ranks(self) -> list[str]:
         """Return the value of -n in every start."""
-        return [line.split()[1] for line in self.calls.read_text().splitlines()]
+        return [line.partition("-n ")[2].split()[0] for line in self.calls.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -213,6 +214,89 @@ def test_the_ranks_have_time_for_their_checkpoint(pretended: Pretended) -> None:
     _, said = job.communicate(timeout=20)
     assert job.returncode == 143, said
     assert (pretended.run_folder / "checkpoint-99").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "after", "ranks"),
+    [
+        (["--grow", "9"], "echo a slots=8", "echo a slots=2", "8 2"),
+        (["--grow", "9"], "echo a:4; echo b:4", "echo a:4; echo c:4", "8 8"),
+        (["--grow", "9"], "echo a:4; echo b:4", "echo b:4; echo a:4", "8 7"),
+        (["--grow", "9"], "echo a:4; echo b:4", "echo a:1; exit 1", "8 7"),
+        ([], "echo ' a slots=08 # ours'", "exit 1", "8 7"),
+        (["--ranks", "4"], "echo a", "exit 1", "4 3"),  # more ranks than slots
+    ],
+)  # fmt: skip
+def test_ranks_after_a_change_of_the_hosts(
+    options: list[str], before: str, after: str, ranks: str, pretended: Pretended, tmp_path: Path
+) -> None:
+    """The hosts are listed by a script without a path; its input must be empty."""
+    script = f"#!{BASH}\n[ ! -p /dev/stdin ] || exit\n[ ! -e calls ] || {{ {after}; exit; }}\n{before}\n"
+    (tmp_path / "disc.sh").write_text(script)
+    given = ["--hostfile", "disc.sh", "--reach", "ssh", *options]
+    refused = "keep_going.sh: --hostfile disc.sh: it begins with #!, and can't be run: chmod +x disc.sh"
+    assert pretended.run(["0"], *given) == (2, refused)
+    (tmp_path / "disc.sh").chmod(0o755)
+    code, said = pretended.run(["checkpoint 1", "0"], *given)
+    assert (code, pretended.ranks) == (0, ranks.split()), said
+
+
+@pytest.mark.parametrize(("launcher", "starts"), [("starter", 1), ("starter --with-ft ulfm", 2)])
+def test_a_look_that_fails_starts_nothing(launcher: str, starts: int, pretended: Pretended, tmp_path: Path) -> None:
+    """Only a job with ULFM can have lost a host that answers again."""
+    (pretended.bin / "starter").symlink_to("mpirun")
+    lines, looks = tmp_path / "lines", tmp_path / "looks"
+    for file, text in (("hosts", "cat lines; echo >>looks"), ("bin/sleep", f"exec {shutil.which('sleep')} 0.1")):
+        (tmp_path / file).write_text(f"#!{BASH}\n{text}\n")
+        (tmp_path / file).chmod(0o755)
+
+    def look(text: str, count: int) -> None:
+        lines.write_text(text)
+        before, until = looks.stat().st_size, time.monotonic() + 20
+        while len(pretended.ranks) < 2 and looks.stat().st_size < before + count:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    lines.write_text("a\nb\n")
+    given = ["--hostfile", "hosts", "--grow", "1", "--reach", "ssh", "--launcher", launcher]
+    job = pretended.start(["asleep", "asleep"], *given)
+    pretended.wait_for_sleep()
+    for count in (2, 5):  # the first of them may have been under way
+        look("a\n", count)
+        assert pretended.ranks == ["2"]
+        look("a\nb\n", 3)
+    if starts == 2:
+        pretended.wait_for_sleep()
+    assert pretended.ranks == ["2"] * starts
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=20)
+
+
+def grown(pretended: Pretended) -> "subprocess.Popen[str]":
+    """Return a job of two ranks whose rank has been asked to end, to continue on three."""
+    (pretended.folder / "hosts").write_text("a slots=2\n")
+    job = pretended.start(["rank", "0"], "--hostfile", "hosts", "--grow", "1", "--reach", "ssh")
+    pretended.wait_for_sleep()
+    (pretended.folder / "hosts").write_text("a slots=3\n")
+    pretended.wait_for_sleep("asked")
+    return job
+
+
+def test_a_signal_to_a_job_that_grows_leaves_the_ranks_their_time(pretended: Pretended) -> None:
+    job = grown(pretended)
+    job.send_signal(signal.SIGTERM)
+    _, said = job.communicate(timeout=20)
+    assert "stopped by SIGTERM" in said
+    assert (job.returncode, pretended.ranks) == (143, ["2"]), said
+    assert (pretended.run_folder / "checkpoint-99").exists()
+
+
+def test_a_program_that_ends_with_0_when_it_should_grow_is_no_success(pretended: Pretended) -> None:
+    pretended.variables["RANK"] = RANK.replace("exit 143", 'echo "rank 0 of 4: ended" >>"$ALLREDUCE_JOB_LOG"; exit 0')
+    job = grown(pretended)
+    _, said = job.communicate(timeout=20)
+    assert (job.returncode, pretended.ranks) == (143, ["2"]), said
+    assert "ended with 0 after it was asked to continue on more ranks; end with 143 after SIGTERM" in said
 
 
 @pytest.mark.parametrize("script", [False, True])
