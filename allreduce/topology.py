@@ -101,8 +101,6 @@ class Topology:
         comm = _checked(comm)
         if comm.size == MPI.COMM_WORLD.size:
             abort.wait_at_end()
-            if comm.size > 1 and (text := start.unguarded()):
-                notices.once(comm.rank, text)
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
         error = error_of_sizes(ranks_per_node, comm.size) or _bad_timeout(timeout)
         agree(comm, [zlib.crc32(asked.encode())], asked, error)
@@ -190,11 +188,14 @@ class Topology:
         return self._split(self.host, number, self.rank)
 
     def _learn_layout(self) -> NodeLayout:
-        """Return the layout. Collective. Ranks compare their versions in the same message."""
+        """Return the layout. Collective. The same message compares versions, and tells which rank is not guarded."""
         leader = min(processes.ranks_in(self.world, self.node))
-        found = all_values(self.world, [leader, machine.digest_of_versions()], "count the nodes")
-        _compare_versions(self.world, [digest for _, digest in found])
-        return NodeLayout.of_leaders([leader for leader, _ in found], self.ranks_per_node is not None)
+        mine = [leader, machine.digest_of_versions(), start.unguarded()]
+        leaders, digests, unguarded = zip(*all_values(self.world, mine, "count the nodes"), strict=True)
+        _compare_versions(self.world, list(digests))
+        if self.size == MPI.COMM_WORLD.size > 1 and any(unguarded):
+            notices.once(self.rank, next(filter(None, unguarded)))
+        return NodeLayout.of_leaders(list(leaders), self.ranks_per_node is not None)
 
     def _pairs(self) -> MPI.Intracomm:
         """Return the communicator of the ranks with this one's node rank. Collective."""

@@ -10,7 +10,6 @@ import argparse
 import datetime
 import sys
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -20,13 +19,13 @@ from allreduce import Topology
 from allreduce.arrays import dtypes
 from allreduce.arrays.compression import Half
 from allreduce.errors import OptionError
-from allreduce.transport.control import raise_together, together
+from allreduce.transport.control import raise_together, root_value, together
 from benchmarks.lib import cli, limits, machine, outputs, plot, report, sizes, table
 from benchmarks.lib.advice import advice, wrong_results
 from benchmarks.lib.contenders import gather
 from benchmarks.lib.outputs import Screen
 from benchmarks.lib.peers import PEERS
-from benchmarks.lib.results import COLD, FileError, Run, load, merge, to_csv, to_json
+from benchmarks.lib.results import COLD, FileError, Run, from_json, load, merge, to_csv, to_json
 from benchmarks.lib.timing import Cell, Checker, Plan, measure_size
 
 BUDGET = 60.0
@@ -82,13 +81,23 @@ def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:
     cli.checked_op(comm, args.op, args.datatype)
     wanted = _sizes(comm, args)
     with Topology(comm, ranks_per_node=args.ranks_per_node) as topology:
-        others = together(comm, partial(_others, args))
+        run = Run(
+            machine={**machine.describe(args.peers), **limits.measure(topology)},
+            node_sizes=list(topology.node_sizes),
+            simulated=topology.simulated,
+            dtype=str(args.datatype),
+            op=args.op,
+            date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            command=screen.command,
+            compress=args.compress,
+        )
+        others = _others(comm, args.also, run.calls())
         usable = set(allreduce.available(topology)) & set(args.backends)
         machine.check_memory(comm, (1 + len(usable)) * wanted[-1])
         count = wanted[-1] // args.datatype.itemsize
         every = ((args.backends, allreduce.NAMES), (args.peers, PEERS))
         optional = [name for some, known in every for name in some if len(some) == len(known)]
-        contenders, skipped = gather(
+        contenders, run.skipped = gather(
             topology, args.backends, args.peers, count, args.datatype, args.op,
             optional=optional, compress=args.compress,
         )  # fmt: skip
@@ -103,16 +112,6 @@ def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:
             for cold in ("", COLD)[: 1 + args.cold]
             if array is not None
         ]
-        run = Run(
-            machine={**machine.describe(args.peers), **limits.measure(topology)},
-            node_sizes=list(topology.node_sizes),
-            simulated=topology.simulated,
-            dtype=str(args.datatype),
-            op=args.op,
-            date=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            command=screen.command,
-            skipped=skipped,
-        )
         _measure(comm, args, run, cells, wanted, screen)
         for contender in contenders:
             contender.close()
@@ -156,16 +155,21 @@ def _measure(
             bar.update()
 
 
-def _others(args: argparse.Namespace) -> list[Run]:
-    """Return the runs of --also. Raises OptionError."""
-    try:
-        runs = [load(path) for path in args.also]
-    except FileError as error:
-        raise OptionError(f"--also: {error}") from None
-    for run, path in zip(runs, args.also, strict=True):
-        if (run.dtype, run.op) != (str(args.datatype), args.op):
-            raise OptionError(f"--also {path}: it has {run.dtype} {run.op}, and this run {args.datatype} {args.op}")
-    return runs
+def _others(comm: MPI.Intracomm, paths: list[str], calls: str) -> list[Run]:
+    """Return the runs of --also, which rank 0 reads. Collective. Raises OptionError if they are not of these calls."""
+
+    def read() -> list[str]:
+        try:
+            runs = [load(path) for path in paths]
+        except FileError as error:
+            raise OptionError(f"--also: {error}") from None
+        for run, path in zip(runs, paths, strict=True):
+            if run.calls() != calls:
+                raise OptionError(f"--also {path}: it has {run.calls()}, and this run {calls}")
+        return [to_json(run) for run in runs]
+
+    texts = together(comm, lambda: read() if comm.rank == 0 else [])
+    return [from_json(text) for text in root_value(comm, texts, "share the runs of --also")]
 
 
 def _write(comm: MPI.Intracomm, args: argparse.Namespace, run: Run, advised: str) -> None:

@@ -225,18 +225,20 @@ class Bench:
         }
         if BARE in self._options.variants:
             steps[BARE] = self._all_reduce_alone(workload)
-        sent: dict[str, list[int]] = {name: [] for name in steps}
-        counted = {name: partial(self._counted, step, sent[name]) for name, step in steps.items()}
-        found = timing.take_turns(self._comm, counted, self._options.steps, self._options.warmup, screen)
+        counts: dict[str, list[int]] = {name: [] for name in steps}  # before and after each step
+        several = self._topology.nodes > 1
+        count = {name: partial(self._count, each) for name, each in counts.items()} if several else None
+        given = self._options
+        found = timing.take_turns(self._comm, steps, given.steps, given.warmup, screen, before=count, after=count)
         for variant in variants.values():
             variant.close()
-        return found, {name: self._largest(median(each)) for name, each in sent.items()}
+        sent = {name: median(np.diff(each)[::2]) if several else 0 for name, each in counts.items()}
+        return found, {name: self._largest(each) for name, each in sent.items()}
 
-    def _counted(self, step: Callable[[], object], sent: list[int]) -> None:
-        """Make a step, and note the bytes that this host sends to other hosts during it."""
-        before = interface_bytes()
-        step()
-        sent.append(interface_bytes() - before)
+    def _count(self, counts: list[int]) -> None:
+        """Append the bytes that this host has sent to other hosts, when no rank makes a step."""
+        self._comm.Barrier()
+        counts.append(interface_bytes())
 
     def differences(self, workload: Workload, size: int, steps: int) -> dict[str, dict[str, Any]]:
         """Return how far each variant's parameters are from DDP + gloo's after `steps` steps on the same batches."""

@@ -64,6 +64,7 @@ def gather_mpi(topology: Topology) -> dict[str, Any]:
         "library": mpi_library(),
         "threads": THREADS.get(MPI.Query_thread(), MULTIPLE),
         "ulfm": ulfm.in_force(),
+        "guarded": start.guarded(),
         "unguarded": start.unguarded(),
         "launch": launch and launch._asdict(),
     }
@@ -73,8 +74,8 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     advice = "load the same MPI library on all hosts, that of the mpirun which starts the job"
     yield alike("library", ranks, lambda rank: rank.facts["library"], advice, PROBLEM)
     facts = ranks[0].facts
-    if facts["launch"] is not None:
-        launch = launcher.Launch(**facts["launch"])
+    if found := next((rank.facts["launch"] for rank in ranks if rank.facts["launch"]), None):
+        launch = launcher.Launch(**found)
         text = f"{launch.launcher} has started {launch.processes} processes ({launch.variable}), and MPI sees 1 rank: "
         advice = f"{launch.remedy}; if each process should be a separate job, set {launcher.ALONE}=1"
         yield problem("launcher", text + "each process is a job of its own", advice)
@@ -91,9 +92,12 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     elif version and int(version[1]) >= FIRST_WITH_ULFM:
         lost = "ends the job; with mpirun --with-ft ulfm and the trainers' --on-failure continue, the others continue"
     yield ok("failed rank", lost)  # the user chooses the effect of a failed rank, so every one is ok
-    if text := facts["unguarded"]:
-        cause, _, advice = text.rpartition("; ")
-        yield warning("recovery", cause, advice)
+    if unguarded := [rank for rank in ranks if rank.facts["unguarded"]]:
+        cause, _, advice = unguarded[0].facts["unguarded"].rpartition("; ")
+        yield warning("recovery", f"{named(unguarded)}: {cause}", advice)
+    elif without := [rank for rank in ranks if rank.facts["ulfm"] and not rank.facts["guarded"]]:
+        text = f"nothing was loaded on {named(without)} that prevents known crashes inside of Open MPI 5.0"
+        yield warning("recovery", text, f"start the job with the mpirun of Open MPI 5.0, which sets {start.VERSION}")
     elif facts["ulfm"]:
         yield ok("recovery", "its known crashes are prevented; in your script import allreduce before mpi4py.MPI")
 

@@ -1,7 +1,9 @@
 """The record of a collective on JAX arrays, the table of their kinds, and the work that a kind does on NumPy arrays."""
 
+import contextlib
 import functools
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from allreduce.transport import chunked
 Arrays = Sequence[np.ndarray]
 Route = tuple[int, Any]  # a rank, and the index of a slice: a row, or everything
 
+SHOWN_PAIRS = 4  # of ppermute, in a text
 # backend -> its last error
 last_errors: weakref.WeakKeyDictionary[AllReduce, BaseException] = weakref.WeakKeyDictionary()
 _layout = functools.lru_cache(4096)(trees.layout)
@@ -84,7 +87,9 @@ class Kind(NamedTuple):
 
 def check_perm(perm: Any, size: int) -> tuple[tuple[int, int], ...]:
     """Return the pairs of ppermute, sorted; raise OptionError if they are not as jax.lax.ppermute's."""
-    found = [tuple(pair) if np.ndim(pair) == 1 else () for pair in perm]
+    found: list[tuple[Any, ...]] = [()]
+    with contextlib.suppress(TypeError, ValueError):  # of arguments that are no sequences of numbers
+        found = [tuple(pair) if np.ndim(pair) == 1 else () for pair in perm]
     ranks = all(len(pair) == 2 and all(is_integer(rank, 0, size - 1) for rank in pair) for pair in found)
     if not ranks or any(len(set(side)) < len(found) for side in zip(*found, strict=True)):
         raise OptionError(
@@ -92,6 +97,13 @@ def check_perm(perm: Any, size: int) -> tuple[tuple[int, int], ...]:
             f"as a destination; got {perm!r}"
         )
     return tuple(sorted((int(here), int(there)) for here, there in found))
+
+
+def words_of_perm(perm: tuple[tuple[int, int], ...]) -> str:
+    """Return the pairs for a collective's text: of many, the first ones and a number by which ranks compare them."""
+    if len(perm) <= SHOWN_PAIRS:
+        return str(perm)
+    return f"{len(perm)} pairs, {str(perm[:SHOWN_PAIRS])[1:-1]} ... #{zlib.crc32(np.array(perm, np.int64).data):08x}"
 
 
 def _tree(call: Collective, arrays: Arrays) -> trees.Named:

@@ -15,7 +15,7 @@ from allreduce.arrays import dtypes, ops
 from allreduce.backend import AllReduce
 from allreduce.call.call import check_root
 from allreduce.errors import OptionError, UnavailableError, UnsupportedOpError
-from allreduce.jax.collective import KINDS, Collective, check_perm, last_errors
+from allreduce.jax.collective import KINDS, Collective, check_perm, last_errors, words_of_perm
 
 try:
     import jax
@@ -87,7 +87,7 @@ def call(
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = ", ".join(jax.tree_util.keystr(path) or "*" for path, _ in leaves)  # addresses may be in `structure`
     perm = check_perm(perm, backend.size)
-    text = f"{text or kind}{f' by {perm}' if perm else ''} {names}"
+    text = f"{text or kind}{f' by {words_of_perm(perm)}' if perm else ''} {names}"
     collective = Collective(backend, kind, text, op, check_root(root, backend.size), perm)
     arrays = [jax.numpy.asarray(leaf) for _, leaf in leaves]
     keys = {}  # array number -> PRNG implementation of a key array

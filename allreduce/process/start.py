@@ -4,7 +4,6 @@ import ctypes
 import faulthandler
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from allreduce.errors import OptionError
@@ -25,6 +24,7 @@ TCP_FLAGS = "send,inplace,need-ack,need-csum,hetero-rdma"  # Open MPI's own, wit
 LIMIT = "ALLREDUCE_START_SECONDS"
 LIMIT_SECONDS = 120.0  # for the start of MPI where ranks may fail (ULFM)
 
+_guards: list[str] = []  # names of the libraries that were loaded before MPI
 _unguarded: list[str] = []  # why recoveries are not guarded
 
 
@@ -93,18 +93,25 @@ def _load_before_mpi() -> None:
     """
     if "mpi4py.MPI" in sys.modules or not os.environ.get(VERSION, "").startswith("5.0."):
         return
-    loaded = False
+    why = "allreduce was installed without a C compiler; install one, and allreduce again"
     for path in Path(__file__).parents[1].glob("kernels/communicators*.so"):
-        with suppress(OSError):  # of another machine
+        try:
             ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-            loaded = True
-    if not loaded:
-        _unguarded.append("allreduce was installed without a C compiler; install one, and allreduce again")
+            _guards.append(path.name)
+        except OSError as error:  # of another machine
+            why = f"{path.name} can't be loaded ({error}); install allreduce again on this machine"
+    if not _guards:
+        _unguarded.append(why)
+
+
+def guarded() -> bool:
+    """Return whether this rank has loaded the library that guards recoveries against known crashes. Local."""
+    return bool(_guards)
 
 
 def unguarded() -> str:
-    """Return why this rank's recoveries are not guarded against known crashes inside of Open MPI; "" if they are, or
-    without ULFM. Local."""
+    """Return why this rank's recoveries are not guarded against known crashes inside of Open MPI; "" if they are,
+    without ULFM, or under another version than Open MPI 5.0. Local."""
     if not _unguarded:
         return ""
     return f"a failure of a host, or during a recovery, can crash the other ranks inside of Open MPI: {_unguarded[0]}"

@@ -49,8 +49,9 @@ DEEPSPEED_SOURCES = ("shm_interface.cpp", "shm.cpp")
 
 def mpi4py(topology: Topology, op: str, dtype: np.dtype, _: int) -> Contender:
     """The bare call of mpi4py, comm.Allreduce(IN_PLACE, array): the cost of Python and MPI without this library."""
+    _check_mpi(topology, dtype)
     comm = topology.private()
-    return Contender("mpi4py", _mpi_call(topology, op, dtype, lambda _: comm), close=lambda: topology.release(comm))
+    return Contender("mpi4py", _mpi_call(topology, op, lambda _: comm), close=lambda: topology.release(comm))
 
 
 def openmpi(topology: Topology, op: str, dtype: np.dtype, _: int) -> Contender:
@@ -61,6 +62,7 @@ def openmpi(topology: Topology, op: str, dtype: np.dtype, _: int) -> Contender:
     world = topology.world
     if MPI.get_vendor()[0] != "Open MPI":
         raise on_all_ranks(UnavailableError(f"--peers openmpi needs Open MPI; here is {MPI.get_vendor()[0]}"), world)
+    _check_mpi(topology, dtype)
     comms = [world.Dup(MPI.Info.Create({"ompi_comm_coll_preference": name})) for name in COMPONENTS]
     fastest: dict[int, MPI.Intracomm] = {}
 
@@ -81,15 +83,18 @@ def openmpi(topology: Topology, op: str, dtype: np.dtype, _: int) -> Contender:
         for comm in comms:
             comm.Free()
 
-    return Contender("openmpi", _mpi_call(topology, op, dtype, choose), close=close)
+    return Contender("openmpi", _mpi_call(topology, op, choose), close=close)
+
+
+def _check_mpi(topology: Topology, dtype: np.dtype) -> None:
+    if dtypes.is_half(dtype):
+        raise on_all_ranks(OptionError(f"MPI can't take part: it has no {dtype}"), topology.world)
 
 
 def _mpi_call(
-    topology: Topology, op: str, dtype: np.dtype, choose: Callable[[np.ndarray], MPI.Intracomm]
+    topology: Topology, op: str, choose: Callable[[np.ndarray], MPI.Intracomm]
 ) -> Callable[[np.ndarray], None]:
     """Return the call of mpi4py on the communicator that `choose` returns for an array."""
-    if dtypes.is_half(dtype):
-        raise on_all_ranks(OptionError(f"MPI can't take part: it has no {dtype}"), topology.world)
     plain = ops.OPS["sum" if op == "mean" else op].mpi
     scale = 1 / topology.size if op == "mean" else None
 
@@ -128,8 +133,8 @@ def deepspeed(topology: Topology, op: str, dtype: np.dtype, _: int) -> Contender
     _check(topology, "deepspeed", op in ("sum", "mean") and dtype.name in ("float32", "float16", "bfloat16"), op, dtype)
     if topology.size > (os.cpu_count() or 1):
         raise on_all_ranks(UnavailableError("--peers deepspeed needs a core for each rank: its ranks spin"), world)
-    together(world, lambda: _build_deepspeed(compiles=True) if topology.rank == 0 else None)
-    library = together(world, _build_deepspeed)
+    together(world, lambda: _build_deepspeed(torch, True) if topology.rank == 0 else None)
+    library = together(world, lambda: _build_deepspeed(torch, False))
     name = root_value(world, f"{os.getpid()}", "name DeepSpeed's segments")
     os.environ.update(LOCAL_SIZE=str(topology.size), MASTER_ADDR="benchmarks", MASTER_PORT=name)
     library.initialize(topology.size, topology.rank)
@@ -202,20 +207,19 @@ def _one_host(topology: Topology) -> bool:
     return len(set(all_values(topology.world, socket.gethostname(), "compare the hosts"))) == 1
 
 
-def _build_deepspeed(compiles: bool = False) -> Any:
+def _build_deepspeed(torch: Any, compiles: bool) -> Any:
     """Return DeepSpeed's library for shared memory. compiles: this rank compiles it, unless it is there."""
     found = importlib.util.find_spec("deepspeed")
     if found is None or found.origin is None:
         raise UnavailableError("--peers deepspeed needs the sources in DeepSpeed's package; pip install deepspeed")
     sources = Path(found.origin).parent / "ops" / "csrc" / "cpu" / "comm"
+    built = Path.home() / ".cache" / "allreduce_benchmarks" / f"deepspeed, torch {torch.__version__}"
+    if compiles and (lock := built / "lock").exists():
+        raise UnavailableError(f"--peers deepspeed is being compiled; if no job compiles it, remove {lock}")
     try:
-        import torch
         from torch.utils import cpp_extension
 
-        built = Path.home() / ".cache" / "allreduce_benchmarks" / f"deepspeed, torch {torch.__version__}"
         built.mkdir(parents=True, exist_ok=True)
-        if compiles and (lock := built / "lock").exists():
-            raise UnavailableError(f"--peers deepspeed is being compiled; if no job compiles it, remove {lock}")
         return cpp_extension.load(
             "deepspeed_shm_comm",
             [str(sources / name) for name in DEEPSPEED_SOURCES],

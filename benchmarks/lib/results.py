@@ -63,6 +63,7 @@ class Run:
     date: str
     command: str
     skipped: dict[str, str] = field(default_factory=dict)  # backend -> why
+    compress: str | None = None  # of all backends; files of earlier versions don't have it
     results: list[Result] = field(default_factory=list)
 
     @property
@@ -72,6 +73,10 @@ class Run:
     @property
     def nodes(self) -> int:
         return len(self.node_sizes)
+
+    def calls(self) -> str:
+        """The calls that were measured, and their ranks: "float32 sum, compress=None, 4 ranks on 1 node"."""
+        return f"{self.dtype} {self.op}, compress={self.compress}, {self.place()}"
 
     def of(self, memory: str) -> list[Result]:
         return [result for result in self.results if result.memory == memory]
@@ -132,7 +137,7 @@ def from_json(text: str) -> Run:
         raise FileError("it holds no measurement")
     try:
         results = [_checked(Result(**result)) for result in found["results"]]
-        run = Run(**{**{name: found[name] for name in Run.__dataclass_fields__}, "results": results})
+        run = Run(**{**{name: found[name] for name in Run.__dataclass_fields__ if name in found}, "results": results})
         _check(run)
     except (KeyError, TypeError, ValueError) as error:
         raise FileError(f"it is incomplete or damaged ({type(error).__name__}: {error})") from None
@@ -155,7 +160,7 @@ def _check(run: Run) -> None:
     texts = [run.dtype, run.op, run.date, *machine, *(value for value in machine.values() if isinstance(value, str))]
     for text in texts:
         _check_text(text)
-    for text in (run.command, *run.skipped, *run.skipped.values()):
+    for text in (run.command, run.compress or "", *run.skipped, *run.skipped.values()):
         _check_text(text.replace("\n", " ") if isinstance(text, str) else text)
 
 

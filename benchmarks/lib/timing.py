@@ -244,10 +244,11 @@ def take_turns(
     warmups: int,
     screen: Screen,
     before: Mapping[str, Callable[[], object]] | None = None,
+    after: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, list[float]]:
     """Return name -> seconds of each step on the slowest rank. The steps take turns, after warmups. Collective.
 
-    before: name -> a function that is called before each step, and not timed.
+    before, after: name -> a function that is called before, or after, each step, and not timed.
     """
     times = np.zeros((len(steps), warmups + turns))
     with screen.bar(warmups + turns, "turn") as bar:
@@ -259,6 +260,8 @@ def take_turns(
                 begin = time.perf_counter()
                 step()
                 times[row, turn] = time.perf_counter() - begin
+                if after is not None:
+                    after[name]()
             bar.update()
     return dict(zip(steps, slowest(comm, times[:, warmups:]).tolist(), strict=True))
 

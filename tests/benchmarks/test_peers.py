@@ -1,11 +1,18 @@
 """Benchmarks beside other software: peers that are installed, cold caches, and jobs with another MPI library."""
 
+import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from mpi4py import MPI
 
+from allreduce.errors import OptionError, UnavailableError
+from benchmarks.lib import peers
 from benchmarks.lib.peers import PEERS
-from benchmarks.lib.results import COLD, load, merge
+from benchmarks.lib.results import COLD, from_json, load, merge, to_json
 from benchmarks.lib.table import comparison
 from tests.conftest import JobRunner
 
@@ -40,7 +47,53 @@ def test_a_run_of_other_arrays_is_not_merged(mpirun: JobRunner, tmp_path: Path) 
     (tmp_path / "none.json").write_text("{}")
     job = mpirun(2, [*MODULE, "--backends", "shared", "--also", tmp_path / "none.json"])
     assert job.returncode == 2
-    assert job.stderr.count("error: --also: ") == 1
+    assert job.stderr.count("error: rank 0: --also: ") == 1
+
+
+def test_a_run_of_other_calls_or_ranks_is_not_merged(mpirun: JobRunner, tmp_path: Path) -> None:
+    """The error is in one line, from rank 0, which alone reads the file."""
+    other = made_run(4)
+    other.compress = "bfloat16"
+    assert from_json(to_json(other)) == other
+    (tmp_path / "other.json").write_text(to_json(other))
+    job = mpirun(2, [*MODULE, "--backends", "shared", "--also", tmp_path / "other.json"])
+    assert job.returncode == 2
+    has = "it has float32 sum, compress=bfloat16, 4 ranks on 1 node, and this run float32 sum, compress=None, 2 ranks"
+    assert job.stderr.count(has) == 1, job.stderr
+
+
+def test_files_of_earlier_versions_have_no_compress() -> None:
+    text = to_json(made_run(2))
+    old = text.replace(',\n "compress": null', "")
+    assert old != text
+    assert from_json(old) == from_json(text)
+
+
+def test_a_lock_of_deepspeed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / ".cache" / "allreduce_benchmarks" / "deepspeed, torch 1" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "package")))
+    with pytest.raises(UnavailableError, match=r"is being compiled; .* remove .*lock$"):
+        peers._build_deepspeed(SimpleNamespace(__version__="1"), True)
+
+
+class Whole(MPI.Intracomm):
+    """A communicator that can't be duplicated."""
+
+    def Dup(self, *_: Any) -> Any:  # noqa: N802
+        pytest.fail("duplicated")
+
+
+@pytest.mark.parametrize("peer", ["mpi4py", "openmpi"])
+def test_a_dtype_is_refused_before_there_are_communicators(peer: str) -> None:
+    if peer == "openmpi" and MPI.get_vendor()[0] != "Open MPI":
+        pytest.skip("it needs Open MPI")
+    world: Any = Whole(MPI.COMM_SELF)
+    topology: Any = SimpleNamespace(world=world, size=1, private=world.Dup)
+    with pytest.raises(OptionError, match="it has no float16"):
+        PEERS[peer](topology, "sum", np.dtype("float16"), 1)
 
 
 def test_of_several_jobs_the_fastest_result_of_a_call_is_kept() -> None:

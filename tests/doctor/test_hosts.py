@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from allreduce.doctor import command, host, network
-from allreduce.doctor.findings import EXTRA, OK, PROBLEM, WARNING, Needs, Rank
+from allreduce.doctor.findings import EXTRA, OK, PROBLEM, WARNING, Finding, Needs, Rank
 from allreduce.process import proc, variables
 from allreduce.topology import Topology
 from tests import launch
@@ -37,9 +37,25 @@ def test_mpi() -> None:
         (said,) = [finding for finding in judged("mpi", ranks) if finding.name == "failed rank"]
         assert words in said.text
         assert said.level == OK
-    ranks[0].facts["mpi"] |= {"ulfm": True, "unguarded": "ranks can crash: no compiler; install one"}
-    (said,) = [finding for finding in judged("mpi", ranks) if finding.name == "recovery"]
-    assert (said.level, said.text, said.advice) == (WARNING, "ranks can crash: no compiler", "install one")
+
+
+def test_recovery() -> None:
+    """One rank that isn't guarded is enough for a warning, whichever it is."""
+
+    def said(**facts: Any) -> Finding:
+        ranks = cluster(2)
+        for rank in ranks:
+            rank.facts["mpi"] |= {"ulfm": True, "guarded": True}
+        ranks[1].facts["mpi"] |= facts
+        (found,) = [finding for finding in judged("mpi", ranks) if finding.name == "recovery"]
+        return found
+
+    assert said().level == OK
+    found = said(unguarded="ranks can crash: no compiler; install one", guarded=False)
+    assert (found.level, found.text, found.advice) == (WARNING, "rank 1: ranks can crash: no compiler", "install one")
+    found = said(guarded=False)
+    assert (found.level, "nothing was loaded on rank 1" in found.text) == (WARNING, True)
+    assert "OMPI_VERSION" in found.advice
 
 
 def test_cores() -> None:

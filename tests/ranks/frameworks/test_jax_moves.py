@@ -19,6 +19,7 @@ import jax.numpy as jnp  # noqa: E402
 import allreduce  # noqa: E402
 import allreduce.jax as ours  # noqa: E402
 from allreduce import errors  # noqa: E402
+from allreduce.jax.collective import words_of_perm  # noqa: E402
 
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 LAST = size - 1
@@ -190,6 +191,15 @@ def test_layouts(auto: Any) -> None:
     np.testing.assert_array_equal(donated(jnp.asarray(mine)), table[:, rank])
 
 
+def test_the_text_of_many_pairs_is_short() -> None:
+    few, many = ((0, 1), (1, 0)), tuple((each, each) for each in range(1000))
+    assert words_of_perm(few) == str(few)
+    other = (*many[:-2], (998, 999), (999, 998))
+    assert words_of_perm(many).startswith("1000 pairs, (0, 0), (1, 1), (2, 2), (3, 3) ... #")
+    assert words_of_perm(many) != words_of_perm(other)
+    assert len(words_of_perm(many)) < 80
+
+
 def test_errors(auto: Any) -> None:
     """Invalid arguments on every rank, calls that differ on all ranks; later calls work."""
     wrong = {
@@ -197,6 +207,9 @@ def test_errors(auto: Any) -> None:
         "first axis has the length": lambda: ours.psum_scatter(jnp.float32(1), auto),
         "twice": lambda: ours.ppermute(jnp.ones(2), auto, [(0, 0), (0, 0)]),
         "pairs": lambda: ours.ppermute(jnp.ones(2), auto, [0, 1]),
+        "got None": lambda: ours.ppermute(jnp.ones(2), auto, None),
+        "got 5": lambda: ours.ppermute(jnp.ones(2), auto, 5),
+        "got .*0, .1, 2": lambda: ours.ppermute(jnp.ones(2), auto, [(0, (1, 2))]),
         "of ranks": lambda: ours.ppermute(jnp.ones(2), auto, [(0, size)]),
         "root": lambda: ours.gather(jnp.ones(2), auto, root=size),
     }
