@@ -63,20 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group("--epochs", type=cli.at_least(1), default=5, metavar="N", help="(default: 5)")
     group = parser.add_argument_group("steps").add_argument
     group("--batch", type=cli.at_least(1), default=128, metavar="N", help="rows of a batch (default: 128)")
-    group(
-        "--layers",
-        type=cli.several(cli.at_least(1)),
-        default=[2048] * 3,
-        metavar="N,N",
-        help="hidden ones (default: 2048,2048,2048)",
-    )
-    group(
-        "--micro-batches",
-        type=cli.several(cli.at_least(1)),
-        default=[8, 16, 64],
-        metavar="N,N",
-        help="(default: 8,16,64)",
-    )
+    numbers = cli.several(cli.at_least(1))
+    group("--layers", type=numbers, default=[2048] * 3, metavar="N,N", help="hidden ones (default: 2048,2048,2048)")
+    group("--micro-batches", type=numbers, default=[8, 16, 64], metavar="N,N", help="(default: 8,16,64)")
     cli.add_json_option(parser)
     add("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
 

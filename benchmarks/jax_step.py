@@ -48,14 +48,8 @@ Step = Callable[[], None]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--parameters",
-        type=cli.several(cli.at_least(0.01, float)),
-        default=[2.4, 10.0],
-        metavar="M,M",
-        help="millions (default: 2.4,10)",
-    )
+    add, millions = parser.add_argument, cli.several(cli.at_least(0.01, float))
+    add("--parameters", type=millions, default=[2.4, 10.0], metavar="M,M", help="millions (default: 2.4,10)")
     add("--batch", type=cli.at_least(1), default=32, metavar="N", help="rows per rank (default: 32)")
     add("--steps", type=cli.at_least(1), default=40, metavar="N", help="timed steps of each variant (default: 40)")
     cli.add_some(parser, "--variants", VARIANTS)
@@ -145,20 +139,11 @@ def gloo(params: Any, x: Any, y: Any) -> Step:
         params, state, value = _changed(params, state, x, y, mean)
         return params, state, jax.lax.pmean(value, "ranks")
 
-    mapped = jax.shard_map(
-        changed,
-        mesh=mesh,
-        in_specs=(Spec(), Spec(), Spec("ranks"), Spec("ranks")),
-        out_specs=(Spec(), Spec(), Spec()),
-        check_vma=False,
-    )
+    specs = {"in_specs": (Spec(), Spec(), Spec("ranks"), Spec("ranks")), "out_specs": (Spec(), Spec(), Spec())}
+    mapped = jax.jit(jax.shard_map(changed, mesh=mesh, check_vma=False, **specs), donate_argnums=(0, 1))
     place = jax.make_array_from_process_local_data
-    return _looping(
-        jax.jit(mapped, donate_argnums=(0, 1)),
-        jax.tree.map(lambda leaf: place(whole, leaf), params),
-        place(rows, x),
-        place(rows, y),
-    )
+    placed = jax.tree.map(lambda leaf: place(whole, leaf), params)
+    return _looping(mapped, placed, place(rows, x), place(rows, y))
 
 
 def measure(topology: Topology, options: argparse.Namespace, millions: float, screen: Screen) -> dict[str, list[float]]:

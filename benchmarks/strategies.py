@@ -265,15 +265,8 @@ class Bench:
 
     def _fit(self, trainer: Trainer, variant: Variant, slow: bool, chosen: argparse.Namespace) -> Outcome:
         data, meter = self._data, _Meter(self._traffic)
-        history = trainer.fit(
-            data.x_train,
-            data.y_train,
-            chosen.epochs,
-            chosen.batch_size,
-            seed=chosen.seed,
-            progress=False,
-            callbacks=[meter],
-        )
+        given: dict[str, Any] = {"seed": chosen.seed, "progress": False, "callbacks": [meter]}
+        history = trainer.fit(data.x_train, data.y_train, chosen.epochs, chosen.batch_size, **given)
         accuracy = trainer.evaluate(data.x_test, data.y_test)["accuracy"]
         through = self._traffic.through(meter.sent) / chosen.epochs
         seconds = median(epoch.seconds for epoch in history)
@@ -387,16 +380,8 @@ def _bars(axis: Any, outcomes: Sequence[Outcome], names: list[str], value: Any, 
         some = [each for each in outcomes if each.slow == slow]
         places = [names.index(each.variant) + (0.2 if slow else -0.2) for each in some]
         values = [value(each) for each in some]
-        plot.bars(
-            axis,
-            names,
-            values,
-            [text.format(each) for each in values],
-            y=places,
-            height=0.38,
-            color=colour,
-            label=label,
-        )
+        texts = [text.format(each) for each in values]
+        plot.bars(axis, names, values, texts, y=places, height=0.38, color=colour, label=label)
 
 
 def _histogram(axis: Any, outcomes: Sequence[Outcome], names: list[str]) -> None:

@@ -183,15 +183,10 @@ class Bench:
         if name in (DDP_GLOO_HALF, DDP_OURS_HALF):
             module.register_comm_hook(self._group(name), default_hooks.fp16_compress_hook)
         if name in WAYS["zero"]:
-            zero = ZeroRedundancyOptimizer(
-                model.parameters(),
-                torch.optim.SGD,
-                lr=0.01,
-                momentum=workload.momentum,
-                process_group=self._group(name),
-                parameters_as_bucket_view=True,
+            given: dict[str, Any] = {"process_group": self._group(name), "parameters_as_bucket_view": True}
+            return Trained(
+                module, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **sgd.keywords, **given)
             )
-            return Trained(module, zero)
         return Trained(module, sgd(model.parameters()))
 
     def _group(self, name: str) -> Any:

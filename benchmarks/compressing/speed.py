@@ -22,13 +22,10 @@ from benchmarks.lib.outputs import Screen
 
 NONE = "none"
 METHODS = (NONE, "bfloat16", "float16", "int8", "float8", "powersgd:4")
-SHAPES = (
+SHAPES: tuple[tuple[int, ...], ...] = (
     (2048, 784),
     (2048,),
-    (2048, 2048),
-    (2048,),
-    (2048, 2048),
-    (2048,),
+    *((2048, 2048), (2048,)) * 2,
     (10, 2048),
     (10,),
 )  # 784-2048-2048-2048-10

@@ -208,11 +208,8 @@ def _without_auto(run: Run, own: set[str]) -> str:
 
 
 def _winners(run: Run, memory: str, own: set[str]) -> list[Range]:
-    times: dict[int, dict[str, float]] = {}
-    for each in run.of(memory):
-        if each.backend in own:
-            times.setdefault(each.size, {})[each.backend] = each.time_us
-    return ranges(times, tie=WORTH)
+    times = {size: {name: here[name] for name in here if name in own} for size, here in times_of(run, memory).items()}
+    return ranges({size: here for size, here in times.items() if here}, tie=WORTH)
 
 
 def _in_words(found: Sequence[Range]) -> str:
