@@ -171,9 +171,9 @@ class NumberedRows(ABC):
 
     @abstractmethod
     def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
-        """Return these rows. Raises DataError. seeds: see Samples.take."""
+        """Return these rows. Raises DataError. seeds: (seed, epoch) or (), see Samples and ShardRows."""
 
-    def reader(self, most: int, sets: int) -> Callable[[np.ndarray], Data]:
+    def reader(self, most: int, sets: int) -> Callable[[np.ndarray, tuple[int, ...]], Data]:
         """Return a function like `take`, whose results may be overwritten after `sets` calls, each of at most `most`
         rows."""
         return self.take
@@ -184,7 +184,7 @@ class NumberedRows(ABC):
 
     def mine(self, batch: np.ndarray, part: int | None, parts: int, micro_batch: int | None = None) -> np.ndarray:
         """Return the numbers of a batch's rows that a part gets."""
-        return batch[divided(batch.size, part, parts, micro_batch)]
+        return batch[part_slice(batch.size, part, parts, micro_batch)]
 
     def fingerprint(self) -> "Fingerprint":
         """Return the fingerprint of the rows, of which some are read; {} if they have none. Raises DataError."""
@@ -217,7 +217,7 @@ class Arrays(NumberedRows):
     def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
         return mapped(lambda array: array[rows], self.data)
 
-    def reader(self, most: int, sets: int) -> Callable[[np.ndarray], Data]:
+    def reader(self, most: int, sets: int) -> Callable[[np.ndarray, tuple[int, ...]], Data]:
         return _Buffers(self.data, most, sets).take
 
     def part(self, rows: slice) -> Data:
@@ -543,11 +543,11 @@ class BatchSource(ABC):
         `set_part`. Of a stream whose global batch the ranks do not know yet, `rows` and `share` of the result are the
         rows of this rank. Raises DataError."""
 
-    def seeds(self, epoch: int, step: int, rows: int, part: int | None) -> tuple[int, ...]:
-        """Return a seed for each micro-batch in this part of a batch of `rows` rows; () without micro-batches."""
+    def seeds(self, epoch: int, step: int, rows: int, part: int | None, parts: int | None) -> tuple[int, ...]:
+        """Return a seed for each micro-batch in a part of a batch of `rows` rows, or (). parts: see `share`."""
         if self._micro_batch is None:
             return ()
-        span = divided(rows, part, self._parts, self._micro_batch)
+        span = part_slice(rows, part, parts or self._parts, self._micro_batch)
         numbers = range(*(-(-end // self._micro_batch) for end in (span.start, span.stop)))
         return tuple(seed_of(self._seed, epoch, step, number) for number in numbers)
 
@@ -581,7 +581,7 @@ class BatchSource(ABC):
         return 0
 
     def peek(self, step: int) -> None:  # noqa: B027
-        """Fetch batch `step` in advance, and set `coming`. Local. Raises DataError."""
+        """Fetch the batches up to `step` in advance, and set `coming`. Local. Raises DataError."""
 
     def learn(self, step: int, rows: int) -> None:  # noqa: B027
         """Take the rows of batch `step` on all ranks; 0 if there is none. Local, the same on all ranks."""
@@ -662,7 +662,7 @@ class Batches(BatchSource):
         found = self._read(epoch, own)
         if self._weigh is not None and not self.checked:
             found = [self._weigh(each) for each in found]
-        seeds = self.seeds(epoch, step, batch.size, part)
+        seeds = self.seeds(epoch, step, batch.size, part, parts)
         return Batch.of(found[0], batch.size, own.size / batch.size, seeds, found if seeds else ())
 
     def _batch(self, epoch: int, step: int) -> np.ndarray:
@@ -678,11 +678,11 @@ class Batches(BatchSource):
         if isinstance(self._rows, Samples) and self._micro_batch is not None:
             with keeping_generators():
                 return [self._rows.take(each, (self._seed, epoch)) for each in cut(rows, rows.size, size) or [rows]]
-        found = self._take(rows)
+        found = self._take(rows, () if isinstance(self._rows, Samples) or not self._shuffle else (self._seed, epoch))
         return cut(found, rows.size, size) or [found]
 
 
-def divided(rows: int, part: int | None, parts: int, micro_batch: int | None = None) -> slice:
+def part_slice(rows: int, part: int | None, parts: int, micro_batch: int | None = None) -> slice:
     """Return the rows of a batch of `rows` rows that one of `parts` parts gets; none if `part` is None. micro_batch: a
     part gets whole micro-batches of this number of rows, the last one of the batch perhaps shorter."""
     if part is None:
@@ -753,7 +753,7 @@ class _Buffers:
         self._sets = [mapped(lambda array: np.empty((most, *array.shape[1:]), array.dtype), data) for _ in range(sets)]
         self._turn = 0
 
-    def take(self, rows: np.ndarray) -> Data:
+    def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
         found = mapped(lambda buffer: buffer[: rows.size], self._sets[self._turn % len(self._sets)])
         self._turn += 1
         for array, out in zip(self._arrays, leaves(found), strict=True):

@@ -5,18 +5,19 @@ import os
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainers.data import Data, NumberedRows, divided
+from trainers.data import Data, NumberedRows, part_slice
 from trainers.datasets import dataset, learning
 from trainers.datasets.columns import Columns
 from trainers.datasets.dataset import Rows
 from trainers.datasets.files import read_archive
 from trainers.datasets.learning import Choices, Exchange, Moments, alone, merged
 from trainers.datasets.rows import TableFile, is_table
-from trainers.errors import DataError
+from trainers.errors import ArgumentError, DataError
 
 
 class Share(NamedTuple):
@@ -194,6 +195,7 @@ class ShardRows(NumberedRows):
         self.settings = {"shards": zlib.crc32(repr(counts.tolist()).encode())}
         self._ends = np.cumsum(counts)  # of the numbers of each shard's rows
         self._shares: dict[tuple[int, int], list[Share]] = {}  # `shares` of a part of some parts
+        self._visited: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}  # by shard: seeds, and the order of its rows
 
     def __len__(self) -> int:
         return int(self.counts.sum())
@@ -208,40 +210,50 @@ class ShardRows(NumberedRows):
 
     @cached_property
     def _spread(self) -> np.ndarray:
-        """The order of the rows before each shard's are shuffled."""
         keys = [(np.arange(count) + 0.5) / max(count, 1) for count in self.counts.tolist()]
         return np.argsort(np.concatenate(keys), kind="stable")
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-        numbers = np.arange(len(self))
-        if shuffle:
-            for shard, own in enumerate(np.split(numbers, self._ends[:-1])):
-                own[:] = own[np.random.default_rng([seed, epoch, shard]).permutation(own.size)]
-        return numbers[self._spread]
+        """Return the order of every epoch: `take` shuffles the rows of each shard."""
+        return self._spread
 
     def mine(self, batch: np.ndarray, part: int | None, parts: int, micro_batch: int | None = None) -> np.ndarray:
+        if micro_batch is not None:
+            raise ArgumentError("fit: Exact takes all rows on every rank, so not shards, of which each rank has some")
         if part is None:
             return batch[:0]
         if (part, parts) not in self._shares:
             self._shares[part, parts] = shares(self.shards.sizes, part, parts)
-        places, found = self._shards_of(batch), []
-        for shard, number, count in self._shares[part, parts]:
-            rows = batch[places == shard]
-            found.append(rows[divided(rows.size, number, count)])
-        return np.concatenate(found)
+        rows = self._by_shard(batch)
+        own = [(rows[share.shard], share) for share in self._shares[part, parts]]
+        return np.concatenate([each[part_slice(each.size, share.part, share.parts)] for each, share in own])
 
     def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
-        """Return these rows, shard by shard."""
-        places, found = self._shards_of(rows), []
-        for shard in dict.fromkeys(places.tolist()):
-            own = rows[places == shard] - (self._ends[shard] - self.counts[shard])
-            found.append(tuple(array[own] for array in self.rows(shard)))
+        """Return these rows, shard by shard. seeds: of the order of each shard's rows; () for that of the file."""
+        found = []
+        for shard, own in enumerate(self._by_shard(rows)):
+            if own.size:
+                places = self._order(shard, seeds)[own - (self._ends[shard] - self.counts[shard])]
+                found.append(tuple(array[places] for array in self.rows(shard)))
         if not found:
             return np.empty((0, self.shards.features), self.shards.dtype), np.empty(0, np.int64)
         return found[0] if len(found) == 1 else tuple(map(np.concatenate, zip(*found, strict=True)))
 
-    def _shards_of(self, rows: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self._ends, rows, side="right")
+    def _by_shard(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the rows of each shard."""
+        shards = np.searchsorted(self._ends, rows, side="right")
+        order = np.argsort(shards, kind="stable")
+        ends = np.searchsorted(shards[order], np.arange(len(self.counts)), side="right").tolist()
+        return [rows[order[start:end]] for start, end in pairwise([0, *ends])]
+
+    def _order(self, shard: int, seeds: tuple[int, ...]) -> np.ndarray:
+        """Return the order of the rows of a shard."""
+        found = self._visited.get(shard)
+        if found is None or found[0] != seeds:
+            rows = np.arange(self.counts[shard])
+            order = np.random.default_rng([*seeds, shard]).permutation(rows) if seeds else rows
+            found = self._visited[shard] = seeds, order
+        return found[1]
 
 
 def _size(path: str) -> int:

@@ -13,9 +13,9 @@ from trainers.data import (
     Data,
     checksum,
     cut,
-    divided,
     generator_states,
     load_generator_states,
+    part_slice,
     row_count,
     sliced,
     structure_of,
@@ -158,7 +158,7 @@ class LoaderBatches(BatchSource):
         own = row_count(data)
         if step >= len(self._sizes):
             return Batch.of(data, own, float(own))
-        total, seeds = self._sizes[step], self.seeds(epoch, step, self._sizes[step], part)
+        total, seeds = self._sizes[step], self.seeds(epoch, step, self._sizes[step], part, parts)
         return Batch.of(data, total, own / total, seeds, cut(data, own, self._micro_batch or own) if seeds else ())
 
     def _part_of(self, data: Data | None, part: int | None, parts: int | None = None) -> Data:
@@ -166,7 +166,7 @@ class LoaderBatches(BatchSource):
             return without_rows(self._reader.structure or NO_STRUCTURE)
         if self.divided:
             return data
-        return sliced(data, divided(row_count(data), part, parts or self._parts, self._micro_batch))
+        return sliced(data, part_slice(row_count(data), part, parts or self._parts, self._micro_batch))
 
     def _at(self, step: int) -> Data | None:
         """Return batch `step` of the epoch, None if the loader has ended before it. Raises DataError."""

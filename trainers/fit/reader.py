@@ -90,7 +90,7 @@ class Reader:
         self._stateful = _accessors(loader) is not None
         self._items: Any = None  # of the pass that has begun: an iterator
         self._place = Place(0)  # before the next batch, with the newest state
-        self._loads = False  # whether the next pass takes on the state in `_place`, which is an earlier run's
+        self._loads = False  # whether the loader has yet to take the state at which the next pass begins
         self._took = self._since = 0.0  # the seconds that the newest state took, and the time when it was taken
 
     def read(self, where: str, again: bool) -> Data | None:
@@ -156,8 +156,7 @@ class Reader:
     def restart(self, number: int) -> None:
         """Begin pass `number` from the loader's beginning. Raises an exception of any type."""
         self.stop()
-        loads, self._loads = self._loads, False
-        self._begin_after(number, self._place.state if number == self._place.number else None, loads)
+        self._begin(number, self._place.state if number == self._place.number else None, before_pass=True)
 
     def stop(self) -> None:
         """End the pass over the loader. An iterator of the user's stays open."""
@@ -176,29 +175,25 @@ class Reader:
             if callable(change := getattr(each, "set_epoch", None)):
                 change(number)
 
-    def _begin_after(self, number: int, state: np.ndarray | None, loads: bool = True) -> None:
-        """Begin pass `number`. state: of the loader at the end of the pass before it, or None. loads: whether the
-        loader is of a later run. Without the pass before it a pass may draw more random numbers when it begins: the
-        generators go on as if it had."""
+    def _begin(self, number: int, state: np.ndarray | None, before_pass: bool) -> None:
+        """Begin pass `number`, at `state` if it is not None. before_pass: whether it is of the end of the one before. A
+        loader that has not read that pass may draw more random numbers here: the generators go on as if it had."""
         self._set_epoch(number)
+        loaded, self._loads = state if self._loads else None, False
         drawn = None
-        if state is not None and loads and self._saves:
+        if loaded is not None and before_pass and self._saves:
             with keeping_generators():
                 iter(self._loader)
                 drawn = generator_states()
-        self._begin(number, state, before_pass=True, loads=loads)
+        begun = generator_states() if self._saves else None
+        if loaded is not None and self._stateful:
+            self._load(self._loader, loaded)
+        items = iter(self._loader)
+        if loaded is not None and not self._stateful:
+            self._load(items, loaded)
+        self._place, self._items = Place(number, False, state, 0, before_pass, begun), items
         if drawn is not None:
             load_generator_states(drawn)
-
-    def _begin(self, number: int, state: np.ndarray | None, before_pass: bool, loads: bool = True) -> None:
-        """Begin pass `number`, at `state` if it is not None. loads: whether the loader has yet to take it."""
-        begun = generator_states() if self._saves else None
-        if state is not None and loads and self._stateful:
-            self._load(self._loader, state)
-        items = iter(self._loader)
-        if state is not None and loads and not self._stateful:
-            self._load(items, state)
-        self._place, self._items = Place(number, False, state, 0, before_pass, begun), items
 
     # States
 
@@ -258,15 +253,11 @@ class Reader:
             self._go_on(place)
             return
         self.stop()
-        self._loads = place.ended and not begins and place.state is not None
+        self._loads = place.state is not None
         if place.ended and not begins:
             self._place = Place(place.number, True, place.state)
-        elif place.ended or place.before_pass:
-            self._begin_after(place.number, place.state)
-            self._pass_over(place.skip)
         else:
-            self._set_epoch(place.number)
-            self._begin(place.number, place.state, before_pass=False)
+            self._begin(place.number, place.state, before_pass=place.ended or place.before_pass)
             self._pass_over(place.skip)
 
     def _go_on(self, place: Place) -> None:

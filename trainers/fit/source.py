@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from allreduce.errors import DisagreementError
 from allreduce.transport.control import on_all_ranks
 from trainers.arguments import integer_error, require
-from trainers.data import Arrays, Batches, BatchSource, Collate, NumberedRows, Samples, as_arrays, as_data
+from trainers.data import Arrays, Batches, BatchSource, Collate, Samples, as_arrays, as_data
 from trainers.datasets.shards import ShardRows
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit import prefetch as fetching
@@ -206,26 +206,25 @@ def _batches(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> B
     weigh, replica = settings.get("class_weight"), strategy.replica
     own: Any = {"part": strategy.part, "parts": strategy.parts, "seed": settings["seed"]}
     own |= {"micro_batch": strategy.micro_batch, "weigh": weigh}
-    shards = isinstance(given.x, ShardRows)
-    source: BatchSource
-    if given.loads and not shards:
+    numbered: Any = {"batch_size": settings["batch_size"], "shuffle": settings["shuffle"]}
+    if isinstance(given.x, ShardRows):
+        _check_shards(strategy, given, weigh)
+        _check_settings(settings)
+        return _accepted(replica, Batches(given.x, None, **numbered, **own))
+    if given.loads:
         _check_fit_of_loader(strategy, given, settings)
         _check_settings(settings)
         if weigh is not None:
             weigh.check(arrays=False)
         loader, saves = None if strategy.part is None else given.x, settings["checkpoint"] is not None
-        source = LoaderBatches(loader, given.rows, given.collate, given.steps, saves=saves, **own)
-    else:
-        rows: NumberedRows = given.x
-        if shards:
-            _check_shards(strategy, given, weigh)
-            _check_settings(settings)
-        else:
-            rows = checked_rows(replica, given, settings)
-            own |= {"ahead": fetching.batches_ahead(given.x, given.y, given.prefetch, strategy.micro_batch is not None)}
-        source = Batches(rows, None, settings["batch_size"], shuffle=settings["shuffle"], **own)
-        if not shards:
-            return source
+        return _accepted(replica, LoaderBatches(loader, given.rows, given.collate, given.steps, saves=saves, **own))
+    rows = checked_rows(replica, given, settings)
+    ahead = fetching.batches_ahead(given.x, given.y, given.prefetch, strategy.micro_batch is not None)
+    return Batches(rows, None, ahead=ahead, **numbered, **own)
+
+
+def _accepted(replica: Replica, source: BatchSource) -> BatchSource:
+    """Return a source whose first rows the replica accepts; closes it if it raises an error."""
     try:
         if (first := source.first()) is not None:
             check_rows(replica, first)
@@ -236,8 +235,6 @@ def _batches(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> B
 
 
 def _check_shards(strategy: Strategy, given: Given, weigh: ClassWeights | None) -> None:
-    if strategy.micro_batch is not None:
-        raise ArgumentError("fit: Exact takes all rows on every rank, so not shards, of which each rank has some")
     others = {"y": given.y, "sample_weight": given.weights, "class_weight": weigh}
     others |= {"collate": given.collate, "rows": given.rows, "prefetch": given.prefetch}
     if names := [name for name, value in others.items() if value is not None]:

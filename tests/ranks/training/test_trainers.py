@@ -464,6 +464,16 @@ def test_shares_are_a_partition(world: MPI.Intracomm) -> None:
     assert np.array_equal(np.sort(rows), x)
 
 
+def test_the_micro_batches_of_a_part_have_their_seeds_whatever_the_own_parts_are() -> None:
+    """`share` gives a part of any number of parts."""
+    x = np.arange(12)
+    whole, halves = (Batches(x, x, 12, 0, parts, micro_batch=2) for parts in (1, 2))
+    for part in (0, 1):
+        found = whole.share(0, 0, part, 2)
+        assert len(found.seeds) == len(found.parts) == 3
+        assert found.seeds == halves.share(0, 0, part).seeds
+
+
 class ReadOnly(NumpyNetwork):
     """A replica with read-only state arrays, as those of a framework with immutable arrays (JAX)."""
 

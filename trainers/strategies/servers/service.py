@@ -276,7 +276,7 @@ class ServerStrategy(Strategy, Owners):
         ends = [len(own if sizes is None else sizes), cut or run.error is not None]
         length, cut = combine(comm, np.array(ends, np.int64), SIZES, MPI.MAX).tolist()
         if not batches.divided and not cut:
-            together(comm, partial(batches.peek, length))  # the rest of the epoch
+            together(comm, partial(batches.peek, length))  # reads the rest of the epoch, so that `seen` has it
         own = [rows for rows, _ in batches.seen.values() if rows][: length + 1]
         rows = np.zeros(length + 1, np.int64)
         rows[: len(own)] = own
