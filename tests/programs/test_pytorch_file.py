@@ -17,6 +17,7 @@ class Made(MultiProcessTestCase):
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
     def test_backend(self):
         self.start()
+        globals()["seen"] = True
         assert dist.get_backend() == "allreduce" and dist.get_world_size() == 2
     def test_one_rank(self):
         self.start()
