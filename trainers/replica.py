@@ -85,6 +85,8 @@ class Replica(ABC):
     average: the moving average of the parameters, if there is one; see trainers.transforms.average.
     divided: set by the trainer if the rows of a batch are computed in parts, by several ranks or as micro-batches.
         `check` then refuses a loss that is no mean over the rows; see replicas.mean_of_rows.
+    cuts: set by the trainer: where ranks' slices of the parameters begin. An update whose bits depend on the ends of an
+        array (PyTorch's fused kernels) is split there, so that nodes that divide unevenly compute the same bits.
     hold: set by the trainer that uses the replica.
     features: the numbers in a row of x, if it must have just as many; otherwise None.
     probabilities: whether `predict` returns the probabilities of classes.
@@ -152,6 +154,7 @@ class Replica(ABC):
     undoable: bool = False
     average: Average | None = None
     divided: bool = False
+    cuts: Sequence[int] = ()
     hold = Hold()
     features: int | None = None
     probabilities: bool = False

@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import gpu
-from allreduce.transport.control import together
+from allreduce.transport.control import all_values, together
 from trainers.backends import bind_own
 from trainers.errors import ArgumentError
 from trainers.replica import (
@@ -67,6 +67,8 @@ class SliceOwners(StepOwners):
             self._messages = self._backend.topology.private()  # the group's communicator is freed before `close`
         messages = self._messages or comm
         (self._share,) = shares_of(self._backend, messages, [size], spans, [self._buffer.dtype.itemsize])
+        begins = all_values(comm, [each.start for each in self._share.parts], "learn where the ranks' slices begin")
+        replica.cuts = sorted({begin for of_rank in begins for begin in of_rank})
         self._owned = joined(self._share.parts) or [slice(0, 0)]  # the slices of the buffer that this rank owns
         self.own_part = clipped(as_part(self._owned), 0, self._length)
         self._changing = False  # between `begin_change` and `synchronize_state`

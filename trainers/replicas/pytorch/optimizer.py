@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -57,10 +58,13 @@ class TorchOptimizer(FlatOptimizer):
         self._firsts: list[Tensor]  # for each parameter a tensor that has its state of numbers, such as the step
         self._set_part(None)
 
-    def bind(self, parameters: Tensor | None, gradients: Tensor) -> None:
-        """Set the memory of the trained parameters and their gradients. parameters: None for their own memory."""
+    def bind(self, parameters: Tensor | None, gradients: Tensor, cuts: Sequence[int]) -> None:
+        """Set the memory of the trained parameters and their gradients. parameters: None for their own memory.
+
+        cuts: see Replica.
+        """
         self.extend()
-        self._parameters, self._gradients = parameters, gradients
+        self._parameters, self._gradients, self._cuts = parameters, gradients, cuts
 
     @cached_property
     def _division(self) -> tuple[str, str]:
@@ -184,7 +188,7 @@ class TorchOptimizer(FlatOptimizer):
     def _take_slices(self, parameters: Tensor, part: slice) -> None:
         """Make the blocks of a slice that may begin and end inside of tensors."""
         self._blocks = []
-        for spans in _spans(self.layout.parts, part, block_on(parameters.device.type)):
+        for spans in _spans(self.layout.parts, part, block_on(parameters.device.type), self._cuts):
             self._blocks.append([parameters[span] for span in spans])
             for block, span in zip(self._blocks[-1], spans, strict=True):
                 block.grad = self._gradients[span]
@@ -232,15 +236,19 @@ def block_on(device: str) -> int:
     return BLOCK if device == "cpu" else sys.maxsize
 
 
-def _spans(parts: list[slice], part: slice, block: int) -> list[list[slice]]:
+def _spans(parts: list[slice], part: slice, block: int, cuts: Sequence[int]) -> list[list[slice]]:
     """Return the blocks of each parameter in the slice, at least one (empty) block for each parameter.
+
+    A block is at most `block` elements long, and a cut is between two blocks.
 
     So every rank has the entries that an optimizer keeps once per parameter, such as its number of steps.
     """
     spans = []
     for each in parts:
         start, stop = min(max(each.start, part.start), each.stop), min(each.stop, part.stop)
-        spans.append([slice(at, min(at + block, stop)) for at in range(start, stop, block)] or [slice(start, start)])
+        ends = [start, *(cut for cut in cuts if start < cut < stop), stop]
+        pairs = ((at, min(at + block, end)) for begin, end in pairwise(ends) for at in range(begin, end, block))
+        spans.append([slice(*pair) for pair in pairs] or [slice(start, start)])
     return spans
 
 

@@ -363,7 +363,7 @@ class TorchReplica(FlatReplica):
 
     def _lay_out(self) -> None:
         """Make views of the gradient buffer with the parameters' shapes and strides."""
-        self._optimizer.bind(self._parameters, self._buffer)
+        self._optimizer.bind(self._parameters, self._buffer, self.cuts)
         self._views = views(self._buffer, [*self._trained, *self._statistics])
         for parameter in self._trained:
             parameter.grad = None  # it is a view of the buffer that was bound before
