@@ -105,14 +105,15 @@ def comparison(run: Run) -> list[str]:
         ("p99 us", lambda each: _time(each.p99_us)),
         *([(f"of the limit ({limit.what})", lambda each: f"{each.busbw / limit.busbw:.1%}")] if limit else []),
     ]
-    found = [f"left out: {name}: {why}" for name, why in run.skipped.items()]
+    found = [f"# left out: {name}: {why}" for name, why in run.skipped.items()]
     for title, show_one in quantities:
         rows = []
         for backend, memory in dict.fromkeys(key[:2] for key in cells):
             row = (cells.get((backend, memory, size)) for size in sizes)
             rows.append([backend, memory, *("" if each is None else show_one(each) for each in row)])
         found += ["", *columns([title, "memory", *map(show, sizes)], rows, left=(0, 1))]
-    return [f"# {line}".rstrip() for line in found]  # so that a script for the columns of nccl-tests skips them
+    # A script that reads the columns of nccl-tests skips lines with #.
+    return [line if line.startswith("#") else f"# {line}".rstrip() for line in found]
 
 
 def _beside(backends: Sequence[str]) -> list[str]:
