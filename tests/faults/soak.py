@@ -118,9 +118,15 @@ def _drive(
 
 
 def _all_workers_killed(attempt: Attempt, options: argparse.Namespace) -> bool:
-    """Return whether each working rank was killed before a standby rank had its state, and the job has said so."""
-    last = max((mine[-1] for mine in attempt.notes(options.most_ranks) if mine), key=lambda note: float(note["time"]))
-    killed = {rank for rank, _ in attempt.kills}
+    """Return whether each working rank was killed before a standby rank had its state, and the job has said so; or
+    whether a rank was killed before the first step, while the job started."""
+    killed, steps = (
+        {rank for rank, _ in attempt.kills},
+        [mine[-1] for mine in attempt.notes(options.most_ranks) if mine],
+    )
+    if not steps:
+        return bool(killed)
+    last = max(steps, key=lambda note: float(note["time"]))
     return killed.issuperset(last["ranks"]) and GONE in (attempt.folder / "output").read_text(errors="replace")
 
 
@@ -129,7 +135,8 @@ def report(calm: Attempt, attempts: Sequence[Attempt], ranks: int) -> dict[str, 
     quiet, _ = _speed([calm], ranks)
     speed, lost = _speed(attempts, ranks)
     waits = [wait for attempt in attempts for wait in _recoveries(attempt, ranks)]
-    starts = [min(mine[0]["time"] for mine in attempt.notes(ranks) if mine) - attempt.begin for attempt in attempts[1:]]
+    firsts = [(attempt, [mine[0]["time"] for mine in attempt.notes(ranks) if mine]) for attempt in attempts[1:]]
+    starts = [min(times) - attempt.begin for attempt, times in firsts if times]
     redone = sum(max(map(_redone, attempt.notes(ranks))) for attempt in attempts)
     oldest = max((mine for attempt in attempts for mine in attempt.notes(ranks) if mine), key=_age)
     bits = _bits(attempts[-1], ranks)

@@ -161,6 +161,18 @@ def test_a_soak_goes_on_if_all_working_ranks_were_killed_at_once(
     assert soak._drive(job, attempt, argparse.Namespace(most_ranks=4, mtbf=30, limit=60), 1e9, None) == ends
 
 
+def test_a_soak_goes_on_if_a_rank_was_killed_while_the_job_started(tmp_path: Path) -> None:
+    begun, killed = soak.Attempt(tmp_path / "begun", 0.0), soak.Attempt(tmp_path / "killed", 10.0, [(1, 11.0)])
+    for attempt in (begun, killed):
+        attempt.folder.mkdir()
+    job = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    job.wait()
+    assert soak._drive(job, killed, argparse.Namespace(most_ranks=2, mtbf=30, limit=60), 1e9, None) == ""
+    for step in range(3):
+        notes.Notes(begun.folder, 0).add("at", step=step, done=step, ranks=[0], memory=1.0, files=1)
+    assert soak.report(begun, [begun, killed], 2)["kills"] == "1 in 2 jobs"
+
+
 def test_a_soak_does_not_come_to_its_last_epoch() -> None:
     """It would end, as a job that should have gone on does. A day of it takes 10,000 steps a second."""
     steps_of_an_epoch = len(model.rows()[0]) * program.REPEATS // program.BATCH
