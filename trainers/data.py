@@ -157,8 +157,8 @@ def weights_error(weights: np.ndarray) -> str:
 class NumberedRows(ABC):
     """Rows that are read by their numbers.
 
-    checked: whether all rows could be checked before the training. settings: those that decide which rows are in which
-    batch, besides their number. first: the first rows, or a few rows; None if they are not known before a batch is.
+    checked: whether all rows could be checked before the training. settings: decide which rows are in which batch,
+    besides the number of rows. first: the first rows, or a few rows; None if they are not known before a batch is.
     """
 
     checked = False

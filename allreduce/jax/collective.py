@@ -153,7 +153,7 @@ def _exchange(call: Collective, arrays: Arrays) -> list[Any]:
 
 
 def _routes(call: Collective) -> tuple[list[Route], list[Route]]:
-    """Return the slices that this rank sends to ranks, and those that it receives from ranks."""
+    """Return the slices that this rank sends to ranks, and the slices that it receives."""
     rank = call.backend.rank
     rows: list[Route] = [(each, (each, ...)) for each in range(call.backend.size)]
     root: list[Route] = [(call.root, ...)]
@@ -169,7 +169,7 @@ def _routes(call: Collective) -> tuple[list[Route], list[Route]]:
 
 
 def _scan(call: Collective, arrays: Arrays) -> list[Any]:
-    """Combine each array with those of the ranks before, of "scan_back" with those of the ranks behind.
+    """Combine each array with the arrays of the ranks before; in "scan_back", of the ranks behind.
 
     In round k a rank gets the combined arrays of 2^k ranks. 16-bit floats are combined in float32 and rounded once.
     """

@@ -1,7 +1,7 @@
 """Run programs that others wrote on the ranks of mpirun, over gloo and over this library, and print the table's rows.
 
     python -m tests.programs --folder others              # all; clones their repositories into the folder
-    python -m tests.programs --folder others nanoGPT      # those whose name has this word
+    python -m tests.programs --folder others nanoGPT      # the programs with this word in their names
 
 docs/convert/programs.md has the table. A program passes if all ranks end with exit code 0, its process groups had the
 backend in question, and the results that `shows` finds are there, and over this library the same as over gloo. The exit
