@@ -1,4 +1,4 @@
-"""FSDP2's fully_shard over our process group, and over gloo: the training of one process. No size can be divided evenly."""
+"""FSDP2's fully_shard over our process group and over gloo: the training of one process, of odd sizes."""
 
 from collections.abc import Generator
 from datetime import timedelta
