@@ -35,6 +35,11 @@ PATIENT = {
 }
 for name, value in PATIENT.items():
     os.environ.setdefault(name, value)
+COMPILED_ONCE = {  # what one rank, replica or job of JAX has compiled, the others take from there
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 MARK = "ALLREDUCE_TEST_JOB"  # in the environment of every process of a job, to find those that outlive it
 
 

@@ -11,13 +11,10 @@ import pytest
 from tests import launch
 from tests.conftest import JobRunner, lacking
 
-# What one rank or replica has compiled, the others take from there.
-QUICK = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 VARIANTS = ("none", "replica", "pmean", "gloo")
 SILENT = {"TF_CPP_MIN_LOG_LEVEL": "3"}  # of compilations that take long, on busy cores
 DEVICES = "--xla_force_host_platform_device_count=2"
-CACHE = launch.ROOT / ".pytest_cache" / "jax"
-ENVIRONMENT = {**QUICK, "JAX_COMPILATION_CACHE_DIR": str(CACHE), "XLA_FLAGS": DEVICES}  # of the tests on ranks
+ENVIRONMENT = {**launch.COMPILED_ONCE, "XLA_FLAGS": DEVICES}  # of the tests on ranks
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import pytest
 
 from tests import launch
 from tests.conftest import JobRunner, lacking
-from tests.frameworks.test_jax import CACHE, QUICK, SILENT
+from tests.frameworks.test_jax import SILENT
 
-JAX = {**QUICK, **SILENT, "KERAS_BACKEND": "jax", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
+JAX = {**launch.COMPILED_ONCE, **SILENT, "KERAS_BACKEND": "jax"}
 TORCH = {**SILENT, "KERAS_BACKEND": "torch"}
 
 

@@ -45,7 +45,7 @@ def _job(seed: int, numbers: Sequence[int]) -> Iterator[Outcome]:
     command += ["-m", "tests.matrix.rank", str(seed), "--", ",".join(map(str, numbers))]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         done, waited = 0, 0.0
-        with launch.started(command, out, err, {"KERAS_BACKEND": "torch"}) as process:
+        with launch.started(command, out, err, {**launch.COMPILED_ONCE, "KERAS_BACKEND": "torch"}) as process:
             while done < len(numbers) and waited < SECONDS:
                 time.sleep(0.2)
                 ended = process.poll() is not None
