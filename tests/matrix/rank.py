@@ -17,6 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 import allreduce
+import tests.without_dynamo  # noqa: F401
 from allreduce.errors import AllReduceError
 from tests.matrix import alone, trained
 from tests.matrix.case import OPTIMIZER, Case, case_of

@@ -9,6 +9,9 @@ the end prints, for each training and for one rank alone, the running mean and t
 import json
 from typing import Any
 
+import tests.without_dynamo  # noqa: F401
+
+# isort: split
 import torch
 from mpi4py import MPI
 

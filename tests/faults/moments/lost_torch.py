@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import allreduce  # prepares the environment of MPI, so it comes first
+import tests.without_dynamo  # noqa: F401
 
 # isort: split
 import torch

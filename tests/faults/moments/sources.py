@@ -52,6 +52,9 @@ def trained(source: int, dies: int) -> dict[str, Any]:
 
 
 def optimized(source: int, dies: int) -> dict[str, Any]:
+    import tests.without_dynamo  # noqa: F401
+
+    # isort: split
     import torch
 
     from trainers.pytorch import MirroredOptimizer
