@@ -219,6 +219,22 @@ def test_commands(tmp_path: Path, page: str) -> None:
     assert "Traceback" not in job.stderr
 
 
+# The help of many commands in one process, because importing takes longest.
+HELP = """
+import contextlib, io, json, runpy, sys
+shown = {}
+for command in sys.argv[1:]:
+    sys.argv, out = command.split(), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            runpy.run_module(sys.argv[0], run_name="__main__")
+        except SystemExit as ended:
+            assert not ended.code, command
+    shown[command] = out.getvalue()
+print(json.dumps(shown))
+"""
+
+
 def test_options_exist() -> None:
     """Those of this project's commands, in the text and in tables too."""
     used: dict[str, set[str]] = {}
@@ -227,13 +243,13 @@ def test_options_exist() -> None:
             options = OPTION.findall(arguments.partition(" #")[0].partition(" -- ")[0])
             used.setdefault(module, set()).update(options)
     assert len(used) > 8
+    if not find_spec("jax"):  # a quick run installs no JAX
+        used.pop("benchmarks.jax_step", None)
+    helps = {module: f"{module.removesuffix(' make')} --help{'-all' * (module == 'trainers')}" for module in used}
+    command = [sys.executable, "-c", HELP, *helps.values()]
+    told = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=launch.ROOT, check=True).stdout)
     for module, named in used.items():
-        if module == "benchmarks.jax_step" and not find_spec("jax"):  # a quick run installs no JAX
-            continue
-        shows = "--help-all" if module == "trainers" else "--help"
-        command = [sys.executable, "-m", *module.removesuffix(" make").split(), shows]
-        told = subprocess.run(command, capture_output=True, text=True, cwd=launch.ROOT, check=True).stdout
-        unknown = {option for option in named if not re.search(rf"(?<![\w-]){option}(?![\w-])", told)}
+        unknown = {each for each in named if not re.search(rf"(?<![\w-]){each}(?![\w-])", told[helps[module]])}
         assert unknown == set(), f"{module}: {unknown}"
 
 
