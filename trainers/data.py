@@ -419,29 +419,22 @@ def order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
 class Batch(NamedTuple):
     """A rank's share of one global batch; the arrays are overwritten by a later batch.
 
-    x, y, weights: the rows; with micro-batches of a data set, whose shapes may differ, only those of the first one.
-        weights is None if the rows have no weights.
+    data: the rows; with micro-batches of a data set, whose shapes may differ, only those of the first one.
     """
 
-    x: Tree
-    y: Tree
+    data: Data
     rows: int  # in the global batch
     share: float  # this rank's rows / rows
     seeds: tuple[int, ...] = ()  # of random numbers: for each of this rank's micro-batches
     parts: Sequence[Data] = ()  # the rows of each of them
-    weights: np.ndarray | None = None
-
-    @classmethod
-    def of(
-        cls, data: Data, rows: int, share: float, seeds: tuple[int, ...] = (), parts: Sequence[Data] = ()
-    ) -> "Batch":
-        x, y, *weights = data
-        return cls(x, y, rows, share, seeds, parts, *weights)
 
     @property
-    def data(self) -> Data:
-        """The rows: (x, y), or (x, y, weights)."""
-        return (self.x, self.y) if self.weights is None else (self.x, self.y, self.weights)
+    def x(self) -> Tree:
+        return self.data[0]
+
+    @property
+    def y(self) -> Tree:
+        return self.data[1]
 
     @property
     def own(self) -> int:
@@ -663,7 +656,7 @@ class Batches(BatchSource):
         if self._weigh is not None and not self.checked:
             found = [self._weigh(each) for each in found]
         seeds = self.seeds(epoch, step, batch.size, part, parts)
-        return Batch.of(found[0], batch.size, own.size / batch.size, seeds, found if seeds else ())
+        return Batch(found[0], batch.size, own.size / batch.size, seeds, found if seeds else ())
 
     def _batch(self, epoch: int, step: int) -> np.ndarray:
         """Return the numbers of the rows of a batch."""

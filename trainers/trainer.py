@@ -34,11 +34,12 @@ from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError
 from trainers.fit import source
 from trainers.fit.checkpointing import Checkpoint, make_saver
-from trainers.fit.evaluation import Evaluation, means_of, predict_chunk
+from trainers.fit.evaluation import evaluate_on_ranks, means_of, predict_chunk
 from trainers.fit.loop import Fit
-from trainers.fit.source import BATCH_SIZE, Given
+from trainers.fit.source import BATCH_SIZE, Given, Rows
 from trainers.fit.weights import ClassWeights
 from trainers.group import GroupOwner, RankGroup, gather_rows
+from trainers.options.loader import Loader
 from trainers.options.transforms import EMA, Accumulate, SkipNotFinite, Transform, chosen
 from trainers.recovery.recovery import Call, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
@@ -478,16 +479,16 @@ class Trainer(GroupOwner, Generic[StrategyT]):
                 "its replica; use that one"
             )
 
-    def _evaluate(self, evaluation: Evaluation, ema: bool | None) -> dict[str, float]:
+    def _evaluate(self, rows: Rows | Loader, ema: bool | None) -> dict[str, float]:
         strategy: Any = self.strategy
         replica, exact = self.replica, strategy.micro_batch is not None
         self.strategy.owners.end_round()
         with self._weights(ema), np.errstate(all="ignore"):  # the loss shows it if the model has diverged
-            terms, count, rows = evaluation.evaluate(replica, self.group, exact)
+            terms, count, number = evaluate_on_ranks(replica, rows, self.group, exact)
         sums = (
             strategy.core.add_up(terms, count) if exact else combine(self.group.comm, terms.sum(axis=0), "sum metrics")
         )
-        return means_of(replica.metrics, replica.counts, sums, rows)
+        return means_of(replica.metrics, replica.counts, sums, number)
 
     def _weights(self, ema: bool | None) -> AbstractContextManager[None]:
         """Return a context manager: the average is in the place of the parameters, unless `ema` is False or there is

@@ -1,17 +1,18 @@
 """The rows of an evaluation or a prediction, and a rank's part of them."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from allreduce.arrays.chunks import chunk, segments
 from allreduce.transport.control import all_values, together
 from allreduce.transport.tables import table
-from trainers.data import Arrays, Collate, Samples, Tree, checksum, leaves, mapped, row_count
+from trainers.data import Arrays, Samples, Tree, checksum, leaves, mapped, row_count
 from trainers.errors import DataError
 from trainers.fit.reader import Reader
 from trainers.group import RankGroup
+from trainers.options.loader import DIVIDED, Loader
 from trainers.replica import Replica, check_rows, weight_of
 
 EXACT_ROWS = 128  # of a segment, if bits must not depend on the ranks
@@ -60,54 +61,47 @@ def evaluate_rows(
     return np.array(sums, np.float64).reshape(-1, len(replica.metrics) + 1)
 
 
-class Evaluation(NamedTuple):
-    """The rows of an evaluation, which can be evaluated any number of times.
+def evaluate_on_ranks(
+    replica: Replica, rows: Arrays | Samples | Loader, group: RankGroup, exact: bool
+) -> tuple[np.ndarray, int, int]:
+    """Evaluate rows on all ranks. Returns this rank's terms, as `evaluate_rows`, their number on all ranks, and the
+    number of rows on all ranks. Collective. Raises the same error on all ranks.
 
-    rows: of all ranks; None for a loader. loader: of this rank, None if it has none. collate: as for Reader. divided:
-    whether each rank's loader has other rows. steps: the batches that are read of it; None for a pass.
+    rows: of all ranks; or a Loader of batches, whose data are None on a rank that has none. exact: see `evaluate_rows`.
     """
+    comm = group.comm
+    if not isinstance(rows, Loader):
+        terms = together(comm, lambda: evaluate_rows(replica, rows, group.size, group.rank, exact))
+        return terms, -(-len(rows) // EXACT_ROWS), len(rows)
+    divided, have = rows.rows == DIVIDED, all_values(comm, rows.data is not None, "learn which ranks have a loader")
+    ranks, rank = (1, 0) if divided else (sum(have), sum(have[: group.rank]))
+    own, terms = together(comm, lambda: _read(replica, rows, ranks, rank, exact))
+    read = all_values(comm, [own, len(terms)], "learn the rows of an evaluation")
+    count = together(comm, lambda: rows_of_loaders([each for each, _ in read], divided))
+    return terms, sum(number for _, number in read), count
 
-    rows: Arrays | Samples | None
-    loader: Any = None
-    collate: Collate | None = None
-    divided: bool = False
-    steps: int | None = None
 
-    def evaluate(self, replica: Replica, group: RankGroup, exact: bool) -> tuple[np.ndarray, int, int]:
-        """Return this rank's terms, their number on all ranks, and the number of rows on all ranks. Collective. exact:
-        see `evaluate_rows`. Raises the same error on all ranks."""
-        comm, rows = group.comm, self.rows
-        if rows is not None:
-            terms = together(comm, lambda: evaluate_rows(replica, rows, group.size, group.rank, exact))
-            return terms, -(-len(rows) // EXACT_ROWS), len(rows)
-        have = all_values(comm, self.loader is not None, "learn which ranks have a loader")
-        ranks, rank = (1, 0) if self.divided else (sum(have), sum(have[: group.rank]))
-        own, terms = together(comm, lambda: self._read(replica, ranks, rank, exact))
-        read = all_values(comm, [own, len(terms)], "learn the rows of an evaluation")
-        count = together(comm, lambda: rows_of_loaders([each for each, _ in read], self.divided))
-        return terms, sum(number for _, number in read), count
-
-    def _read(self, replica: Replica, ranks: int, rank: int, exact: bool) -> tuple[list[int] | None, np.ndarray]:
-        """Evaluate the chunk of `rank` of every batch of the loader. Returns its batches, rows and checksum (None if
-        there is no loader, 0 if each rank has other rows), and the terms. Local."""
-        terms, batches, rows, total = np.empty((0, len(replica.metrics) + 1)), 0, 0, 0
-        if self.loader is None:
-            return None, terms
-        reader, limit = Reader(self.loader, self.collate), self.steps
-        try:
-            while limit is None or batches < limit:
-                data = reader.read(f"batch {batches + 1} of an evaluation", again=limit is not None)
-                if data is None:
-                    break
-                check_rows(replica, data, batch=True)
-                terms = np.concatenate([terms, evaluate_rows(replica, Arrays(data), ranks, rank, exact)])
-                if not exact:
-                    terms = terms.sum(axis=0, keepdims=True)
-                batches, rows = batches + 1, rows + row_count(data)
-                total = checksum(data, total) if ranks > 1 else 0
-        finally:
-            reader.stop()
-        return [batches, rows, total], terms
+def _read(replica: Replica, loader: Loader, ranks: int, rank: int, exact: bool) -> tuple[list[int] | None, np.ndarray]:
+    """Evaluate the chunk of `rank` of every batch of a loader. Returns its batches, rows and checksum (None if there
+    are no data, 0 if each rank has other rows), and the terms. Local."""
+    terms, batches, rows, total = np.empty((0, len(replica.metrics) + 1)), 0, 0, 0
+    if loader.data is None:
+        return None, terms
+    reader, limit = Reader(loader.data, loader.collate), loader.steps
+    try:
+        while limit is None or batches < limit:
+            data = reader.read(f"batch {batches + 1} of an evaluation", again=limit is not None)
+            if data is None:
+                break
+            check_rows(replica, data, batch=True)
+            terms = np.concatenate([terms, evaluate_rows(replica, Arrays(data), ranks, rank, exact)])
+            if not exact:
+                terms = terms.sum(axis=0, keepdims=True)
+            batches, rows = batches + 1, rows + row_count(data)
+            total = checksum(data, total) if ranks > 1 else 0
+    finally:
+        reader.stop()
+    return [batches, rows, total], terms
 
 
 def rows_of_loaders(read: Sequence[Any], divided: bool) -> int:

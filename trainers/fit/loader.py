@@ -157,9 +157,9 @@ class LoaderBatches(BatchSource):
         data = self._part_of(None if self._idle else self._at(step), part, parts)
         own = row_count(data)
         if step >= len(self._sizes):
-            return Batch.of(data, own, float(own))
+            return Batch(data, own, float(own))
         total, seeds = self._sizes[step], self.seeds(epoch, step, self._sizes[step], part, parts)
-        return Batch.of(data, total, own / total, seeds, cut(data, own, self._micro_batch or own) if seeds else ())
+        return Batch(data, total, own / total, seeds, cut(data, own, self._micro_batch or own) if seeds else ())
 
     def _part_of(self, data: Data | None, part: int | None, parts: int | None = None) -> Data:
         if data is None or part is None:

@@ -328,10 +328,10 @@ class Fit:
     def _staged(self, batch: Batch) -> Batch:
         """Return a batch whose rows are on the replica's device."""
         replica = self.strategy.replica
-        if replica.device == "cpu" or not batch.own:
+        if replica.device == "cpu" or not batch.own or not replica.stage:
             return batch
-        x, y, *_ = replica.stage(batch.data) if replica.stage else batch.data
-        return batch._replace(x=x, y=y)
+        x, y, *_ = replica.stage(batch.data)
+        return batch._replace(data=(x, y, *batch.data[2:]))
 
     def begin_stream(self, number: int, step: int) -> None:
         """Read each rank's batch `step` of an epoch, and add up their rows. Raises an error of any rank on all ranks.

@@ -15,7 +15,6 @@ from trainers.data import Arrays, Batches, BatchSource, Collate, Samples, as_arr
 from trainers.datasets.shards import ShardRows
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit import prefetch as fetching
-from trainers.fit.evaluation import Evaluation
 from trainers.fit.loader import LoaderBatches
 from trainers.fit.shards import OwnRows, uneven_text
 from trainers.fit.weights import ClassWeights
@@ -92,13 +91,13 @@ def to_train(strategy: Strategy, given: Given, settings: dict[str, Any]) -> Batc
     return source
 
 
-def to_evaluate(strategy: Strategy, call: str, given: Given) -> Evaluation:
+def to_evaluate(strategy: Strategy, call: str, given: Given) -> Rows | Loader:
     """Return the rows to evaluate. Raises the same error on all ranks if they differ or are invalid. Collective."""
     x, group = given.x, strategy.group
     if isinstance(x, ShardRows):
         given = given._replace(x=OwnRows(x, group), rows=given.rows or DIVIDED)
     if not given.loads:
-        return Evaluation(to_read(strategy, call, given))
+        return to_read(strategy, call, given)
     settings = {"rows": given.rows, "steps": given.steps}
     error = None
     try:
@@ -106,7 +105,7 @@ def to_evaluate(strategy: Strategy, call: str, given: Given) -> Evaluation:
     except ArgumentError as refused:
         error = refused
     group.enter(described(call, "x of a loader", settings), error)
-    return Evaluation(None, given.x, given.collate, given.rows == DIVIDED, given.steps)
+    return Loader(given.x, given.rows, given.steps, given.collate)
 
 
 def to_read(strategy: Strategy, call: str, given: Given, settings: Mapping[str, Any] | None = None) -> Rows:

@@ -454,7 +454,7 @@ def test_shares_are_a_partition(world: MPI.Intracomm) -> None:
     """Every row is used once an epoch by one rank, and the shares of a batch add up to 1."""
     x = np.arange(23)
     batches = Batches(x, x, 5, world.rank, world.size, seed=1)
-    seen = [Batch(b.x.copy(), b.y.copy(), b.rows, b.share) for b in batches.epoch(2)]
+    seen = [Batch((b.x.copy(), b.y.copy()), b.rows, b.share) for b in batches.epoch(2)]
     everyone = world.allgather(seen)
     for step, size in enumerate(batches.sizes()):
         parts = [of_rank[step] for of_rank in everyone]

@@ -1,8 +1,7 @@
 """An asynchronous epoch on a server: it deals parts of batches, and applies gradients as they arrive."""
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,6 +80,10 @@ class EpochLedger:
         """Whether this server has processed part `number`."""
         return number < self.parts and bool(self.outcomes[number] != LEFT)
 
+    def undealt(self, numbers: Iterable[int]) -> Iterator[int]:
+        """Return those of these numbers whose parts are to be dealt."""
+        return (number for number in numbers if number >= self.dealt.size or not self.dealt[number])
+
     def note(self, number: int, outcome: int) -> None:
         """Record the outcome of part `number`, unless it has one."""
         if number >= self.parts:
@@ -120,86 +123,58 @@ class EpochLedger:
 NO_PART = -1  # instead of a part: none is left
 
 
-@dataclass(frozen=True)
-class OutstandingPart:
+class OutstandingPart(NamedTuple):
     """A part that a worker computes: the worker, and the version of the parameters it has."""
 
     worker: int
     version: int
 
 
-class ListedParts:
-    """The parts that remain of an epoch, whose number is known. parts: their numbers, in the order of dealing."""
+class Parts:
+    """The parts of an epoch that remain to be dealt.
 
-    def __init__(self, parts: Iterable[int]) -> None:
-        self._left = deque(parts)
+    numbers: of the parts, in the order of dealing: one iterator for all workers, or one for each. count: how many they
+        are; infinity of a stream, whose end a worker reports.
+    """
+
+    def __init__(self, numbers: Sequence[Iterator[int]], count: float = math.inf) -> None:
+        self._numbers, self._left = numbers, count
+        self._ended = set[int]()  # the iterators whose streams have ended
 
     def has(self, worker: int | None = None) -> bool:
         """Whether parts are left for a worker, or for any."""
-        return bool(self._left)
+        ended = len(self._ended) == len(self._numbers) if worker is None else self._place(worker) in self._ended
+        return self._left > 0 and not ended
 
     def are_few(self, workers: int) -> bool:
         """Whether a worker with two parts would keep one from the other workers."""
-        return len(self._left) <= workers
+        return self._left <= workers
 
     def next(self, worker: int) -> int:
-        return self._left.popleft()
+        self._left -= 1
+        return next(self._numbers[self._place(worker)])
 
     def clear(self) -> None:
         """Remove all parts."""
-        self._left.clear()
+        self._left = 0
 
     def end(self, worker: int) -> None:
         """Remove the parts after the end of a stream, which a worker has reported."""
+        self._ended.add(self._place(worker))
 
-
-class StreamParts(ListedParts):
-    """The parts of an epoch of a stream. Nobody knows their number before a worker reports the end of its stream.
-
-    own: the number of each worker before any failed. parts: how many they were. Part `step * parts + own[w]` is batch
-        `step` of worker w if the rows are `divided`; otherwise any worker may compute any part of a batch.
-    dealt: the parts that are not dealt again.
-    """
-
-    def __init__(self, own: Sequence[int], parts: int, divided: bool, dealt: np.ndarray) -> None:
-        self._own, self._parts, self._divided, self._dealt = own, parts, divided, dealt
-        self._counts = [0] * (len(own) if divided else 1)  # batches of each worker, or parts of all
-        self._ended = set[int]()
-
-    def has(self, worker: int | None = None) -> bool:
-        if worker is None:
-            return len(self._ended) < len(self._counts)
-        return (worker if self._divided else 0) not in self._ended
-
-    def are_few(self, workers: int) -> bool:
-        return False
-
-    def next(self, worker: int) -> int:
-        while True:
-            place = worker if self._divided else 0
-            count = self._counts[place]
-            self._counts[place] += 1
-            number = count * self._parts + self._own[worker] if self._divided else count
-            if number >= self._dealt.size or not self._dealt[number]:
-                return number
-
-    def clear(self) -> None:
-        self._ended = set(range(len(self._counts)))
-
-    def end(self, worker: int) -> None:
-        self._ended.add(worker if self._divided else 0)
+    def _place(self, worker: int) -> int:
+        return worker % len(self._numbers)
 
 
 class Dealer:
     """Deals the parts of one epoch.
 
-    parts: the parts, or their numbers, in the order of dealing. workers: the workers that get parts; others wait until
-        all are dealt (warm-up).
-    bound: the largest staleness, or None for any.
+    workers: the workers that get parts; others wait until all are dealt (warm-up). bound: the largest staleness, or
+        None for any.
     """
 
-    def __init__(self, parts: Sequence[int] | ListedParts, workers: Collection[int], bound: int | None = None) -> None:
-        self._left = parts if isinstance(parts, ListedParts) else ListedParts(parts)
+    def __init__(self, parts: Parts, workers: Collection[int], bound: int | None = None) -> None:
+        self._parts = parts
         self.cut_short = False  # whether it was stopped before everything was dealt
         self._workers, self._bound = workers, bound
         self._ahead = len(workers) > 1  # a single worker would get parameters that lack its own gradients
@@ -210,7 +185,7 @@ class Dealer:
 
         Returns the part; NO_PART if none is left, None if the worker has to wait.
         """
-        if not self._left.has(worker):
+        if not self._parts.has(worker):
             return NO_PART
         if self.is_idle(worker):
             return None
@@ -219,7 +194,7 @@ class Dealer:
         if self._is_ahead(worker):
             return None
         self._outstanding.append(OutstandingPart(worker, version))
-        return self._left.next(worker)
+        return self._parts.next(worker)
 
     def is_idle(self, worker: int) -> bool:
         """Whether `worker` gets no parts in this epoch (warm-up)."""
@@ -231,16 +206,16 @@ class Dealer:
         Near the end of the epoch no worker gets a second part: a slow worker would keep it from the other workers.
         """
         computes = any(part.worker == worker for part in self._outstanding)
-        return computes and (not self._ahead or self._left.are_few(len(self._workers)))
+        return computes and (not self._ahead or self._parts.are_few(len(self._workers)))
 
     def stop(self) -> None:
         """Deal nothing more."""
-        self.cut_short |= self._left.has()
-        self._left.clear()
+        self.cut_short |= self._parts.has()
+        self._parts.clear()
 
     def end(self, worker: int) -> None:
         """Take the report of a worker that its stream has ended."""
-        self._left.end(worker)
+        self._parts.end(worker)
 
     def may_apply(self, worker: int, version: int) -> bool:
         """Whether the gradients of this worker's oldest part may become update number `version` + 1 now."""

@@ -2,7 +2,7 @@
 (Client)."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -139,13 +139,6 @@ class Waiter:
         self._detector.forget(self._record)
 
 
-def cancel(receives: Iterable[MPI.Request]) -> None:
-    """Cancel receives that other ranks may not have matched. Local."""
-    for request in receives:
-        request.Cancel()
-        request.Wait()
-
-
 class Arrival(NamedTuple):
     """A received message; its memory is valid until `Mailbox.clear`."""
 
@@ -223,8 +216,10 @@ class Mailbox:
             sends.clear()
 
     def close(self) -> None:
-        """Cancel the posted receives. Local."""
-        cancel(self._receives.values())
+        """Cancel the posted receives, which other ranks may not have matched. Local."""
+        for request in self._receives.values():
+            request.Cancel()
+            request.Wait()
         self._receives, self._slots, self._sends = {}, [], {}
 
     def abandon(self) -> None:
@@ -250,7 +245,7 @@ class Client:
         self._questions = [Message(measures, 0, dtype) for _ in servers]
         self._pushes = [Message(measures, length, dtype) for length in lengths]
         self.replies = [Message(measures, length, dtype) for length in lengths]
-        self._pending: dict[int, list[MPI.Request]] = {ASK: [], PUSH: [], REPLY: []}  # by tag
+        self._sends: list[MPI.Request] = []  # of the last push
 
     def begin(self) -> None:
         """Reset the replies at the beginning of an epoch. Local."""
@@ -273,21 +268,13 @@ class Client:
             self._ask(range(1, len(self._servers)), question._replace(taken=dealt.taken))
 
     def _ask(self, servers: Sequence[int], question: Header) -> None:
+        requests: list[MPI.Request] = []
         for server in servers:
-            buffer = self.replies[server].mpi_buffer()
-            self._pending[REPLY].append(self._comm.Irecv(buffer, self._servers[server], REPLY))
-            self._questions[server].header = question
-            self._send(self._questions[server], server, ASK)
-        self._finish(REPLY, self._waiter_ahead, "receive parameters from the servers")
-        self._finish(ASK, self._waiter_ahead, "send requests to the servers")
-
-    def _send(self, message: Message, server: int, tag: int, with_body: bool = True) -> None:
-        self._pending[tag].append(self._comm.Isend(message.mpi_buffer(with_body), self._servers[server], tag))
-
-    def _finish(self, tag: int, waiter: Waiter, text: str) -> None:
-        """Wait until all requests of a tag are complete."""
-        requests, self._pending[tag] = self._pending[tag], []
-        waiter.all_of(requests, text)
+            asked, rank = self._questions[server], self._servers[server]
+            asked.header = question
+            requests.append(self._comm.Irecv(self.replies[server].mpi_buffer(), rank, REPLY))
+            requests.append(self._comm.Isend(asked.mpi_buffer(), rank, ASK))
+        self._waiter_ahead.all_of(requests, "receive parameters from the servers")
 
     def copy_parameters(self, parameters: np.ndarray) -> list[int]:
         """Copy the received slices into `parameters`. Returns each server's version."""
@@ -300,23 +287,27 @@ class Client:
     def push(self, headers: Sequence[Header], gradients: np.ndarray | None, measures: Any = ()) -> None:
         """Send each server its slice of `gradients`, or a push without gradients if None. Returns once the previous
         push is complete and this one is started."""
-        self._finish(PUSH, self._waiter, "send gradients to the servers")
+        self._finish_push("send gradients to the servers")
         for index, (part, message) in enumerate(zip(self._parts, self._pushes, strict=True)):
             message.header = headers[index]
             message.measures[: len(measures)] = measures
             if gradients is not None:
                 message.body[:] = gradients[part]
-            self._send(message, index, PUSH, with_body=gradients is not None)
+            buffer = message.mpi_buffer(with_body=gradients is not None)
+            self._sends.append(self._comm.Isend(buffer, self._servers[index], PUSH))
+
+    def _finish_push(self, text: str) -> None:
+        sends, self._sends = self._sends, []
+        self._waiter.all_of(sends, text)
 
     def bye(self) -> None:
         """Tell all servers that this worker has finished the epoch, and wait until that is sent."""
         self.push([Header(BYE)] * len(self._parts), None)
-        self._finish(PUSH, self._waiter, "tell the servers that this worker has finished")
+        self._finish_push("tell the servers that this worker has finished")
 
     def close(self) -> None:
-        """Cancel the posted receives, and free the other requests. Local."""
-        cancel(self._pending[REPLY])
-        for request in [*self._pending[ASK], *self._pending[PUSH]]:
+        """Free the requests of the last push. Local."""
+        for request in self._sends:
             request.Free()
 
     def abandon(self) -> None:

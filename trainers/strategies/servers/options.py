@@ -12,68 +12,26 @@ from trainers.replica import Replica
 CHOICES = {"updates": ("sync", "async"), "stale": ("keep", "drop", "scale")}
 
 
-def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], ArgumentError | None]:
-    """Return (server ranks in ascending order, None), or ((), error) if `servers` is invalid."""
+def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], str]:
+    """Return (server ranks in ascending order, ""), or ((), the error as text) if `servers` is invalid."""
     if is_integer(servers):
         if text := integer_error("servers", servers, 1):
-            return (), ArgumentError(text)
+            return (), text
         chosen = tuple(range(max(0, ranks - int(servers)), ranks))
         missing = servers > ranks
     else:
         try:
             chosen = tuple(sorted(int(rank) for rank in servers))
         except (TypeError, ValueError):
-            return (), ArgumentError(f"servers={servers!r} is neither a number nor ranks; give 1, or (3, 4)")
+            return (), f"servers={servers!r} is neither a number nor ranks; give 1, or (3, 4)"
         if not chosen or len(set(chosen)) < len(chosen):
-            return (), ArgumentError(f"servers={servers!r}: give at least one rank, and each of them once")
+            return (), f"servers={servers!r}: give at least one rank, and each of them once"
         missing = not set(chosen) <= set(range(ranks))
     if missing:
-        return (), ArgumentError(f"servers={servers!r}, and there are {ranks} ranks, 0 to {ranks - 1}")
+        return (), f"servers={servers!r}, and there are {ranks} ranks, 0 to {ranks - 1}"
     if len(chosen) == ranks:
-        return (), ArgumentError(
-            f"servers={servers!r} leaves no worker (ranks: {ranks}): start more ranks, or use fewer servers"
-        )
-    return chosen, None
-
-
-def worker_error(ranks_per_worker: Any, backend: Any, ranks: int) -> ArgumentError | None:
-    """Return the error if these arguments are invalid with `ranks` ranks that compute, or None."""
-    if text := integer_error("ranks_per_worker", ranks_per_worker, 1):
-        return ArgumentError(text)
-    if ranks_per_worker > ranks:
-        count = f"{ranks} rank{'s are' if ranks != 1 else ' is'} left for workers"
-        return ArgumentError(
-            f"ranks_per_worker={ranks_per_worker}, and {count}: start more ranks, or give at most {ranks}"
-        )
-    if ranks_per_worker == 1 and backend != "auto":
-        return ArgumentError(
-            f"allreduce={backend!r} has no use with ranks_per_worker=1, where no worker sums gradients; leave it out"
-        )
-    if backend not in NAMES:
-        return ArgumentError(f"allreduce={backend!r} is unknown; use the name of a backend: {', '.join(NAMES)}")
-    return None
-
-
-def options_error(updates: Any, stale: Any, most: Any, warm_up: Any) -> ArgumentError | None:
-    """Return the error if these options of a parameter server are invalid, or None."""
-    for name, value in (("updates", updates), ("stale", stale)):
-        if text := name_error(name, value, CHOICES[name]):
-            return ArgumentError(text)
-    limits = integer_error("max_staleness", most, 0, optional=True) or integer_error("warm_up", warm_up, 0)
-    if limits:
-        return ArgumentError(limits)
-    if stale == "drop" and most is None:
-        return ArgumentError('stale="drop" needs max_staleness: gradients of a larger staleness are dropped')
-    return None
-
-
-def useless_error(given: "Options") -> ArgumentError | None:
-    """Return the error if an argument other than `servers` is given to synchronous servers, or None."""
-    names = [name for name, default in Options._field_defaults.items() if getattr(given, name) != default]
-    if given.updates == "async" or not names:
-        return None
-    why = 'updates="sync", where no gradient is stale, and all workers divide each batch'
-    return ArgumentError(f"{names[0]} has no use with {why}; leave it out")
+        return (), f"servers={servers!r} leaves no worker (ranks: {ranks}): start more ranks, or use fewer servers"
+    return chosen, ""
 
 
 class Options(NamedTuple):
@@ -95,13 +53,43 @@ class Options(NamedTuple):
         return server_ranks(self.servers, ranks)[0]
 
     def error(self, replica: Replica, ranks: Topology) -> ArgumentError | None:
-        servers, error = server_ranks(self.servers, ranks.size)
-        error = error or options_error(*self[1:5]) or useless_error(self)
-        error = error or worker_error(self.ranks_per_worker, self.allreduce, ranks.size - len(servers))
-        if error is None and self.stale == "scale" and not getattr(replica, "learning_rates", True):
-            text = 'has no learning rate that can be set, so leave out stale="scale"'
-            error = ArgumentError(f"{type(replica).__name__} {text}")
-        return error
+        servers, text = server_ranks(self.servers, ranks.size)
+        text = text or self._gradients_error() or self._workers_error(ranks.size - len(servers))
+        if not text and self.stale == "scale" and not getattr(replica, "learning_rates", True):
+            text = f'{type(replica).__name__} has no learning rate that can be set, so leave out stale="scale"'
+        return ArgumentError(text) if text else None
+
+    def _gradients_error(self) -> str:
+        """Return the error in the treatment of gradients as text; "" if there is none."""
+        texts = [name_error(name, getattr(self, name), names) for name, names in CHOICES.items()]
+        texts.append(integer_error("max_staleness", self.max_staleness, 0, optional=True))
+        texts.append(integer_error("warm_up", self.warm_up, 0))
+        if text := next(filter(None, texts), ""):
+            return text
+        if self.stale == "drop" and self.max_staleness is None:
+            return 'stale="drop" needs max_staleness: gradients of a larger staleness are dropped'
+        given = [name for name, default in self._field_defaults.items() if getattr(self, name) != default]
+        if self.updates == "async" or not given:
+            return ""
+        why = 'updates="sync", where no gradient is stale, and all workers divide each batch'
+        return f"{given[0]} has no use with {why}; leave it out"
+
+    def _workers_error(self, ranks: int) -> str:
+        """Return the error in the arguments of workers as text; "" if there is none. ranks: the number that compute."""
+        most, backend = self.ranks_per_worker, self.allreduce
+        if text := integer_error("ranks_per_worker", most, 1):
+            return text
+        if most > ranks:
+            count = f"{ranks} rank{'s are' if ranks != 1 else ' is'} left for workers"
+            return f"ranks_per_worker={most}, and {count}: start more ranks, or give at most {ranks}"
+        if most == 1 and backend != "auto":
+            return (
+                f"allreduce={backend!r} has no use with ranks_per_worker=1, where no worker sums gradients; leave it "
+                "out"
+            )
+        if backend not in NAMES:
+            return f"allreduce={backend!r} is unknown; use the name of a backend: {', '.join(NAMES)}"
+        return ""
 
     def renumbered(self, previous: tuple[int, ...]) -> "Options":
         given = self.servers

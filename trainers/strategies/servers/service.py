@@ -178,12 +178,15 @@ class ServerStrategy(Strategy, Owners):
         self.group.topology.release(self._messages)
 
     def abandon(self) -> None:
-        for end in (self._mailbox, self._client, self._queue and self._queue.worker):
-            if end is not None:
-                end.abandon()
+        self._abandon_ends()
         if self._gradients.size:
             self._unbind_replica(None)
-        self._worker.abandon()
+
+    def _abandon_ends(self) -> None:
+        """Drop everything that leads to other ranks. Local."""
+        for end in (self._mailbox, self._client, self._queue and self._queue.worker, self._worker):
+            if end is not None:
+                end.abandon()
 
     def _unbind_replica(self, state: dict[str, np.ndarray] | None) -> None:
         """Bind the replica to new memory: messages may still use the old. Then load `state`, if given. Local."""
@@ -197,11 +200,8 @@ class ServerStrategy(Strategy, Owners):
     # Recovery after failures
 
     def rescue(self) -> None:
-        for end in (self._mailbox, self._client, self._queue and self._queue.worker):
-            if end is not None:
-                end.abandon()
+        self._abandon_ends()
         self._mailbox = self._client = self._queue = None
-        self._worker.abandon()
         self._worker = WorkerRanks(self.clock)
 
     def _why_it_ends(self) -> str:

@@ -4,6 +4,7 @@ arrive."""
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ from trainers.strategies.servers.asynchronous import (
     Asynchronous,
     Dealer,
     EpochLedger,
+    Parts,
     StalenessRule,
-    StreamParts,
 )
 from trainers.strategies.servers.mailbox import (
     AGAIN,
@@ -212,10 +213,11 @@ class AsynchronousServers(ServerStrategy):
         all in turn, because each worker reads a stream of its own."""
         warms_up, bound = number < self._options.warm_up, self._rule.bound
         if batches.streams:
-            parts = StreamParts(self._own_numbers, self.parts, batches.divided, self._ledger.dealt)
-            return Dealer(parts, everyone, 0 if warms_up else bound)
+            # part `step * parts + own` is batch `step` of a worker; any worker computes any part of whole batches
+            begins = [count(own, self.parts) for own in self._own_numbers] if batches.divided else [count()]
+            return Dealer(Parts([*map(self._ledger.undealt, begins)]), everyone, 0 if warms_up else bound)
         left = np.flatnonzero(~self._ledger.dealt).tolist()
-        return Dealer(left, everyone[:1] if warms_up else everyone, bound)
+        return Dealer(Parts([iter(left)], len(left)), everyone[:1] if warms_up else everyone, bound)
 
     def _apply(self, run: EpochRun, message: Message, factor: float) -> None:
         """Update this server's slice by the gradients in `message`, and call the callbacks. `run` keeps errors."""
@@ -246,9 +248,9 @@ class AsynchronousServers(ServerStrategy):
         def fetch() -> None:
             if client is not None:
                 client.fetch(self._halt(run) or int(worker.halts))
-            worker.announce(*((0, 0) if client is None else client.replies[0].header[:2]))
+            worker.announce(Header() if client is None else client.replies[0].header)
             if worker.dealt.kind == WORK:
-                rows.prepare(worker.dealt.part)
+                rows.prepare(worker.dealt.step)
 
         run.idle()
         fetch()
@@ -257,7 +259,7 @@ class AsynchronousServers(ServerStrategy):
             if worker.dealt.kind == AGAIN:
                 fetch()
                 continue
-            part = worker.dealt.part
+            part = worker.dealt.step
             versions = [] if client is None else client.copy_parameters(self._parameters)
             worker.share_parameters()
             self.replica.refresh()

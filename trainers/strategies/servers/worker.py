@@ -1,7 +1,6 @@
 """A worker of several ranks: they divide its rows and average their gradients; one of them speaks with the servers."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -13,6 +12,7 @@ from allreduce.transport.wait import wait_for
 from trainers.backends import backend_for
 from trainers.state.owners import NodeMemory
 from trainers.stopwatch import Stopwatch
+from trainers.strategies.servers.mailbox import Header
 
 Workers = tuple[tuple[int, ...], ...]
 """The ranks of each worker, in order. The first rank of a worker is its leader."""
@@ -62,19 +62,12 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-class Dealt(NamedTuple):
-    """A reply of the servers to a worker: its kind, and the dealt part; see mailbox.Header."""
-
-    kind: int = 0
-    part: int = 0
-
-
 class WorkerRanks:
     """The ranks of this rank's worker. Methods are collective over these ranks unless they say "Local".
 
     topology: of these ranks, the leader first; closed with this object. None if every worker has one rank.
     size: the number of ranks. place: this rank's place among them; the leader has place 0.
-    halts: whether a rank of the worker has asked to end the epoch. dealt: the last reply of the servers.
+    halts: whether a rank of the worker has asked to end the epoch. dealt: the header of the servers' last reply.
     """
 
     def __init__(self, clock: Stopwatch, topology: Topology | None = None) -> None:
@@ -86,7 +79,7 @@ class WorkerRanks:
         self.size, self.place = (1, 0) if topology is None else (topology.size, topology.rank)
         # two threads communicate at the same time
         self._comm, self._ahead = (MPI.COMM_SELF if topology is None else topology.private() for _ in range(2))
-        self.halts, self.dealt = False, Dealt()
+        self.halts, self.dealt = False, Header()
 
     @property
     def leads(self) -> bool:
@@ -129,17 +122,15 @@ class WorkerRanks:
         if self._node is not None:
             self._node.fence()
 
-    def announce(self, kind: int, part: int) -> None:
-        """Set `dealt` on all ranks to the leader's `kind` and `part`; other ranks' are ignored. For the second thread.
-
-        kind: of the servers' reply to the leader. part: the dealt part.
-        """
-        dealt = np.array([kind, part], np.int64)
+    def announce(self, reply: Header) -> None:
+        """Set `dealt` on all ranks to the servers' reply to the leader; other ranks' `reply` is ignored. For the second
+        thread."""
+        dealt = np.array(reply, np.int64)
         if self.size > 1:
             wait_for(self._ahead, self._ahead.Ibcast(dealt), "learn the next part of the worker")
-        self.dealt = Dealt(*dealt.tolist())
+        self.dealt = Header(*dealt.tolist())
 
-    def meet(self, halts: bool) -> Dealt:
+    def meet(self, halts: bool) -> Header:
         """Return `dealt` once all ranks have finished the last part, and set `halts`.
 
         halts: whether this rank asks to end the epoch.
