@@ -215,7 +215,7 @@ class Arrays(NumberedRows):
         )
 
     def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
-        return mapped(lambda array: array[rows], self.data)
+        return sliced(self.data, rows)
 
     def reader(self, most: int, sets: int) -> Callable[[np.ndarray, tuple[int, ...]], Data]:
         return _Buffers(self.data, most, sets).take
@@ -692,8 +692,8 @@ def cut(data: Tree, rows: int, size: int) -> list[Tree]:
     return [sliced(data, slice(start, start + size)) for start in range(0, rows, size)]
 
 
-def sliced(tree: Tree, part: slice) -> Tree:
-    """Return a part of the rows, views."""
+def sliced(tree: Tree, part: slice | np.ndarray) -> Tree:
+    """Return some rows: views of a slice of them, copies of those with the numbers in an array."""
     return mapped(lambda array: array[part], tree)
 
 

@@ -4,6 +4,9 @@ They do not derive from allreduce.errors.AllReduceError, because data sets and s
 without MPI too; `ranks` means the same here as there.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 # the longest error text that quotes a file, and how much of its end is kept
 MOST_CHARACTERS, LAST_CHARACTERS = 500, 150
 LEFT_OUT = " ... "
@@ -89,3 +92,13 @@ class DivergedError(TrainerError, ArithmeticError):
 
 class NotFiniteError(DivergedError):
     """Gradients became NaN or infinite; the message names the ranks that computed them."""
+
+
+@contextmanager
+def needing(text: str, kind: type[Exception] = ArgumentError) -> Iterator[None]:
+    """Context manager: raise an ImportError of the block as an error of this kind. text: of the error; {} stands for
+    the reason."""
+    try:
+        yield
+    except ImportError as error:
+        raise kind(text.format(error)) from error

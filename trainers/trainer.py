@@ -28,7 +28,6 @@ from trainers.data import (
     leaves,
     mapped,
     row_count,
-    sliced,
 )
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError
@@ -300,7 +299,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             if _are_files(given):
                 paths = [os.fspath(each) for each in (given if isinstance(given, list) else [given])]
                 return streams.open_stream(paths, replica.columns, replica.features, unknown)
-            return streams.Arrays(x, row_count(x), sliced)
+            return streams.Arrays(x)
 
         if _are_files(given):
             group.enter(f"predict: {given}, out={out}")

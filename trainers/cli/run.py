@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from trainers.arguments import is_integer, is_number
-from trainers.errors import ArgumentError, RunError
+from trainers.errors import ArgumentError, RunError, needing
 
 LAUNCHERS = ("mpirun", "mpiexec")
 RESULTS, ERROR = "results", "error-{}.json"
@@ -116,12 +116,8 @@ def _pickled(train: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes
 
 
 def _cloudpickle() -> Any:
-    try:
+    with needing('trainers.run needs cloudpickle ({}): pip install ".[run]" in the checkout'):
         import cloudpickle
-    except ImportError as error:
-        raise ArgumentError(
-            f'trainers.run needs cloudpickle ({error}): pip install ".[run]" in the checkout'
-        ) from error
     return cloudpickle
 
 

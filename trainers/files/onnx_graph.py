@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.errors import ExportError
+from trainers.errors import ExportError, needing
 
 OPSETS = {"": 18, "ai.onnx.ml": 3}  # of graphs that are built here
 IR_VERSION = 9  # that belongs to these opsets
@@ -17,10 +17,8 @@ INSTALL = 'pip install ".[export]" in the checkout'
 
 def need_onnx() -> Any:
     """Return the package onnx. Raises ExportError if it is not installed."""
-    try:
+    with needing(f"an export needs onnx, which can't be imported ({{}}): {INSTALL}", ExportError):
         import onnx
-    except ImportError as error:
-        raise ExportError(f"an export needs onnx, which can't be imported ({error}): {INSTALL}") from error
     return onnx
 
 

@@ -4,13 +4,14 @@
 docs/api/hvd.md lists the calls, docs/convert/horovod_differences.md the differences from Horovod's.
 """
 
-try:
+from trainers.errors import needing
+
+with needing(
+    "trainers.horovod needs PyTorch, which can't be imported ({}); install it with "
+    'pip install ".[torch]" in the checkout',
+    ImportError,
+):
     import torch as _torch  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        f"trainers.horovod needs PyTorch, which can't be imported ({error}); install it with "
-        'pip install ".[torch]" in the checkout'
-    ) from error
 
 from trainers.horovod import torch
 

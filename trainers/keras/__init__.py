@@ -8,13 +8,14 @@ x, y = shard((x, y), optimizer.topology)
 model.fit(x, y, batch_size=64 // optimizer.topology.size, callbacks=[StartFromFirstRank(), AverageMetrics()])
 """
 
-try:
+from trainers.errors import needing
+
+with needing(
+    "trainers.keras needs Keras 3 and one of its backends, which can't be imported ({}): "
+    'pip install ".[keras,jax]" or ".[keras,torch]" in the checkout, and KERAS_BACKEND=jax or KERAS_BACKEND=torch',
+    ImportError,
+):
     import keras  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        f"trainers.keras needs Keras 3 and one of its backends, which can't be imported ({error}): "
-        'pip install ".[keras,jax]" or ".[keras,torch]" in the checkout, and KERAS_BACKEND=jax or KERAS_BACKEND=torch'
-    ) from error
 
 from trainers.keras.callbacks import AverageMetrics, StartFromFirstRank
 from trainers.keras.data import shard

@@ -5,13 +5,14 @@ from trainers.pytorch import MirroredOptimizer
 optimizer = MirroredOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
 """
 
-try:
+from trainers.errors import needing
+
+with needing(
+    "trainers.pytorch needs PyTorch, which can't be imported ({}); install it with "
+    'pip install ".[torch]" in the checkout',
+    ImportError,
+):
     import torch  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        f"trainers.pytorch needs PyTorch, which can't be imported ({error}); install it with "
-        'pip install ".[torch]" in the checkout'
-    ) from error
 
 from trainers.options.average import OuterSGD
 from trainers.pytorch.buckets import GradientError

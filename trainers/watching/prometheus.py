@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from trainers.arguments import is_integer
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, needing
 from trainers.watching.callback import Callback, Logs
 
 PREFIX = "allreduce_training_"
@@ -121,10 +121,6 @@ def _resident() -> float:
 
 
 def _package() -> Any:
-    try:
+    with needing('Prometheus needs prometheus-client ({}): pip install ".[prometheus]" in the checkout'):
         import prometheus_client
-    except ImportError as error:
-        raise ArgumentError(
-            f'Prometheus needs prometheus-client ({error}): pip install ".[prometheus]" in the checkout'
-        ) from error
     return prometheus_client

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainers.arguments import is_integer
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, needing
 from trainers.watching.callback import FileCallback, Logs, writing
 from trainers.watching.history import VALIDATION
 
@@ -122,12 +122,8 @@ class EventFile:
 
 def _package() -> tuple[Any, Any, Any]:
     """The parts of tensorboardX that are used. Raises ArgumentError."""
-    try:
+    with needing('TensorBoard needs tensorboardX ({}): pip install ".[tensorboard]" in the checkout'):
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event
-    except ImportError as error:
-        raise ArgumentError(
-            f'TensorBoard needs tensorboardX ({error}): pip install ".[tensorboard]" in the checkout'
-        ) from error
     return summary, Event, EventsWriter

@@ -31,7 +31,7 @@ from allreduce.topology import Topology
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import BAGGINGS, DrawnRows, taken
 from trainers.apps.ensemble.model import MakeReplica, SavedEnsemble, SavedMember, load_member
-from trainers.apps.ensemble.part_members import Callbacks, PartMembers, rows_at
+from trainers.apps.ensemble.part_members import Callbacks, PartMembers
 from trainers.apps.ensemble.voting import Scorer, Voting, normal, shares_of, shown
 from trainers.apps.search.parts import Parts
 from trainers.arguments import integer_error, known_only
@@ -360,7 +360,7 @@ class EnsembleTrainer(GroupOwner):
             outputs, counts = self._voted(x, len(rows), unseen, dict.fromkeys(unseen, 1.0))
             seen = np.flatnonzero(counts)
             if seen.size:
-                self.oob = self._scores(rows_at(outputs, seen), rows_at(y, seen), {"rows": float(seen.size)})
+                self.oob = self._scores(sliced(outputs, seen), sliced(y, seen), {"rows": float(seen.size)})
 
     @staticmethod
     def _scores(outputs: Tree, y: Tree, more: dict[str, float]) -> dict[str, float]:

@@ -8,15 +8,14 @@ import numpy as np
 
 from trainers.apps.ensemble.voting import Voting, shares_of
 from trainers.apps.serving.models import Model, NetworkModel
-from trainers.data import Tree, leaves, mapped, row_count, sliced
+from trainers.data import Tree, cut, leaves, mapped, row_count
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.replica import Replica, load_saved
-from trainers.replicas.numpy.categories import CategoryNetwork
+from trainers.replicas.numpy.categories import NETWORKS
 from trainers.replicas.numpy.network import NumpyNetwork
 
 KIND = "Ensemble"  # of its files
-NETWORKS: dict[str, type[NumpyNetwork]] = {each.__name__: each for each in (NumpyNetwork, CategoryNetwork)}
 ROWS = 1024  # that a member predicts at a time
 
 Arrays = dict[str, np.ndarray]
@@ -203,10 +202,8 @@ def member_votes(replica: Replica, x: Tree, voting: Voting) -> Tree:
 
 def votes_of(replica: Replica, x: Tree, voting: Voting) -> Tree:
     """Return the votes of a replica for all rows of x. Local."""
-    parts = []
     with averaged(replica), np.errstate(all="ignore"):  # the outputs show it if the model has diverged
-        for start in range(0, max(1, row_count(x)), ROWS):
-            parts.append(member_votes(replica, sliced(x, slice(start, start + ROWS)), voting))
+        parts = [member_votes(replica, part, voting) for part in cut(x, max(1, row_count(x)), ROWS)]
     pieces = zip(*map(leaves, parts), strict=True)
     return mapped(lambda _: np.concatenate(next(pieces)), parts[0])
 

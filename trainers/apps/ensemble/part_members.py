@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.elastic.ranks import chunk, everywhere, lost, segments, together
+from allreduce.elastic.ranks import chunk, everywhere, lost, together
 from allreduce.topology import Topology
 from trainers.apps.ensemble.model import ROWS, averaged, member_votes
 from trainers.apps.ensemble.voting import Voting
-from trainers.data import Tree, mapped, structure_of
+from trainers.data import Tree, cut, sliced, structure_of
 from trainers.fit.evaluation import evaluate_rows
 from trainers.fit.source import Rows
 from trainers.mirrored import MirroredTrainer
@@ -98,8 +98,8 @@ class PartMembers:
         for number in sorted(self.replicas.keys() & wanted.keys()):
             replica, mine = self.replicas[number], wanted[number][chunk(len(wanted[number]), size, rank)]
             with averaged(replica), np.errstate(all="ignore"):  # the outputs show it if a model has diverged
-                for each in list(segments(slice(0, len(mine)), ROWS)) or [slice(0, 0)]:
-                    yield number, mine[each], member_votes(replica, rows_at(x, mine[each]), voting)
+                for each in cut(mine, len(mine), ROWS) or [mine]:
+                    yield number, each, member_votes(replica, sliced(x, each), voting)
 
     def metrics(self, numbers: Sequence[int], rows: Rows) -> list[tuple[int, list[str], bool, list[float]]]:
         """Return the metrics of members, as (number, names, Replica.counts, sums of evaluate_rows over this rank's
@@ -123,8 +123,3 @@ class PartMembers:
                 self.replicas[number].load_state(state)
                 self.replicas[number].columns = columns
             raise
-
-
-def rows_at(tree: Tree, at: np.ndarray) -> Tree:
-    """Return copies of some rows."""
-    return mapped(lambda array: array[at], tree)

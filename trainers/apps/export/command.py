@@ -13,10 +13,8 @@ from trainers.datasets import Dataset
 from trainers.errors import ArgumentError
 from trainers.files import checkpoint, model_file
 from trainers.mirrored import MirroredTrainer
-from trainers.replicas.numpy.categories import CategoryNetwork, load_network
+from trainers.replicas.numpy.categories import NETWORKS, load_network
 from trainers.replicas.numpy.network import NumpyNetwork
-
-NETWORKS = tuple(each.__name__ for each in (NumpyNetwork, CategoryNetwork))
 
 ABOUT = """Write a saved model as an ONNX file (.onnx), which runs without this package, by onnxruntime or in a browser.
 

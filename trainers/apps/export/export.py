@@ -19,10 +19,9 @@ from trainers.apps.export.running import (
     need_onnxruntime,
     sample,
     softmax,
-    taken,
 )
 from trainers.arguments import flag_error, require
-from trainers.data import Tree, row_count
+from trainers.data import Tree, row_count, sliced
 from trainers.errors import ArgumentError, ExportError
 from trainers.files.model_file import replacing
 from trainers.files.onnx_graph import need_onnx
@@ -59,7 +58,7 @@ def write(
         raise ArgumentError(f"export: there are no rows on which this {type(replica).__name__} can be checked: give x")
     if replica.columns is not None and isinstance(x, tuple | dict):
         raise ArgumentError("export: a model with the columns of a table takes one array as x, not several")
-    rows = as_in_table(replica.columns, taken(x, sample(x, CHECKED)))
+    rows = as_in_table(replica.columns, sliced(x, sample(x, CHECKED)))
     outputs = replica.predict(rows)
     about, is_logits = _described(replica, outputs, classes, logits)
     core = _core(replica, rows)
@@ -134,7 +133,7 @@ def _core(replica: Replica, rows: Tree) -> Any:
             f"a {type(replica).__name__} has no export to ONNX; NumpyNetwork, TorchReplica, JaxReplica and "
             "KerasReplica have one, and a replica of your own needs a method to_onnx(x)"
         )
-    two = taken(rows, np.arange(2) % row_count(rows))
+    two = sliced(rows, np.arange(2) % row_count(rows))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,15 +1,15 @@
 """Runs exported models by onnxruntime, on rows as `predict` takes them; compares their outputs with a replica's."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from trainers.apps.export.graph import names_of
 from trainers.apps.export.metadata import INPUT, LABEL, PROBABILITIES, Exported
-from trainers.data import Tree, leaves, mapped, row_count, sliced
+from trainers.data import Tree, cut, leaves, row_count, sliced
 from trainers.datasets.columns import Category, Columns
-from trainers.errors import ExportError
+from trainers.errors import ExportError, needing
 from trainers.files.onnx_graph import INSTALL
 
 ROWS = 1024  # of a batch
@@ -22,12 +22,8 @@ DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(flo
 
 def need_onnxruntime() -> Any:
     """Return the package onnxruntime. Raises ExportError if it is not installed."""
-    try:
+    with needing(f"an export is checked by onnxruntime, which can't be imported ({{}}): {INSTALL}", ExportError):
         import onnxruntime
-    except ImportError as error:
-        raise ExportError(
-            f"an export is checked by onnxruntime, which can't be imported ({error}): {INSTALL}"
-        ) from error
     return onnxruntime
 
 
@@ -64,15 +60,10 @@ class Session:
     def run(self, x: Tree) -> dict[str, np.ndarray]:
         """Return the outputs for rows, by name. Raises ExportError."""
         try:
-            parts = [self._session.run(None, self.feeds(part)) for part in batches_of(x)]
+            parts = [self._session.run(None, self.feeds(part)) for part in cut(x, row_count(x), ROWS)]
         except Exception as error:  # of onnxruntime
             raise ExportError(f"onnxruntime can't run the exported model: {_first_line(error)}") from error
         return {name: np.concatenate(each) for name, each in zip(self._names, zip(*parts, strict=True), strict=True)}
-
-
-def batches_of(x: Tree) -> Iterator[Tree]:
-    """Yield the rows of x in batches."""
-    return (sliced(x, slice(start, start + ROWS)) for start in range(0, row_count(x), ROWS))
 
 
 def softmax(values: np.ndarray) -> np.ndarray:
@@ -110,11 +101,6 @@ def sample(x: Tree, most: int, seed: int = 0) -> np.ndarray:
     """Return the places of at most so many rows, drawn from all rows, in order."""
     rows = row_count(x)
     return np.sort(np.random.default_rng(seed).choice(rows, min(most, rows), replace=False, shuffle=False))
-
-
-def taken(x: Tree, places: np.ndarray) -> Tree:
-    """Return rows of a tree, copied."""
-    return mapped(lambda array: np.asarray(array[places]), x)
 
 
 def compared(session: Session, about: Exported, x: Tree, outputs: Tree, tolerance: float) -> float:

@@ -36,7 +36,7 @@ from trainers.cli.options import (
 )
 from trainers.datasets.dataset import split
 from trainers.datasets.shards import is_pattern
-from trainers.errors import ArgumentError, SearchError
+from trainers.errors import ArgumentError, SearchError, needing
 from trainers.files.model_file import replacing
 from trainers.replicas.numpy.categories import load_network
 from trainers.watching.callback import Callback, Logs
@@ -156,12 +156,8 @@ def _read(given: Sequence[str], world: Topology, program: str) -> Job:
 
 
 def _tuning(path: str) -> "Tuning":
-    try:
+    with needing('--config needs pydantic and pyyaml ({}): pip install ".[search]" in the checkout'):
         from trainers.apps.search import config
-    except ImportError as error:
-        raise ArgumentError(
-            f'--config needs pydantic and pyyaml ({error}): pip install ".[search]" in the checkout'
-        ) from error
     return config.load(path)
 
 

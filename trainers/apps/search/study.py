@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainers.errors import ArgumentError, SearchError
+from trainers.errors import ArgumentError, SearchError, needing
 
 STUDY = "search"  # the study's name in the file
 MOST_ATTEMPTS = 3  # how often the parameters of a trial begin, if a job ends meanwhile
@@ -35,10 +35,8 @@ COMPLETE, PRUNED, FAIL = "COMPLETE", "PRUNED", "FAIL"  # how a trial ends; optun
 
 def optuna() -> Any:
     """Import optuna. Raises ArgumentError if it is not installed."""
-    try:
+    with needing('a search needs optuna ({}): pip install ".[search]" in the checkout'):
         import optuna as module
-    except ImportError as error:
-        raise ArgumentError(f'a search needs optuna ({error}): pip install ".[search]" in the checkout') from error
     module.logging.set_verbosity(module.logging.WARNING)
     return module
 

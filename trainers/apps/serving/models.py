@@ -13,7 +13,7 @@ import numpy as np
 from trainers.apps.export.metadata import Exported
 from trainers.apps.export.running import cells_of
 from trainers.datasets.columns import Columns
-from trainers.errors import ArgumentError, ModelFileError, TrainerError
+from trainers.errors import ArgumentError, ModelFileError, TrainerError, needing
 from trainers.files import model_file
 from trainers.replicas.numpy.categories import load_network
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -238,10 +238,6 @@ def _threads() -> int:
 
 
 def _runtime() -> Any:
-    try:
+    with needing('.onnx files need onnxruntime ({}): pip install ".[export]" in the checkout'):
         import onnxruntime
-    except ImportError as error:
-        raise ArgumentError(
-            f'.onnx files need onnxruntime ({error}): pip install ".[export]" in the checkout'
-        ) from error
     return onnxruntime

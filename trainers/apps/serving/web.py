@@ -28,7 +28,7 @@ import numpy as np
 from trainers.apps.serving.instances import answer_of, requested
 from trainers.apps.serving.versions import Version, Versions
 from trainers.datasets.columns import Category
-from trainers.errors import ArgumentError, TrainerError
+from trainers.errors import ArgumentError, TrainerError, needing
 
 log = logging.getLogger("trainers")
 
@@ -395,10 +395,6 @@ def bad_request(text: str) -> bytes:
 
 def check_packages() -> None:
     """Raise ArgumentError if a package of the server is missing."""
-    for name in PACKAGES:
-        try:
+    with needing(f'serve needs {", ".join(PACKAGES)} ({{}}): pip install ".[serve]" in the checkout'):
+        for name in PACKAGES:
             import_module(name)
-        except ImportError as error:
-            raise ArgumentError(
-                f'serve needs {", ".join(PACKAGES)} ({error}): pip install ".[serve]" in the checkout'
-            ) from error

@@ -17,10 +17,8 @@ from trainers.errors import ArgumentError
 from trainers.files import model_file
 from trainers.group import RankGroup
 from trainers.mirrored import MirroredTrainer
-from trainers.replicas.numpy.categories import CategoryNetwork, load_network
+from trainers.replicas.numpy.categories import NETWORKS, load_network
 from trainers.replicas.numpy.network import NumpyNetwork
-
-NETWORKS = (NumpyNetwork.__name__, CategoryNetwork.__name__)  # that a MirroredTrainer predicts
 
 ABOUT = """Predict the rows of files by a saved model, on all ranks, in constant memory.
 

@@ -2,12 +2,13 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
 import numpy as np
 
+from trainers.data import Tree, cut, row_count, sliced
 from trainers.datasets import files
 from trainers.datasets.columns import Columns
 from trainers.datasets.learning import place
@@ -27,9 +28,9 @@ class Stream(ABC):
 
     units: int
 
-    @abstractmethod
     def count(self, start: int, stop: int) -> int:
         """Return the number of rows in the units from `start` to `stop`. Raises DataError."""
+        return stop - start
 
     @abstractmethod
     def pieces(self, start: int, stop: int) -> Iterator[Any]:
@@ -37,17 +38,13 @@ class Stream(ABC):
 
 
 class Arrays(Stream):
-    """Rows of arrays in memory. x: has `rows` rows. cut: returns the rows of a slice."""
+    """Rows of arrays in memory."""
 
-    def __init__(self, x: Any, rows: int, cut: Callable[[Any, slice], Any]) -> None:
-        self._x, self.units, self._cut = x, rows, cut
+    def __init__(self, x: Tree) -> None:
+        self._x, self.units = x, row_count(x)
 
-    def count(self, start: int, stop: int) -> int:
-        return stop - start
-
-    def pieces(self, start: int, stop: int) -> Iterator[Any]:
-        for first in range(start, stop, PIECE):
-            yield self._cut(self._x, slice(first, min(first + PIECE, stop)))
+    def pieces(self, start: int, stop: int) -> Iterator[Tree]:
+        yield from cut(sliced(self._x, slice(start, stop)), stop - start, PIECE)
 
 
 def _has_a_word(cells: list[str]) -> bool:
@@ -115,9 +112,6 @@ class ArrayStream(Stream):
                 raise DataError(f"{path} is in Fortran's order; save np.ascontiguousarray(x)")
             self._header = header
         self.units = header.shape[0]
-
-    def count(self, start: int, stop: int) -> int:
-        return stop - start
 
     def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
         shape, dtype = self._header.shape[1:], self._header.dtype

@@ -6,18 +6,16 @@ from typing import Any
 import numpy as np
 
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
-from trainers.errors import ArgumentError, ExportError
+from trainers.errors import ArgumentError, ExportError, needing
 from trainers.files.onnx_graph import quiet
 from trainers.replica import ALL, Replica, Slices, single, unfit_error
 from trainers.transforms.average import Spans, flat_arrays, set_flat
 
-try:
+with needing(
+    'JaxReplica needs JAX and optax, which can\'t be imported ({}): pip install ".[jax]" in the checkout', ImportError
+):
     import jax
     import optax  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        f'JaxReplica needs JAX and optax, which can\'t be imported ({error}): pip install ".[jax]" in the checkout'
-    ) from error
 
 import jax.numpy as jnp
 
@@ -140,14 +138,12 @@ class JaxReplica(FlatReplica):
         return as_arrays(jax.tree.map(lambda leaf: np.array(on_host(leaf)), outputs), lists=True)
 
     def to_onnx(self, x: Tree) -> Any:
-        try:
-            with quiet("jax2onnx"):
-                import jax2onnx
-        except ImportError as error:
-            raise ExportError(
-                f"the export of a JaxReplica needs jax2onnx, which can't be imported ({error}): "
-                'pip install ".[export,export-jax]" in the checkout'
-            ) from error
+        missing = (
+            "the export of a JaxReplica needs jax2onnx, which can't be imported ({}): "
+            'pip install ".[export,export-jax]" in the checkout'
+        )
+        with needing(missing, ExportError), quiet("jax2onnx"):
+            import jax2onnx
         wide = lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf  # noqa: E731
         params, given = jax.tree.map(wide, self.params), mapped(lambda array: wide(self._input(array)), x)
         tree = jax.tree.structure(given)

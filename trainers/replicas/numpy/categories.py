@@ -129,6 +129,9 @@ class CategoryNetwork(NumpyNetwork):
             start += table.shape[1]
 
 
+NETWORKS: dict[str, type[NumpyNetwork]] = {each.__name__: each for each in (NumpyNetwork, CategoryNetwork)}
+
+
 def checked(embedded: Any) -> list[list[int]]:
     """Return (rows, vector) of each category. Raises ArgumentError."""
     try:
@@ -161,7 +164,6 @@ def network_of(data: Any, hidden: Sequence[int] = (64, 32), **options: Any) -> N
 def load_network(path: str, device: str = "cpu") -> NumpyNetwork:
     """Load a NumpyNetwork or a CategoryNetwork, as the file says. Raises ModelFileError."""
     kind, _ = model_file.read_header(path)
-    for each in (NumpyNetwork, CategoryNetwork):
-        if each.__name__ == kind:
-            return each.load(path, device)
+    if kind in NETWORKS:
+        return NETWORKS[kind].load(path, device)
     raise ModelFileError(f"{path} holds a {kind}; expected a NumpyNetwork or a CategoryNetwork")

@@ -12,7 +12,7 @@ import numpy as np
 
 from trainers.arguments import integer_error, is_integer, name_error, require
 from trainers.data import Tree
-from trainers.errors import ArgumentError, ModelFileError
+from trainers.errors import ArgumentError, ModelFileError, needing
 from trainers.files import model_file
 from trainers.files.onnx_graph import FREE, Graph
 from trainers.replica import ALL, Slices, columns_of
@@ -417,10 +417,6 @@ def array_module(device: str) -> Any:
         return np
     if device != "cuda":
         raise ArgumentError(f'device={device!r} is unknown; use "cpu" or "cuda"')
-    try:
+    with needing('device="cuda" needs CuPy ({}); pip install ".[cuda12]" or ".[cuda13]" in the checkout'):
         import cupy
-    except ImportError as error:
-        raise ArgumentError(
-            f'device="cuda" needs CuPy ({error}); pip install ".[cuda12]" or ".[cuda13]" in the checkout'
-        ) from error
     return cupy

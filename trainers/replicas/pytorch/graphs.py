@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainers.data import Tree, leaves, mapped
-from trainers.errors import ExportError
+from trainers.errors import ExportError, needing
 from trainers.files.onnx_graph import FREE, INSTALL, quiet
 
 
@@ -19,10 +19,8 @@ def converted(module: nn.Module, x: Tree) -> Any:
     The module itself is not changed. Raises ExportError without onnxscript, and the exporter's error for an operator
     that ONNX lacks.
     """
-    try:
+    with needing(f"torch.onnx needs onnxscript, which can't be imported ({{}}): {INSTALL}", ExportError):
         import onnxscript  # noqa: F401, torch.onnx needs it
-    except ImportError as error:
-        raise ExportError(f"torch.onnx needs onnxscript, which can't be imported ({error}): {INSTALL}") from error
     copied = _Flat(copy.deepcopy(module).cpu().float().eval(), mapped(lambda _: None, x)).eval()
     inputs = tuple(each.float() if each.is_floating_point() else each for each in leaves(x))
     axes = {"arrays": tuple({0: torch.export.Dim(FREE)} for _ in inputs)}

@@ -7,16 +7,14 @@ import numpy as np
 
 from trainers.arguments import require
 from trainers.data import Data, Tree, as_arrays, leaves, mapped, row_count, sliced
-from trainers.errors import ArgumentError, ModelFileError
+from trainers.errors import ArgumentError, ModelFileError, needing
 from trainers.replica import ALL, Slices, slices_of, unfit_error
 from trainers.transforms.average import Spans, flat_arrays, set_flat
 
-try:
+with needing(
+    'TorchReplica needs PyTorch, which can\'t be imported ({}): pip install ".[torch]" in the checkout', ImportError
+):
     import torch
-except ImportError as error:
-    raise ImportError(
-        f'TorchReplica needs PyTorch, which can\'t be imported ({error}): pip install ".[torch]" in the checkout'
-    ) from error
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
