@@ -102,3 +102,12 @@ def needing(text: str, kind: type[Exception] = ArgumentError) -> Iterator[None]:
         yield
     except ImportError as error:
         raise kind(text.format(error)) from error
+
+
+@contextmanager
+def as_error(kind: type[TrainerError], text: str) -> Iterator[None]:
+    """Context manager: raise an OSError of the block as an error of this kind: the text, and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{text}: {error.strerror or error}") from error

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from allreduce.transport.wait import Pause, wait_until, waiting
 from trainers.cli.results import without_nan
 from trainers.data import Arrays, Samples
-from trainers.errors import ArgumentError, CheckpointError
+from trainers.errors import ArgumentError, CheckpointError, as_error
 from trainers.files import checkpoint
 from trainers.fit import evaluation
 from trainers.replica import Replica
@@ -76,11 +76,8 @@ class Evaluator:
 
     def _newest(self) -> tuple[str, checkpoint.Saved] | None:
         """Return the newest usable checkpoint; None if there is no new one since the last call."""
-        try:
+        with as_error(CheckpointError, f"the checkpoints in {self._folder} can't be read"):
             paths = checkpoint.paths(self._folder)
-        except OSError as error:
-            text = f"the checkpoints in {self._folder} can't be read: {error.strerror or error}"
-            raise CheckpointError(text) from error
         if not paths or paths[0] == self._seen:
             return None
         self._seen = paths[0]

@@ -9,7 +9,7 @@ from typing import Any
 from allreduce.files import writable
 from trainers.cli import options as declared
 from trainers.cli.roles import Roles
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, as_error
 from trainers.files.model_file import replacing
 from trainers.mirrored import MirroredTrainer
 from trainers.options.transforms import TRANSFORMS
@@ -90,12 +90,10 @@ def without_nan(value: Any) -> Any:
 def write_json(path: str, written: dict[str, Any]) -> None:
     """Write results to a file, or to the standard output; null for NaN. Raises ArgumentError."""
     text = json.dumps(without_nan(written), indent=2, allow_nan=False) + "\n"
-    try:
+    with as_error(ArgumentError, f"--json {path}"):
         if path == STANDARD_OUTPUT:
             sys.stdout.write(text)
             sys.stdout.flush()
             return
         with replacing(path) as file:
             file.write(text.encode())
-    except OSError as error:
-        raise ArgumentError(f"--json {path}: {error.strerror or error}") from error

@@ -25,7 +25,7 @@ from trainers import datasets
 from trainers.datasets import idx
 from trainers.datasets.parser import Parser
 from trainers.datasets.rows import ENDINGS, is_table
-from trainers.errors import DataError
+from trainers.errors import DataError, as_error
 from trainers.files import model_file
 
 SIDE, BOX = 28, 20  # pixels of an image, and of the box in its middle that the digit fills, as in MNIST
@@ -82,11 +82,8 @@ def make_table(path: str) -> str:
         raise DataError(f"{path}: give a name that ends in .csv or .tsv")
     text = io.StringIO()
     csv.writer(text, delimiter=ENDINGS[os.path.splitext(path)[1]], lineterminator="\n").writerows(people())
-    try:
-        with model_file.replacing(path) as file:
-            file.write(text.getvalue().encode())
-    except OSError as error:
-        raise DataError(f"{path} can't be written: {error.strerror or error}") from error
+    with as_error(DataError, f"{path} can't be written"), model_file.replacing(path) as file:
+        file.write(text.getvalue().encode())
     return f"{path}: {PEOPLE} rows"
 
 

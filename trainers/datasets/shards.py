@@ -17,7 +17,7 @@ from trainers.datasets.dataset import Rows
 from trainers.datasets.files import read_archive
 from trainers.datasets.learning import Choices, Exchange, Moments, alone, merged
 from trainers.datasets.rows import TableFile, is_table
-from trainers.errors import ArgumentError, DataError
+from trainers.errors import ArgumentError, DataError, as_error
 
 
 class Share(NamedTuple):
@@ -257,10 +257,8 @@ class ShardRows(NumberedRows):
 
 
 def _size(path: str) -> int:
-    try:
+    with as_error(DataError, f"{path} can't be read"):
         return os.path.getsize(path)
-    except OSError as error:
-        raise DataError(f"{path} can't be read: {error.strerror or error}") from error
 
 
 def _archived(path: str) -> Rows:

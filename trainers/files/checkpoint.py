@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.errors import CheckpointError, ModelFileError, UnusableError
+from trainers.errors import CheckpointError, ModelFileError, UnusableError, as_error
 from trainers.files import model_file
 from trainers.files.model_file import CHECKPOINT, HEADER, check_numbers, header_of, model_in, replacing
 
@@ -137,15 +137,13 @@ def paths(folder: str, total: float = math.inf) -> list[str]:
 
 def write(path: str, saved: Saved) -> None:
     """Write a checkpoint to `path`; afterwards it is on the disk. Raises CheckpointError."""
-    try:
-        with replacing(path, durable=True) as file, zipfile.ZipFile(file, "w") as archive:
-            for name, array in _arrays(saved):
-                model_file.put(archive, name, array)
-            sums = {member.filename[:-4]: member.CRC for member in archive.infolist()}
-            header = {"format": FORMAT, "checksums": sums, **saved.progress.as_dict(without=IN_MEMORY)}
-            model_file.put(archive, CHECKPOINT, np.array(_text(header)))
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint can't be written to {path}: {error.strerror or error}") from error
+    failed = as_error(CheckpointError, f"the checkpoint can't be written to {path}")
+    with failed, replacing(path, durable=True) as file, zipfile.ZipFile(file, "w") as archive:
+        for name, array in _arrays(saved):
+            model_file.put(archive, name, array)
+        sums = {member.filename[:-4]: member.CRC for member in archive.infolist()}
+        header = {"format": FORMAT, "checksums": sums, **saved.progress.as_dict(without=IN_MEMORY)}
+        model_file.put(archive, CHECKPOINT, np.array(_text(header)))
 
 
 def _arrays(saved: Saved) -> Iterator[tuple[str, np.ndarray]]:
@@ -165,10 +163,8 @@ def read(path: str) -> Saved:
     def damaged(error: object) -> CheckpointError:
         return CheckpointError(f"{path} is not a checkpoint, or it is damaged ({error})")
 
-    try:
+    with as_error(CheckpointError, f"the checkpoint {path} can't be read"):
         file = model_file.open_regular(path)
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} can't be read: {error.strerror or error}") from error
     with file, model_file.open_archive(file, model_file.size(file), damaged) as archive:
         header = json.loads(str(archive[CHECKPOINT]))
         if header["format"] != FORMAT:
@@ -218,10 +214,8 @@ def newest(folder: str, check: Callable[[str, Saved], object] | None = None) -> 
         Damaged checkpoints are skipped too. Each skipped one is logged to "trainers". Raises CheckpointError if there
         are checkpoints but none is usable, or the folder can't be read.
     """
-    try:
+    with as_error(CheckpointError, f"the checkpoints in {folder} can't be read"):
         found = paths(folder)
-    except OSError as error:
-        raise CheckpointError(f"the checkpoints in {folder} can't be read: {error.strerror or error}") from error
     errors = []
     for path in found:
         try:
@@ -250,11 +244,8 @@ def prune(folder: str, total: int, keep: int) -> None:
     A checkpoint of a later step is damaged, or training would have resumed from it. It is neither removed nor counted.
     """
     for path in paths(folder, total)[keep:]:
-        try:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-        except OSError as error:
-            raise CheckpointError(f"the old checkpoint {path} can't be removed: {error.strerror or error}") from error
+        with as_error(CheckpointError, f"the old checkpoint {path} can't be removed"), suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 _locked: set[int] = set()  # the handles of the folders that this process has locked

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from trainers.errors import CheckpointError, ModelFileError, TrainerError
+from trainers.errors import CheckpointError, ModelFileError, TrainerError, as_error
 
 # the methods that NumPy writes; others could unpack a small file to any size
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -143,11 +143,8 @@ CHECKPOINT = "checkpoint"  # names with this prefix do not belong to the model
 
 def write(path: str, kind: str, config: dict[str, Any], state: dict[str, np.ndarray]) -> None:
     """Write a model to exactly `path`. Raises ModelFileError."""
-    try:
-        with replacing(path) as file:
-            np.savez(file, allow_pickle=False, **{HEADER: header_of(kind, config)}, **state)
-    except OSError as error:
-        raise ModelFileError(f"the model can't be written to {path}: {error.strerror or error}") from error
+    with as_error(ModelFileError, f"the model can't be written to {path}"), replacing(path) as file:
+        np.savez(file, allow_pickle=False, **{HEADER: header_of(kind, config)}, **state)
 
 
 def header_of(kind: str, config: dict[str, Any]) -> np.ndarray:
@@ -180,10 +177,8 @@ def _opened(path: str) -> Iterator[Archive]:
     def damaged(error: object) -> ModelFileError:
         return ModelFileError(f"{path} is not a model file, or it is damaged ({error}); save() writes one")
 
-    try:
+    with as_error(ModelFileError, f"the model file {path} can't be read"):
         file = open_regular(path)
-    except OSError as error:
-        raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
     with file, open_archive(file, size(file), damaged) as archive:
         yield archive
 

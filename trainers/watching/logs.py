@@ -9,7 +9,7 @@ import time
 
 from allreduce.health import abort, dump
 from allreduce.transport import processes
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, as_error
 
 LINE = "%(asctime)s {where} %(levelname)s %(name)s: %(message)s"
 LOGGERS = ("allreduce", "trainers")
@@ -32,12 +32,10 @@ def log_to(folder: str | os.PathLike[str], level: int = logging.INFO) -> str:
     path = os.path.join(os.path.abspath(folder), f"rank-{rank}.log")
     if path in _handlers:
         return path
-    try:
+    with as_error(ArgumentError, f"the log of rank {rank} can't be written to {path}"):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         # no link is followed: other users may write to the folder
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise ArgumentError(f"the log of rank {rank} can't be written to {path}: {error.strerror or error}") from error
     handler = logging.StreamHandler(os.fdopen(opened, "a", 1, encoding="utf-8", errors="replace"))
     where = f"rank {rank} of {size} on {socket.gethostname()} process {os.getpid()}".replace("%", "%%")
     handler.setFormatter(logging.Formatter(LINE.format(where=where)))

@@ -22,7 +22,7 @@ from trainers.apps.export.running import (
 )
 from trainers.arguments import flag_error, require
 from trainers.data import Tree, row_count, sliced
-from trainers.errors import ArgumentError, ExportError
+from trainers.errors import ArgumentError, ExportError, as_error
 from trainers.files.model_file import replacing
 from trainers.files.onnx_graph import need_onnx
 from trainers.replica import Replica
@@ -75,11 +75,8 @@ def write(
     difference = compared(Session(model, about), about, rows, expected, tolerance)
     about = replace(about, average=average, rows=row_count(rows), difference=difference)
     graph.describe(model, about)
-    try:
-        with replacing(path) as file:
-            file.write(model.SerializeToString())
-    except OSError as error:
-        raise ExportError(f"the export can't be written to {path}: {error.strerror or error}") from error
+    with as_error(ExportError, f"the export can't be written to {path}"), replacing(path) as file:
+        file.write(model.SerializeToString())
     return about
 
 

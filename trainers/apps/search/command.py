@@ -36,7 +36,7 @@ from trainers.cli.options import (
 )
 from trainers.datasets.dataset import split
 from trainers.datasets.shards import is_pattern
-from trainers.errors import ArgumentError, SearchError, needing
+from trainers.errors import ArgumentError, SearchError, as_error, needing
 from trainers.files.model_file import replacing
 from trainers.replicas.numpy.categories import load_network
 from trainers.watching.callback import Callback, Logs
@@ -221,10 +221,8 @@ def _models(options: argparse.Namespace, world: Topology) -> Iterator[str]:
     def made() -> str:
         if given is None:
             return tempfile.mkdtemp(prefix="allreduce-search-")
-        try:
+        with as_error(ArgumentError, f"{given} can't be made"):
             Path(given).mkdir(exist_ok=True)
-        except OSError as error:
-            raise ArgumentError(f"{given} can't be made: {error.strerror or error}") from error
         return given
 
     folder = together(world.world, lambda: made() if world.rank == 0 else None)

@@ -27,7 +27,7 @@ from trainers.apps.serving.versions import (
 )
 from trainers.apps.serving.web import check_packages, listen
 from trainers.cli.command import Command
-from trainers.errors import ArgumentError, ModelFileError, TrainerError
+from trainers.errors import ArgumentError, ModelFileError, TrainerError, as_error
 from trainers.recovery.terminating import Terminating
 
 log = logging.getLogger("trainers")
@@ -145,10 +145,8 @@ def _prepared(options: argparse.Namespace) -> Prepared:
 
 def _versions_in(options: argparse.Namespace, versions: Versions, folder: str) -> dict[int, Found]:
     """Load the versions in a folder, the newest first; returns their files. Raises ModelFileError if there is none."""
-    try:
+    with as_error(ModelFileError, f"--model {options.model} can't be read"):
         found = scan(folder)
-    except OSError as error:
-        raise ModelFileError(f"--model {options.model} can't be read: {error.strerror or error}") from error
     errors = []
     for number in sorted(wanted_of(found, options.keep, versions.canary), reverse=True):
         try:

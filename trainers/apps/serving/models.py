@@ -13,7 +13,7 @@ import numpy as np
 from trainers.apps.export.metadata import Exported
 from trainers.apps.export.running import cells_of
 from trainers.datasets.columns import Columns
-from trainers.errors import ArgumentError, ModelFileError, TrainerError, needing
+from trainers.errors import ArgumentError, ModelFileError, TrainerError, as_error, needing
 from trainers.files import model_file
 from trainers.replicas.numpy.categories import load_network
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -166,7 +166,8 @@ def load_model(path: str) -> Model:
     """Load a saved model: a .npz of `save`, or an .onnx file (needs the extra "export"). Raises ModelFileError, and
     ArgumentError if a package is missing."""
     if path.endswith(".onnx"):
-        _check_readable(path)
+        with as_error(ModelFileError, f"the model file {path} can't be read"):
+            model_file.open_regular(path).close()
         return OnnxModel(path)
     kind, _ = model_file.read_header(path)
     if kind in OTHERS:
@@ -223,13 +224,6 @@ def _constants(path: str) -> list[str]:
     names = {os.fsdecode(content[place.end() : place.end() + place[1][0]]) for place in places}
     beside = (os.path.join(os.path.dirname(path), name) for name in sorted(names) if "\0" not in name)
     return [each for each in beside if os.path.isfile(each)]
-
-
-def _check_readable(path: str) -> None:
-    try:
-        model_file.open_regular(path).close()
-    except OSError as error:
-        raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
 
 
 def _threads() -> int:
