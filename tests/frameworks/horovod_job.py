@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import tests.without_dynamo  # noqa: F401
+
+# isort: split
 import numpy as np
 import pytest
 import torch

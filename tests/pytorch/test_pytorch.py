@@ -21,34 +21,74 @@ def test_without_torch_the_extra_is_named() -> None:
         assert 'pip install ".[torch]" in the checkout' in done.stderr
 
 
-def test_a_rank_ends_early(mpirun: JobRunner, tmp_path: Path) -> None:
-    """The other ranks learn where it ended, and the job ends with an error instead of hanging."""
+HEAD = """
+import os, signal, sys, threading, time
+import tests.without_dynamo
+import torch
+from trainers.pytorch import Buckets, MirroredOptimizer
+
+def make(**options):
+    model = torch.nn.Linear(3, 2)
+    return model, MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+"""
+# Programs in which a rank would wait for ever, by seconds to a time-out and what the error says.
+HANGS = {
+    "a rank ends early": (
+        """
+model, optimizer = make()
+for step in range(3 - optimizer.topology.rank):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+""",
+        "100",
+        [
+            "rank 1 has left: it has ended its program",
+            "waits for it in averages gradients, after 2 steps and 2 averages, bucket 1 of 1 of",
+        ],
+    ),
+    "two optimizers are closed in different order": (
+        """
+made = [make()[1] for _ in range(2)]
+for optimizer in made if made[0].topology.rank else reversed(made):
+    optimizer.close()
+""",
+        "3",
+        ["closes the optimizer, after 0 steps and 0 averages of MirroredOptimizer"],
+    ),
+    # tests/ranks/pytorch/test_life.py has one whose rank continues the training
+    "a rank drops its optimizer": (
+        """
+model, optimizer = make()
+model(torch.ones(2, 3)).sum().backward()
+optimizer.step()
+if optimizer.topology.rank == 1:
+    del optimizer
+    time.sleep(30)
+else:
+    model(torch.ones(2, 3)).sum().backward()
+""",
+        "8",
+        ["has not arrived"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_the_job_ends_with_an_error_instead_of_hanging(name: str, mpirun: JobRunner) -> None:
+    """The other ranks learn where each rank is."""
     pytest.importorskip("torch")
-    script = tmp_path / "loop.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from trainers.pytorch import MirroredOptimizer\n"
-        "model = torch.nn.Linear(3, 2)\n"
-        "optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)\n"
-        "for step in range(3 - optimizer.topology.rank):\n"
-        "    optimizer.zero_grad()\n"
-        "    model(torch.ones(2, 3)).sum().backward()\n"
-        "    optimizer.step()\n"
-    )
-    job = mpirun(2, [script], timeout=60)
+    program, seconds, words = HANGS[name]
+    job = mpirun(2, ["-c", HEAD + program], timeout=60, env={"ALLREDUCE_TIMEOUT_SECONDS": seconds})
     assert job.returncode
-    assert "rank 1 has left: it has ended its program" in job.stderr
-    assert "waits for it in averages gradients, after 2 steps and 2 averages, bucket 1 of 1 of" in job.stderr
+    for each in words:
+        assert each in job.stderr, job.stderr
 
 
 INTERRUPTED = """
-import os, signal, sys, threading, time, torch
-from trainers.pytorch import Buckets, MirroredOptimizer
 for overlap in (False, True):
     told = f"{sys.argv[1]}-{overlap}"
-    model = torch.nn.Linear(3, 2)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = MirroredOptimizer(plain, model, buckets=Buckets(overlap))
+    model, optimizer = make(buckets=Buckets(overlap))
     rank = optimizer.topology.rank
     def backward():
         (model.bias.sum() * (rank + 1)).backward()
@@ -76,51 +116,9 @@ def test_ctrl_c_while_gradients_are_waited_for(mpirun: JobRunner, tmp_path: Path
     """Ctrl-C leaves backward at once. A program that catches it can continue, because all calls that had begun are
     completed."""
     pytest.importorskip("torch")
-    job = mpirun(2, ["-c", INTERRUPTED, tmp_path / "interrupted"], timeout=100)
+    job = mpirun(2, ["-c", HEAD + INTERRUPTED, tmp_path / "interrupted"], timeout=100)
     assert job.returncode == 0, job.stderr
     assert job.stdout == "[1.5, 1.5]\n" * 2
-
-
-def test_two_optimizers_closed_in_different_order(mpirun: JobRunner, tmp_path: Path) -> None:
-    """No silent hang: the time-out shows where each rank waits."""
-    pytest.importorskip("torch")
-    script = tmp_path / "close.py"
-    script.write_text(
-        "import torch\n"
-        "from trainers.pytorch import MirroredOptimizer\n"
-        "models = [torch.nn.Linear(3, 2) for _ in range(2)]\n"
-        "made = [MirroredOptimizer(torch.optim.SGD(each.parameters(), lr=0.1), each) for each in models]\n"
-        "for optimizer in made if made[0].topology.rank else reversed(made):\n"
-        "    optimizer.close()\n"
-    )
-    job = mpirun(2, [script], timeout=100, env={"ALLREDUCE_TIMEOUT_SECONDS": "3"})
-    assert job.returncode
-    assert "closes the optimizer, after 0 steps and 0 averages of MirroredOptimizer" in job.stderr, job.stderr
-
-
-def test_a_rank_drops_its_optimizer(mpirun: JobRunner, tmp_path: Path) -> None:
-    """The other ranks get an error; tests/ranks/pytorch/test_life.py has one whose rank continues the training."""
-    pytest.importorskip("torch")
-    script = tmp_path / "drop.py"
-    script.write_text(
-        "import time, torch\n"
-        "from trainers.pytorch import MirroredOptimizer\n"
-        "model = torch.nn.Linear(3, 2)\n"
-        "optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)\n"
-        "rank = optimizer.topology.rank\n"
-        "def backward():\n"
-        "    model(torch.ones(2, 3)).sum().backward()\n"
-        "backward()\n"
-        "optimizer.step()\n"
-        "if rank == 1:\n"
-        "    del optimizer\n"
-        "    time.sleep(30)\n"
-        "else:\n"
-        "    backward()\n"
-    )
-    job = mpirun(2, [script], timeout=100, env={"ALLREDUCE_TIMEOUT_SECONDS": "8"})
-    assert job.returncode
-    assert "has not arrived" in job.stderr, job.stderr
 
 
 def test_a_former_option_shows_the_new_form() -> None:
@@ -137,24 +135,21 @@ def test_a_former_option_shows_the_new_form() -> None:
         Buckets("maybe")
 
 
-def test_without_threads_gradients_are_reduced_after_backward(mpirun: JobRunner, tmp_path: Path) -> None:
+WITHOUT_THREADS = """
+model, optimizer = make(buckets=Buckets(True))
+(model.bias.sum() * (optimizer.topology.rank + 1)).backward()
+optimizer.step()
+if optimizer.topology.rank == 0:
+    print(model.bias.grad.tolist(), optimizer.report().overlap)
+optimizer.close()
+"""
+
+
+def test_without_threads_gradients_are_reduced_after_backward(mpirun: JobRunner) -> None:
     """If MPI was started without MPI_THREAD_MULTIPLE, a notice reports it once, and the training is right."""
     pytest.importorskip("torch")
-    script = tmp_path / "loop.py"
-    script.write_text(
-        "import mpi4py\n"
-        "mpi4py.rc.thread_level = 'serialized'\n"
-        "import torch\n"
-        "from trainers.pytorch import Buckets, MirroredOptimizer\n"
-        "model = torch.nn.Linear(3, 2)\n"
-        "optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, buckets=Buckets(True))\n"
-        "(model.bias.sum() * (optimizer.topology.rank + 1)).backward()\n"
-        "optimizer.step()\n"
-        "if optimizer.topology.rank == 0:\n"
-        "    print(model.bias.grad.tolist(), optimizer.report().overlap)\n"
-        "optimizer.close()\n"
-    )
-    job = mpirun(2, [script], timeout=60)
+    serialized = "import mpi4py; mpi4py.rc.thread_level = 'serialized'"
+    job = mpirun(2, ["-c", serialized + HEAD + WITHOUT_THREADS], timeout=60)
     assert job.returncode == 0, job.stderr
     assert "[1.5, 1.5] False" in job.stdout
     assert job.stderr.count("gradients are reduced after backward, not during it: ") == 1
