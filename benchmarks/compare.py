@@ -103,8 +103,8 @@ def report(found: Sequence[Ratio], threshold: float) -> tuple[list[str], list[st
 
 def _compare(args: argparse.Namespace) -> int:
     before, after = load(args.before), load(args.after)
-    if (before.dtype, before.op) != (after.dtype, after.op):
-        raise FileError(f"{before.dtype} {before.op} can't be compared with {after.dtype} {after.op}")
+    if before.kind() != after.kind():
+        raise FileError(f"{before.kind()} can't be compared with {after.kind()}")
     found = ratios(before, after)
     if not found:
         raise FileError(f"{args.before} and {args.after} have no backend and size in common")

@@ -18,10 +18,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     runs = sorted((load(path) for path in options.runs), key=lambda run: (run.nodes, run.ranks))
-    kinds = {(run.dtype, run.op) for run in runs}
+    kinds = sorted({run.kind() for run in runs})
     if len(kinds) > 1:
-        several = "; ".join(f"{dtype} ({op})" for dtype, op in sorted(kinds))
-        raise FileError(f"the runs measured different calls: {several}; give runs of one dtype and operation")
+        raise FileError(f"the runs measured different calls: {'; '.join(kinds)}; give runs of one kind")
     outputs.write(options.html, report.page(*runs))
     if options.html != outputs.STDOUT:
         print(options.html)

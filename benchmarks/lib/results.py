@@ -74,9 +74,13 @@ class Run:
     def nodes(self) -> int:
         return len(self.node_sizes)
 
+    def kind(self) -> str:
+        """The calls that were measured: "float32 sum, compress=None"."""
+        return f"{self.dtype} {self.op}, compress={self.compress}"
+
     def calls(self) -> str:
         """The calls that were measured, and their ranks: "float32 sum, compress=None, 4 ranks on 1 node"."""
-        return f"{self.dtype} {self.op}, compress={self.compress}, {self.place()}"
+        return f"{self.kind()}, {self.place()}"
 
     def of(self, memory: str) -> list[Result]:
         return [result for result in self.results if result.memory == memory]

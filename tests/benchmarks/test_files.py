@@ -75,10 +75,10 @@ def test_compare_tells_what_is_gone_and_what_is_wrong(tmp_path: Path, capsys: py
 
 
 def test_compare_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = made_run()
-    run.dtype = "float64"
-    (tmp_path / "b.json").write_text(to_json(run))
-    assert compare.main([str(save(tmp_path / "a.json")), str(tmp_path / "b.json")]) == 2
+    for other in ({"dtype": "float64"}, {"op": "max"}, {"compress": "int8"}):
+        (tmp_path / "b.json").write_text(to_json(replace(made_run(), **other)))
+        assert compare.main([str(save(tmp_path / "a.json")), str(tmp_path / "b.json")]) == 2
+        assert "float32 sum, compress=None can't be compared with " in capsys.readouterr().err
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     (tmp_path / "text.txt").write_text("words")
     for name, reason in {

@@ -151,6 +151,10 @@ def test_a_page_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert out.endswith("</body></html>\n")
     assert re.findall(r"<h1>(\d) ranks on 1 node", page.read_text()) == ["2", "4"]
     other = tmp_path / "other.json"
-    other.write_text(to_json(replace(made_run(2), op="max")))
-    assert command.main([str(paths[0]), str(other), "--html", str(page)]) == 2
-    assert "measured different calls: float32 (max); float32 (sum)" in capsys.readouterr().err
+    for run, kinds in (
+        (replace(made_run(2), op="max"), "float32 max, compress=None; float32 sum, compress=None"),
+        (replace(made_run(2), compress="int8"), "float32 sum, compress=None; float32 sum, compress=int8"),
+    ):
+        other.write_text(to_json(run))
+        assert command.main([str(paths[0]), str(other), "--html", str(page)]) == 2
+        assert f"measured different calls: {kinds}" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tests import launch
 from tests.matrix.case import MOST_RANKS, case_of
 
-SECONDS = 100.0  # without a word from a job: its case hangs
+SECONDS = 300.0  # without a word from a job: its case hangs
 
 
 class Outcome(NamedTuple):
