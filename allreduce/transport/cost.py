@@ -73,8 +73,8 @@ class Layout:
         return ceil((self.sharing or self.largest) / self.cores) if self.cores else 1
 
     def crossing(self, distance: int) -> int:
-        """Return how many ranks of a node use its link at once if each rank has a partner `distance` (a power of two)
-        away; 0 if all partners are on one node."""
+        """Return how many ranks of a node use its link at once if the partner of each rank has the number rank XOR
+        `distance`, a power of two; 0 if all partners are on one node."""
         if self.nodes == 1 or not any(size % (2 * distance) for size in self.sizes):
             return 0
         return min(distance, self.largest)
@@ -95,7 +95,7 @@ def waiting(at: Layout, k: Machine) -> float:
 
 
 def message(nbytes: float, at: Layout, k: Machine) -> float:
-    """Return the time of a message within a node, cut into segments."""
+    """Return the time of a message within a node, cut into segments, with its latency."""
     segments = max(1, ceil(nbytes / SEGMENT_BYTES))
     return segments * (k.alpha + handshake(nbytes, k)) + waiting(at, k) + nbytes * k.beta * at.per_core
 
@@ -106,7 +106,7 @@ def handshake(nbytes: float, k: Machine) -> float:
 
 
 def link(nbytes: float, k: Machine, sharing: int = 1) -> float:
-    """Return the time of a message to another node, if `sharing` ranks of a node send at once."""
+    """Return the time of a message to another node, with its latency, if `sharing` ranks of a node send at once."""
     return k.net_alpha + nbytes * sharing * k.net_beta
 
 

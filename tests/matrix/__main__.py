@@ -1,6 +1,7 @@
 """Crosses features of the trainers in random fits, and compares each with one process that uses the framework alone.
 
     python -m tests.matrix [--cases 2000] [--seed 1] [--only NUMBER]
+    python -m tests.matrix --refused      # writes docs/trouble/combinations.md; some minutes
 
 A case crosses owners of the parameters, averages, transforms, loaders, replicas, backends, compressions, ranks, nodes,
 and a stop with a resume on other ranks. It is "right" (the parameters, their average and the history are those of one
@@ -9,8 +10,11 @@ that repeats it.
 """
 
 import argparse
+import signal
 import sys
 from collections import Counter
+
+from tqdm import tqdm
 
 from tests.matrix import refused
 from tests.matrix.case import FIXED, case_of
@@ -25,8 +29,9 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="print each case")
     parser.add_argument("--refused", action="store_true", help="write the page of refused combinations")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no job outlives this
     if given.refused:
-        refused.PAGE.write_text(refused.page(outcomes(0, FIXED)))
+        refused.PAGE.write_text(refused.page(tqdm(outcomes(0, FIXED), total=len(FIXED), unit="case")))
         return 0
     numbers = range(given.cases) if given.only is None else [given.only]
     counts: Counter[str] = Counter()
