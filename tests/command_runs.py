@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import allreduce  # noqa: F401, prepares the environment of MPI, so it comes first
+
+# isort: split
 from mpi4py import MPI
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import event_files
-from tests.conftest import JobRunner
+from tests.conftest import JobRunner, in_one_job
 from tests.faults import job_of
 
 LOADING = """
@@ -93,19 +93,15 @@ def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> N
     assert "test accuracy" in job.stdout
 
 
-@pytest.mark.parametrize(
-    ("update", "goes_back"),
-    [([], False), (["--update", "sharded"], True), (["--update", "sharded", "--backups", "1"], False)],
-)
-def test_the_command_says_from_where_the_other_ranks_continue(
-    mpirun: JobRunner, update: list[str], goes_back: bool, tmp_path: Path
-) -> None:
-    kept = ["--on-failure", "continue", "--checkpoint", str(tmp_path / "kept")]
-    once = ["-m", "trainers", "--data", "iris", "--epochs", "1", *kept, *update]
-    job = mpirun(2, once, ulfm=True)
-    assert job.returncode == 0, job.stdout + job.stderr
-    back = ", from the last checkpoint (with --backups 1 without one)" * goes_back
-    assert f"if a rank fails: the other ranks continue{back}\n" in job.stdout
+def test_the_command_says_from_where_the_other_ranks_continue(tmp_path: Path) -> None:
+    updates = [([], False), (["--update", "sharded"], True), (["--update", "sharded", "--backups", "1"], False)]
+    once = ["--data", "iris", "--epochs", "1", "--on-failure", "continue", "--checkpoint"]
+    lines = [[*once, str(tmp_path / str(number)), *update] for number, (update, _) in enumerate(updates)]
+    found = in_one_job(2, [("trainers.cli.main", line, str(tmp_path)) for line in lines], tmp_path, ulfm=True)
+    for (_, goes_back), (first, other) in zip(updates, found, strict=True):
+        assert [first["code"], other["code"]] == [0, 0], first["stdout"] + first["stderr"]
+        back = ", from the last checkpoint (with --backups 1 without one)" * goes_back
+        assert f"if a rank fails: the other ranks continue{back}\n" in first["stdout"]
 
 
 def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRunner) -> None:
