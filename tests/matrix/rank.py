@@ -1,6 +1,7 @@
 """A rank of the matrix: runs cases, each on some of the job's ranks, and judges them. `tests.matrix` starts the job."""
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -131,10 +132,13 @@ def main() -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("ALLREDUCE_TIMEOUT_SECONDS", "30")  # of all topologies
     judge = Judge(MPI.COMM_WORLD.Dup())
-    for number in map(int, given.cases.split(",")):
-        case, begin = case_of(given.seed, number), time.monotonic()
+    cases = [case_of(given.seed, int(number)) for number in given.cases.split(",")]
+    for framework in sorted({case.framework for case in cases}):
+        importlib.import_module(framework)  # may take longer than a rank waits for another one in a case
+    for case in cases:
+        begin = time.monotonic()
         outcome, why = judge.run(case)
-        line = {"number": number, "outcome": outcome, "why": why, "seconds": time.monotonic() - begin}
+        line = {"number": case.number, "outcome": outcome, "why": why, "seconds": time.monotonic() - begin}
         if judge.comm.rank == 0:
             print(json.dumps(line), flush=True)
     return 0
