@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,13 +15,6 @@ SCRIPTS = launch.ROOT / "scripts"
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment"
 )
-
-
-def test_without_torch_the_extra_is_named() -> None:
-    code = "import sys; sys.modules['torch'] = None; import trainers.horovod.torch"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=launch.ROOT, timeout=60)
-    assert done.returncode
-    assert 'pip install ".[torch]" in the checkout' in done.stderr
 
 
 @needs_torch

@@ -1,7 +1,5 @@
 """Keras 3: trainers.keras on two ranks, with the backends that are installed for tests."""
 
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,11 +30,3 @@ def test_job(mpirun: JobRunner, tmp_path: Path, environment: dict[str, str], par
     assert job.returncode == 0, job.stdout + job.stderr
     for rank in (0, 1):
         assert f"rank {rank} is done" in job.stdout.splitlines()
-
-
-def test_without_keras_the_extra_is_named() -> None:
-    for package in ("trainers.keras", "trainers.replicas.keras"):
-        code = f"import sys; sys.modules['keras'] = None; import {package}"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=launch.ROOT, timeout=60)
-        assert done.returncode
-        assert 'pip install ".[keras,jax]" or ".[keras,torch]" in the checkout' in done.stderr

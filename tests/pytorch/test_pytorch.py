@@ -1,25 +1,12 @@
 """MirroredOptimizer: tests that need no other rank, or a separate job."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import JobRunner, in_one_job
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_without_torch_the_extra_is_named() -> None:
-    for module in ("trainers.pytorch", "trainers.replicas.pytorch"):
-        code = f"import sys; sys.modules['torch'] = None; import {module}"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-        assert done.returncode
-        assert 'pip install ".[torch]" in the checkout' in done.stderr
-
 
 HEAD = """
 import os, signal, sys, threading, time

@@ -376,13 +376,6 @@ def test_an_older_pytorch_and_ranks_that_mpi_did_not_start_are_refused() -> None
     assert "mpirun -n 2" in job.stderr
 
 
-def test_without_pytorch_the_error_names_the_extra() -> None:
-    program = 'import sys; sys.modules["torch"] = None; import allreduce.torch_backend'
-    job = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert job.returncode != 0
-    assert 'pip install ".[torch]" in the checkout' in job.stderr
-
-
 @pytest.mark.expensive
 def test_some_of_pytorchs_own_tests(mpirun: JobRunner) -> None:
     """pytorch_suite.py runs them all, in a minute or two."""
