@@ -111,3 +111,15 @@ def as_error(kind: type[TrainerError], text: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise kind(f"{text}: {error.strerror or error}") from error
+
+
+@contextmanager
+def explained(kind: type[TrainerError], text: str, passes: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Context manager for code of others, which may raise anything: raise an exception of the block as an error of this
+    kind: the text, and the exception's type and text. passes: types of exceptions that are raised as they are."""
+    try:
+        yield
+    except passes:
+        raise
+    except Exception as error:
+        raise kind(f"{text}: {type(error).__name__}: {error}") from error

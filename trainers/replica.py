@@ -13,7 +13,7 @@ import numpy as np
 
 from trainers.data import Data, Tree, named, row_count
 from trainers.datasets.columns import Columns
-from trainers.errors import ArgumentError, ModelFileError
+from trainers.errors import ArgumentError, ModelFileError, explained
 from trainers.files import model_file
 from trainers.transforms.average import AVERAGE, Average, Spans, put_in, read, set_arrays
 
@@ -447,13 +447,8 @@ def copy_of(replica: Replica) -> Replica:
     Raises ArgumentError if the model can't be copied: a replica may have a method `__deepcopy__`.
     """
     modules = {id(module): module for module in sys.modules.values()}  # an array module, say
-    try:
+    with explained(ArgumentError, f"this {type(replica).__name__} can't be copied", passes=(ArgumentError,)):
         return copy.deepcopy(replica, modules)
-    except ArgumentError:
-        raise
-    except Exception as error:  # whatever the model holds
-        kind = type(replica).__name__
-        raise ArgumentError(f"this {kind} can't be copied: {type(error).__name__}: {error}") from error
 
 
 COLUMNS = "columns"  # their name in the config of a model file

@@ -21,7 +21,7 @@ from trainers.data import (
     structure_of,
     without_rows,
 )
-from trainers.errors import ArgumentError, CheckpointError, DataError
+from trainers.errors import ArgumentError, CheckpointError, DataError, explained
 from trainers.fit.reader import Place, Reader, shown
 from trainers.options.loader import DIVIDED, WHOLE
 
@@ -254,12 +254,10 @@ class LoaderBatches(BatchSource):
             return
         if reader.once and self._taken > count:
             raise reader.error_of_once()
-        try:
+        with explained(DataError, f"the {reader.name} can't be read again"):
             if not reader.once:
                 reader.restart(epoch if self.limit is None else 0)
                 self._taken = 0
-        except Exception as error:
-            raise DataError(f"the {reader.name} can't be read again: {type(error).__name__}: {error}") from error
         while self._taken < count:
             if self._take(f"batch {self._taken + 1} of {count} that it has given before") is None:
                 break

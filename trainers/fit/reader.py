@@ -19,7 +19,7 @@ from trainers.data import (
     structure_of,
     without_rows,
 )
-from trainers.errors import CheckpointError, DataError
+from trainers.errors import CheckpointError, DataError, explained
 from trainers.files import values
 
 END = object()
@@ -222,11 +222,8 @@ class Reader:
                 f"the checkpoint has the state of a loader, and a {self.name} takes none: give the loader with which "
                 "the checkpoint was written"
             )
-        try:
+        with explained(CheckpointError, f"the {self.name} can't take its state of the checkpoint"):
             accessors[1](values.decode(state))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"the {self.name} can't take its state of the checkpoint: {reason}") from error
 
     def tell(self) -> Place:
         """Return the place before the next batch."""
@@ -236,15 +233,11 @@ class Reader:
         """Go to a place, of this run or an earlier one. begins: whether a pass that has not begun there begins. Raises
         CheckpointError or DataError."""
         goes_on = place.begun is not None or (place.ended and not begins)  # else a pass begins here, and draws numbers
-        try:
+        wrong = f"the {self.name} can't read on where the checkpoint was written"
+        with explained(DataError, wrong, passes=(CheckpointError, DataError)):
             self._seek(place, place.begun if goes_on else place.before, begins)
             if goes_on and place.before is not None:
                 load_generator_states(place.before)
-        except (CheckpointError, DataError):
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise DataError(f"the {self.name} can't read on where the checkpoint was written: {reason}") from error
 
     def _seek(self, place: Place, begun: Generators | None, begins: bool) -> None:
         if begun is not None:

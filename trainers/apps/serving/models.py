@@ -13,7 +13,7 @@ import numpy as np
 from trainers.apps.export.metadata import Exported
 from trainers.apps.export.running import cells_of
 from trainers.datasets.columns import Columns
-from trainers.errors import ArgumentError, ModelFileError, TrainerError, as_error, needing
+from trainers.errors import ArgumentError, ModelFileError, TrainerError, as_error, explained, needing
 from trainers.files import model_file
 from trainers.replicas.numpy.categories import load_network
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -180,18 +180,13 @@ def load_whole(path: str) -> Model:
     """Load a model whose file may be in the course of being written, with the stamp of its content, by which ranks
     compare what they have loaded. Raises ModelFileError if a file changes meanwhile, and the errors of `load_model`;
     whatever a damaged file makes a package raise becomes a ModelFileError."""
-    try:
+    damaged = explained(ModelFileError, f"{path} can't be loaded", passes=(TrainerError,))
+    with damaged, as_error(ModelFileError, f"the model file {path} can't be read"):
         files = [path, *_constants(path)]
         before = _times(files)
         stamp = _stamp(files)
         model = load_model(path)
         after = _times(files)
-    except TrainerError:
-        raise
-    except OSError as error:
-        raise ModelFileError(f"the model file {path} can't be read: {error.strerror or error}") from error
-    except Exception as error:
-        raise ModelFileError(f"{path} can't be loaded: {type(error).__name__}: {error}") from error
     if after != before:
         raise ModelFileError(f"{path} changed while it was read")
     model.stamp = stamp

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, explained
 from trainers.replica import Slices
 from trainers.replicas.flat import FlatOptimizer
 from trainers.replicas.jax.layout import TreeLayout, like, on_host, own
@@ -112,13 +112,9 @@ def _check(transformation: Any, params: Any) -> None:
         raise ArgumentError(
             f"JaxReplica takes an optax optimizer, as optax.adam(1e-3), not {kind.__module__}.{kind.__qualname__}"
         )
-    try:
+    wrong = "this optimizer can't be used by JaxReplica, which passes only gradients and parameters of this model to it"
+    with explained(ArgumentError, wrong):
         jax.eval_shape(lambda tree: transformation.update(tree, transformation.init(tree), tree), params)
-    except Exception as error:  # whatever a transformation raises
-        raise ArgumentError(
-            "this optimizer can't be used by JaxReplica, which passes only gradients and parameters of this model to "
-            f"it: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _flat_pattern(transformation: Any, layout: TreeLayout, state: Any) -> Any:

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
-from trainers.errors import ArgumentError, ModelFileError
+from trainers.errors import ArgumentError, ModelFileError, explained
 from trainers.files.onnx_graph import need_onnx, quiet
 from trainers.replica import ALL, Replica, Slices, single, unfit_error
 from trainers.replicas.flat import FlatReplica, Layout
@@ -203,12 +203,9 @@ class KerasReplica(FlatReplica):
             assign(variable, state[name])
 
     def __deepcopy__(self, memo: Any) -> Replica:
-        try:
-            model = keras.models.clone_model(self.model)
+        with explained(ArgumentError, f"this {type(self.model).__name__} can't be cloned by Keras"):
+            model = keras.models.clone_model(self.model)  # a layer may have no configuration
             optimizer = self._optimizer.new_optimizer()
-        except Exception as error:  # a layer may have no configuration
-            kind = type(self.model).__name__
-            raise ArgumentError(f"this {kind} can't be cloned by Keras: {type(error).__name__}: {error}") from error
         copied = KerasReplica(model, self._loss, optimizer, self._metrics)
         copied.load_state(self.state())
         copied.load_local_state(self.local_state())

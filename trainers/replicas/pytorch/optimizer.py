@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainers.arguments import name_error, require
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, explained
 from trainers.options.average import SHARDS
 from trainers.replica import Slices, single, slices_of
 from trainers.replicas.flat import FlatOptimizer, Layout
@@ -267,15 +267,11 @@ def _trial_state(optimizer: torch.optim.Optimizer, device: torch.device) -> dict
     trials = [nn.Parameter(torch.ones(TRIED, device=device)) for _ in optimizer.param_groups]
     for trial in trials:
         trial.grad = torch.ones_like(trial)
-    try:
+    with explained(ArgumentError, f"{kind.__name__} can't be used by TorchReplica"):
         tried = optimizer_like(optimizer, ([trial] for trial in trials))
         tried.step()
         states = [tried.state[trial].items() for trial in trials]
         found = {key: torch.as_tensor(value) for state in states for key, value in state if value is not None}
-    except Exception as error:
-        raise ArgumentError(
-            f"{kind.__name__} can't be used by TorchReplica: {type(error).__name__}: {error}"
-        ) from error
     strange = [key for key, value in found.items() if value.shape not in ((), TRIED)]
     if strange:
         raise ArgumentError(
