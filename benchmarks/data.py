@@ -98,10 +98,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 class Timed(TorchReplica):
     """Notes when it gets a batch."""
 
-    ready: list[float]
+    arrivals: list[float]
 
     def gradients(self, *rows: Any) -> Any:
-        self.ready.append(time.perf_counter())
+        self.arrivals.append(time.perf_counter())
         return super().gradients(*rows)
 
 
@@ -151,9 +151,9 @@ def measure(topology: Topology, options: argparse.Namespace, path: str, screen: 
     ddp, loader = Ddp(topology, images, options), loader_of(topology, images, options)
 
     def fit(number: int) -> Times:
-        clock, replica.ready = timing.Clock(), []
+        clock, replica.arrivals = timing.Clock(), []
         trainer.fit(Loader(loader, rows="divided"), epochs=1, seed=number, callbacks=[clock], progress=False)
-        return clock.begins, replica.ready
+        return clock.begins, replica.arrivals
 
     with MirroredTrainer(replica, "auto", topology) as trainer, screen.bar(2 * options.turns, "turn") as bar:
         sides = [(OURS, fit), (DDP, ddp.turn)]

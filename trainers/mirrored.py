@@ -7,6 +7,7 @@ from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from trainers.arguments import known_only
 from trainers.options.average import Average, Exact, LocalSGD, Sharded
+from trainers.options.buckets import DEFAULT_BUCKETS, Buckets
 from trainers.replica import Replica
 from trainers.strategies.exact import ExactMirrored
 from trainers.strategies.local_sgd import LocalMirrored
@@ -41,6 +42,7 @@ class MirroredTrainer(Trainer[Mirrored]):
         update: str | Sharded = "replicated",
         average: Average | None = None,
         compress: Given = None,
+        buckets: Buckets = DEFAULT_BUCKETS,
         on_failure: str | None = None,
     ) -> None:
         """Make the replicas equal and bind their gradients to the backend's memory. Collective.
@@ -58,6 +60,10 @@ class MirroredTrainer(Trainer[Mirrored]):
             object of options (see allreduce.create). Parameters, losses and flags are not compressed. The values that
             a rank has not sent (its error feedback) are added to its next gradients. Checkpoints contain them, and
             after a failure the remaining ranks keep theirs. It is slower where ranks share memory.
+        buckets: whether a thread sums buckets of gradients during backward, and their size; see Buckets. For replicas
+            that are `early` (TorchReplica on the CPU), with update="replicated", without `average` and `compress`. In a
+            fit with callbacks that look at gradients (CheckGradients, SkipNotFinite), the buckets are summed after
+            backward. With three or more ranks, the last bits of a sum may depend on the buckets.
         on_failure: what happens after a rank fails (killed, or its node died). The other ranks survive only under Open
             MPI 5, started as mpirun --with-ft ulfm; otherwise a failure ends the job, and "continue" raises an error.
             "continue": the remaining ranks continue the call; `topology`, `allreduce`, `rank` and `size` change. With
@@ -79,7 +85,7 @@ class MirroredTrainer(Trainer[Mirrored]):
         Raises, on all ranks, ArgumentError, DisagreementError (models that differ), UnknownBackendError,
         UnavailableError or OptionError, and frees what it created.
         """
-        given = replica, type(self).__name__, allreduce, topology, update, compress, average
+        given = replica, type(self).__name__, allreduce, topology, update, compress, average, buckets
         strategy: Mirrored
         if isinstance(average, Exact):
             strategy = ExactMirrored(*given)

@@ -3,6 +3,8 @@
 import copy
 import functools
 import inspect
+import itertools
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -100,6 +102,10 @@ class Replica(ABC):
     optimizer_state: the state of the optimizer, if it is not in `others`; see trainers.replicas.flat.
     whole_tensors: the slices of the parameters that the tensors occupy, if a rank can update only whole tensors; () if
         it can update any slice, or none.
+    early: whether `gradients` calls `ready` while it still computes, so that ranks may sum gradients meanwhile.
+    ready: set by the trainer during `gradients`, if the replica is `early`: ready(number) tells that the gradients of
+        parameter `number` (in the order of `shapes`, from 0) are in the buffer, and do not change any more. Each
+        parameter is told once, also one without a gradient; the last layers first, as backward computes them.
     unseeded: the reason why the random numbers that `gradients` draws can't be seeded. "": Python, NumPy and PyTorch
         draw them.
     kernels: fast implementations. The ranks use one only if it gives right results on the CPUs of all ranks.
@@ -165,6 +171,8 @@ class Replica(ABC):
     config: Mapping[str, Any] = MappingProxyType({})
     optimizer_state: OptimizerState | None = None
     whole_tensors: tuple[slice, ...] = ()
+    early: bool = False
+    ready: Callable[[int], None] | None = None
     unseeded: str = ""
     kernels: Kernels | None = None
     arrays: Callable[[], Sequence[Any]] | None = None
@@ -342,6 +350,12 @@ class Replica(ABC):
     def restore(self, path: str) -> None:
         """Load the state and the columns from `path`, which `save` wrote. Raises ModelFileError."""
         load_saved(self, path, *model_file.read(path, type(self).__name__))
+
+
+def parameter_slices(replica: Replica) -> list[slice]:
+    """Return the slice of each parameter in the flat ones, in the order of `shapes`."""
+    ends = itertools.accumulate(map(math.prod, replica.shapes.values()), initial=0)
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
 def slices_of(part: Slices) -> tuple[slice, ...]:
@@ -580,10 +594,16 @@ def copied(arrays: Mapping[str, np.ndarray], memory: dict[str, np.ndarray]) -> d
     return {name: memory[name] for name in arrays}
 
 
-def gradients_of(replica: Replica, data: Data, share: float) -> Any:
-    """Call `replica.gradients` with rows, and their weights if they have any."""
+def gradients_of(replica: Replica, data: Data, share: float, ready: Callable[[int], None] | None = None) -> Any:
+    """Call `replica.gradients` with rows, and their weights if they have any. ready: see Replica.ready."""
     x, y, *weights = data
-    return replica.gradients(x, y, share, *weights)
+    if ready is None:
+        return replica.gradients(x, y, share, *weights)
+    replica.ready = ready
+    try:
+        return replica.gradients(x, y, share, *weights)
+    finally:
+        replica.ready = None
 
 
 def undo_batch(replica: Replica) -> None:

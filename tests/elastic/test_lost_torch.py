@@ -39,6 +39,14 @@ def test_two_of_four_ranks_die_in_local_sgd(mpirun: JobRunner) -> None:
     assert sum(line.startswith("local: rank ") and line.endswith("of 2") for line in job.stdout.splitlines()) == 2
 
 
+@pytest.mark.jobs
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment")
+def test_a_rank_dies_while_a_trainer_sums_buckets_during_backward(mpirun: JobRunner) -> None:
+    job = mpirun(3, [*job_of("lost_torch"), "trainer"], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert sum(line.startswith("trainer: rank ") and line.endswith("of 2") for line in job.stdout.splitlines()) == 2
+
+
 def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The repair is repeated. A rank that left it out would keep the others waiting, or find its optimizer closed."""
     torch = pytest.importorskip("torch")

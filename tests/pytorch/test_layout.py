@@ -8,7 +8,8 @@ import pytest
 pytest.importorskip("torch")
 
 from allreduce.arrays.chunks import chunk
-from trainers.pytorch.buckets import blocks, plan_buckets, split
+from trainers.options.buckets import plan_buckets
+from trainers.pytorch.buckets import blocks, split
 from trainers.state.adopt import select
 
 SINGLE, DOUBLE = ("float32", 4), ("float64", 8)

@@ -166,9 +166,11 @@ class Fit:
 
     def _learn_callbacks(self) -> None:
         """Learn what the callbacks of any rank do. Collective."""
-        asks = np.array([self.callbacks.asks, self.callbacks.looks], np.int64)
+        asks = np.array([self.callbacks.asks, self.callbacks.looks, self.callbacks.inspects], np.int64)
         combine(self.group.comm, asks, "learn whether a rank may leave steps out")
-        self.asks, self.looks = map(bool, asks)
+        self.asks, self.looks, inspects = map(bool, asks)
+        if self.strategy.core is not None:
+            self.strategy.core.begin(early=not inspects)
 
     def _load_checkpointed(self, progress: Progress) -> None:
         """Continue where a checkpoint was written. Collective. Raises CheckpointError on all ranks."""

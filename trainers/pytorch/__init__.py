@@ -15,9 +15,9 @@ with needing(
     import torch  # noqa: F401
 
 from trainers.options.average import OuterSGD
+from trainers.options.buckets import Buckets
 from trainers.pytorch.buckets import GradientError
 from trainers.pytorch.optimizer import MirroredOptimizer
-from trainers.pytorch.options import Buckets
 from trainers.pytorch.report import Report
 from trainers.pytorch.sparse import TAKES_SPARSE
 from trainers.replicas.pytorch.division import ELEMENTWISE, TENSORWISE

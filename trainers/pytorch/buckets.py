@@ -1,8 +1,8 @@
-"""Buckets: the layout of gradients in flat buffers, the memory of these buffers, and the work on each bucket.
+"""The memory of buckets of gradients, and the work on each bucket.
 
-In this order: (1) the layout: positions of gradients, buckets, and the blocks that a rank updates; (2) the memory, on
-the model's device and where the backend reduces it; (3) gradients as views of this memory, and buckets of them, which
-are averaged; (4) marks that detect edits of this memory.
+In this order: (1) the blocks of buckets that a rank updates; (2) the memory, on the model's device and where the
+backend reduces it; (3) gradients as views of this memory, and buckets of them, which are averaged; (4) marks that
+detect edits of this memory.
 """
 
 from bisect import bisect_right
@@ -23,12 +23,11 @@ from allreduce.backend import AllReduce
 from allreduce.errors import AllReduceError, OptionError
 from trainers import checks
 from trainers.checks import GradientArray, GradientCheck, Span
+from trainers.options.buckets import Bucket
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.tensors import TORCH, as_array, as_tensor, shaped
 from trainers.state.dealing import Share
 from trainers.state.sharded import Flat, Region
-
-ALIGN_BYTES = 64  # every gradient begins at a cache line
 
 
 class GradientError(AllReduceError, RuntimeError):
@@ -41,66 +40,6 @@ def changed(name: str, now: Tensor, shape: tuple[int, ...], dtype: torch.dtype) 
         f"{name} has become {tuple(now.shape)} {now.dtype} since MirroredOptimizer was made, "
         f"where it was {tuple(shape)} {dtype}; close() it and make it again after such a change"
     )
-
-
-class Slot(NamedTuple):
-    """One parameter's gradient: elements [start, stop) of its dtype's buffer."""
-
-    parameter: int  # its index in the order of the model
-    start: int
-    stop: int
-
-
-class Bucket(NamedTuple):
-    """A contiguous part [start, stop) of one buffer, reduced on its own."""
-
-    dtype: str
-    start: int
-    stop: int
-    slots: tuple[Slot, ...]
-
-
-def plan_buckets(
-    parameters: Sequence[tuple[int, str, int]], first_bytes: float, bucket_bytes: float
-) -> tuple[list[Bucket], dict[str, int]]:
-    """Return the buckets, in the order in which they are reduced, and the length of each dtype's buffer.
-
-    parameters: (number of elements, dtype, bytes per element) in the order of the model. They are laid out from last to
-        first, roughly the order in which backward computes gradients.
-    first_bytes, bucket_bytes: a bucket is complete once it has this size. The last bucket has at most first_bytes, if
-        parameter sizes allow, because no computation is left to overlap with its reduction.
-    """
-    done: list[Bucket] = []
-    opened: dict[str, list[Slot]] = {}
-    lengths: dict[str, int] = {}
-    limits: dict[str, float] = {}
-    left: dict[str, int] = {}  # bytes of a dtype that are not in a bucket yet
-    for size, dtype, itemsize in parameters:
-        left[dtype] = left.get(dtype, 0) + size * itemsize
-    for index in reversed(range(len(parameters))):
-        size, dtype, itemsize = parameters[index]
-        slots = opened.setdefault(dtype, [])
-        start = _aligned(slots[-1].stop if slots else lengths.get(dtype, 0), itemsize)
-        slots.append(Slot(index, start, start + size))
-        left[dtype] -= size * itemsize
-        full = (slots[-1].stop - slots[0].start) * itemsize >= limits.get(dtype, first_bytes)
-        if full or 0 < left[dtype] <= first_bytes < left[dtype] + size * itemsize:
-            limits[dtype] = bucket_bytes
-            _complete(dtype, opened.pop(dtype), lengths, done)
-    for dtype, slots in opened.items():
-        _complete(dtype, slots, lengths, done)
-    return done, lengths
-
-
-def _complete(dtype: str, slots: list[Slot], lengths: dict[str, int], done: list[Bucket]) -> None:
-    bucket = Bucket(dtype, slots[0].start, slots[-1].stop, tuple(slots))
-    lengths[dtype] = bucket.stop
-    done.append(bucket)
-
-
-def _aligned(start: int, itemsize: int) -> int:
-    step = max(1, ALIGN_BYTES // itemsize)
-    return -(-start // step) * step
 
 
 class Block(NamedTuple):

@@ -17,8 +17,9 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from trainers.arguments import is_number, known_only
 from trainers.options.average import LocalSGD, Sharded
+from trainers.options.buckets import DEFAULT_BUCKETS, Buckets
 from trainers.pytorch.assembly import Assembly
-from trainers.pytorch.options import DEFAULT_BUCKETS, GROUP_ADDED, Buckets, Inspection, Options
+from trainers.pytorch.options import GROUP_ADDED, Inspection, Options
 from trainers.pytorch.report import Report
 from trainers.pytorch.state import broadcast_tensors
 from trainers.replicas import malloc

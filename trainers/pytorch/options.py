@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated
 
 import torch
 from mpi4py import MPI
@@ -21,9 +20,10 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
 from trainers import checks
-from trainers.arguments import POSITIVE, Check, Checked, is_flag, name_error
+from trainers.arguments import name_error
 from trainers.backends import compress_error
 from trainers.options.average import REPLICATED, SHARDED, Exact, LocalSGD, Sharded, choice_error, sharded_of
+from trainers.options.buckets import Buckets
 from trainers.options.transforms import SkipNotFinite
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
@@ -40,23 +40,6 @@ AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
 GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so its buffers have no room for them; {AGAIN}"
 
 
-@dataclass(frozen=True)
-class Buckets(Checked):
-    """The buckets of gradients of a MirroredOptimizer: `buckets=Buckets(overlap=True, mb=50)`.
-
-    overlap: True: a thread reduces buckets of gradients during backward. False: all are reduced when backward ends.
-        "auto": True on several nodes, on one node that has two cores for each rank, and on GPUs.
-    mb, first_mb: with overlap, the minimum size of a bucket, and of the first bucket, in MiB.
-    """
-
-    overlap: Annotated[bool | str, Check('True, False or "auto"', lambda value: is_flag(value) or value == "auto")] = (
-        "auto"
-    )
-    mb: Annotated[float, POSITIVE] = 25.0
-    first_mb: Annotated[float, POSITIVE] = 1.0
-
-
-DEFAULT_BUCKETS = Buckets()
 Inspection = CheckDivergence | CheckGradients | SkipNotFinite
 KINDS = (CheckDivergence, CheckGradients | SkipNotFinite)  # at most one of each
 

@@ -30,13 +30,13 @@ from allreduce.transport.control import raise_together, together
 from allreduce.transport.wait import waiting
 from trainers.checks import GradientCheck, SameData
 from trainers.errors import NotFiniteError
+from trainers.options.buckets import InOrder, plan_buckets
 from trainers.pytorch.buckets import (
     DenseBucket,
     Gradient,
     GradientError,
     Marks,
     allocate_flat,
-    plan_buckets,
     spans_of,
 )
 from trainers.pytorch.hooks import CLOSED, refuse, take_over
@@ -51,7 +51,6 @@ from trainers.replicas.pytorch.tensors import DTYPES, version_of
 from trainers.state.dealing import Share, shares_of
 from trainers.state.sharded import Flat
 
-MIB = 1 << 20
 LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # the contents of the buffers; see Reducer.state
 
 EDITED = (
@@ -105,7 +104,7 @@ class Reducer:
         rows = [(name, each) for name, each in averaged.items() if id(each) in sparse]
         self.parameters = [each for _, each in dense]
         scatter = options.sharded is not None and bool(dense)
-        limits = (options.buckets.first_mb * MIB, options.buckets.mb * MIB) if during else (math.inf, math.inf)
+        limits = options.buckets.limits if during else (math.inf, math.inf)
         sizes = [(each.numel(), DTYPES[each.dtype], each.element_size()) for each in self.parameters]
         self.plan, lengths = plan_buckets(sizes, *limits)
         memories = {dtype: allocate_flat(backend, length, dtype, self.device) for dtype, length in lengths.items()}
@@ -252,7 +251,7 @@ class Reducer:
         """Start the average that other ranks have begun; returns a function that finishes it. Collective."""
         self.abandon()
         backward = self._begin()
-        backward.launch_rest()
+        backward.launch(rest=True)
         return partial(self.finish, backward)
 
     def abandon(self) -> None:
@@ -401,17 +400,16 @@ class Reducer:
 class Backward:
     """The reduction of the gradients of one backward pass.
 
-    `arrived` is called for each gradient, `launch` for each bucket, in the same order on every rank, then `finish`; or
-    `abandon`, when autograd raised. In any case every bucket is launched, since other ranks wait for it. With the last
-    bucket the ranks exchange which parameters they have used and whether there was an error. All of them raise the
-    same error, so a backward pass fails on all ranks or on none.
+    `arrived` is called for each gradient, then `finish`; or `abandon`, when autograd raised. In any case every bucket
+    is launched, in the same order on every rank, since other ranks wait for it. With the last bucket the ranks exchange
+    which parameters they have used and whether there was an error. All of them raise the same error, so a backward pass
+    fails on all ranks or on none.
     """
 
     def __init__(self, reducer: Reducer, call: str) -> None:
         self.reducer, self._call = reducer, call
-        self._missing = [set(bucket.parameters) for bucket in reducer.buckets]
-        self._crossings = [reducer.device.crossing() for _ in self._missing]
-        self._launched = 0
+        self.order = InOrder(bucket.parameters for bucket in reducer.buckets)
+        self._crossings = [reducer.device.crossing() for _ in reducer.buckets]
         self._error: Exception | None = None
         self.failures = reducer.group.failures
         self._flags = np.zeros(1 + len(reducer.bucket_of), np.uint8)
@@ -436,37 +434,31 @@ class Backward:
 
     def arrived(self, index: int) -> None:
         """The gradient of a parameter is complete: launch the next buckets that are complete now."""
-        bucket = self.reducer.bucket_of[index]
-        missing = self._missing[bucket]
-        if index not in missing:
+        self._crossings[self.reducer.bucket_of[index]].mark_writer()
+        if not self.order.arrived(index):
             raise GradientError(
                 f"{self.reducer.names[index]} received its gradient twice in one backward, so it may be half "
                 "reduced; use torch.utils.checkpoint with use_reentrant=False, or buckets=Buckets(overlap=False)"
             )
-        missing.remove(index)
-        self._crossings[bucket].mark_writer()
-        # In bucket order, not in order of readiness, because the queue's calls are matched by order.
-        while self._launched < len(self._missing) and not self._missing[self._launched]:
-            self.launch()
+        self.launch()
+
+    def launch(self, rest: bool = False) -> None:
+        """Submit the next buckets that are complete. rest: all buckets that were not submitted yet."""
+        for bucket in self.order.next_buckets(rest):
+            self._launch(bucket)
 
     @torch.no_grad()
-    def launch(self) -> None:
-        """Submit the reduction of the next bucket. Its error is raised later, on all ranks."""
-        bucket = self._launched
-        self._launched += 1
+    def _launch(self, bucket: int) -> None:
+        """Submit the reduction of a bucket. Its error is raised later, on all ranks."""
         try:
             self.unused += self.reducer.buckets[bucket].prepare()
         except GradientError as error:
             self._error = self._error or error
         self._crossings[bucket].submitted()
-        last = self._launched == len(self._missing)
-        call = f"{self._call}, bucket {self._launched} of {len(self._missing)}"
+        count = len(self._crossings)
+        last = bucket + 1 == count
+        call = f"{self._call}, bucket {bucket + 1} of {count}"
         self.futures.append(self.reducer.submit(partial(self._reduce, bucket, last, self.reducer.clock.now()), call))
-
-    def launch_rest(self) -> None:
-        """Submit all buckets that were not submitted yet."""
-        while self._launched < len(self._missing):
-            self.launch()
 
     def _reduce(self, bucket: int, last: bool, submitted: float) -> None:
         """Reduce a bucket; after the last one, exchange the flags. Runs in the queue. submitted: time of `launch`."""
@@ -514,7 +506,7 @@ class Backward:
 
         KeyboardInterrupt is raised at once; `abandon` then waits for the rest.
         """
-        self.launch_rest()
+        self.launch(rest=True)
         errors = []
         for future, crossing in zip(self.futures, self._crossings, strict=True):
             try:
@@ -529,7 +521,7 @@ class Backward:
 
     def abandon(self) -> None:
         """End an average that autograd began before it raised. The ranks that wait for it raise a GradientError."""
-        if self._launched < len(self._missing):
+        if not self.order.ended:
             self._error = self._error or GradientError(
                 "backward raised on this rank after some of its gradients had been sent to the other ranks, so these "
                 "averages are invalid. Let the error end the job, or use Buckets(overlap=False)"
@@ -554,7 +546,7 @@ def launch_all(backwards: list[Backward]) -> None:
     step(), ranks could wait for each other in different optimizers.
     """
     for backward in backwards:
-        backward.launch_rest()
+        backward.launch(rest=True)
         backward.launched_all = True
     for group in dict.fromkeys(each.reducer.group for each in backwards):
         own = [each for each in backwards if each.reducer.group is group]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from allreduce import notices
+from allreduce.arrays import dtypes
 from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce, Config
 from allreduce.elastic.retry import attempt
@@ -19,6 +20,7 @@ from trainers.backends import LOST_RESIDUALS, backend_for, bind_own, compress_er
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.options.average import AUTO, REPLICATED, SHARDED, Average, Exact, Sharded, choice_error, sharded_of
+from trainers.options.buckets import Buckets
 from trainers.replica import Replica
 from trainers.replicas import malloc
 from trainers.state import backup
@@ -44,12 +46,13 @@ class Mirrored(Strategy):
         update: str | Sharded = REPLICATED,
         compress: Given = None,
         average: Average | None = None,
+        buckets: Buckets | None = None,
     ) -> None:
         super().__init__(replica, name)
         self._given, self._topology = given, topology
         sharded = sharded_of(update)
         self._update = SHARDED if sharded == Sharded() else update  # ranks compare it
-        self._compress, self._averaging = compress, average
+        self._compress, self._averaging, self._buckets = compress, average, buckets
         self._update_name = SHARDED if sharded else REPLICATED
         self._copies = sharded.copies if sharded else 1
         self._config = given.config if isinstance(given, AllReduce) else given  # to create the backend again; or None
@@ -62,7 +65,8 @@ class Mirrored(Strategy):
     def describe(self) -> str:
         given = self._given
         name = given.name if isinstance(given, AllReduce | Config) else given
-        options = f"update={self._update!r}, compress={self._compress!r}, average={self._averaging!r}"
+        options = f"update={self._update!r}, compress={self._compress!r}, average={self._averaging!r}, "
+        options += f"buckets={self._buckets!r}"
         return f"{self.name}({type(self.replica).__name__}, {name!r}, {options})"
 
     def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
@@ -71,12 +75,28 @@ class Mirrored(Strategy):
             return error
         if text := choice_error(self._update, self._averaging):
             return ArgumentError(text)
+        if not isinstance(self._buckets, Buckets | None):
+            return ArgumentError(f"buckets must be a Buckets, got {self._buckets!r}")
+        if self._buckets is not None and self._buckets.overlap is True and (text := self._no_overlap()):
+            return ArgumentError(f"{self._buckets!r}: {text}; leave it out")
         if isinstance(given, AllReduce) and self._topology not in (None, given.topology):
             return ArgumentError(f"{given!r} has a topology of its own; pass the backend's name, or no topology")
         if (sharded := sharded_of(self._update)) and sharded.shard != AUTO:
             return ArgumentError(f"{sharded!r}: shard is of MirroredOptimizer; give it to the replica")
         twice = None if isinstance(given, Config) else compress_error(given, self._compress)
         return twice or backup.copies_error(self._copies, ranks.size, goes_on)
+
+    def _no_overlap(self) -> str:
+        """Return why this training can't sum gradients while others are computed, as text; "" if it can. Local."""
+        replica, given = self.replica, self._given
+        half = dtypes.is_half(dtypes.parse(replica.gradient_dtype))
+        if not replica.early or replica.device != "cpu":
+            return f"this {type(replica).__name__} tells no gradients on the CPU before it has all (Replica.early)"
+        if self._update_name == SHARDED or self._averaging is not None:
+            return 'only gradients of update="replicated", without `average`, are summed during backward'
+        if self._compress is not None or half or getattr(given, "lossy", False) or getattr(given, "sums_terms", False):
+            return "compressed and exact gradients, and those of 16 bits, are summed in one call"
+        return ""
 
     @property
     def rebuildable(self) -> bool:  # type: ignore[override]
@@ -116,7 +136,7 @@ class Mirrored(Strategy):
         together(self.group.comm, self.core.bind)
 
     def _make_step(self) -> ReducedStep:
-        return ReducedStep(self, self._backend)
+        return ReducedStep(self, self._backend, None if self._no_overlap() else self._buckets)
 
     @property
     def _backend(self) -> AllReduce:

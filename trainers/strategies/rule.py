@@ -5,7 +5,7 @@ and updates by `UpdateRule.apply`: clip the gradients, update the parameters, mo
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from allreduce.arrays.chunks import chunk
 from allreduce.transport.control import all_values, combine
 from trainers.data import Batch, Data, row_count, sliced
 from trainers.options.transforms import EMA, Accumulate, ClipNorm, Schedule
-from trainers.replica import ALL, Replica, Slices, gradients_of, spans_in, undo_batch, weight_of
+from trainers.replica import ALL, Replica, Slices, gradients_of, parameter_slices, spans_in, undo_batch, weight_of
 from trainers.strategies.alike import MARKS
 from trainers.transforms import average, clip
 from trainers.transforms.clip import scale, sum_of_squares
@@ -97,19 +97,26 @@ class UpdateRule:
 
     # Gradients
 
-    def gradients(self, batch: Batch, share: float, memory: Any, replica: Replica | None = None) -> Any:
+    def gradients(
+        self,
+        batch: Batch,
+        share: float,
+        memory: Any,
+        replica: Replica | None = None,
+        ready: Callable[[int], None] | None = None,
+    ) -> Any:
         """Write the gradients of a batch to `memory`, to which the replica is bound. Returns as Replica.gradients.
 
         With Accumulate(k), the rows are divided into k micro-batches, which are computed one after the other, each from
         the statistics of the step's start, as ranks compute theirs. Running statistics become the mean of those of the
-        micro-batches. replica: by default the strategy's.
+        micro-batches. replica: by default the strategy's. ready: see Replica.ready; called in the last micro-batch.
         """
         replica = replica or self._replica
         rows = batch.own
         count = min(self.options.accumulate, rows)
         self.weight = share * mean_weight(replica, batch.data)
         if count < 2:
-            values = gradients_of(replica, batch.data, share)
+            values = gradients_of(replica, batch.data, share, ready)
             self.unused = replica.unused
             return values
         self.unused = np.ones(replica.optional, bool)
@@ -121,12 +128,24 @@ class UpdateRule:
                 undo_batch(replica)  # each micro-batch begins with the statistics of the step's start
                 self._sum = memory.copy() if self._sum is None else self._sum
                 self._sum[:] = memory  # which the replica overwrites
-            values = gradients_of(replica, sliced(batch.data, span), share * part)
+            added = self._adding(memory, ready) if ready and number + 1 == count else None
+            values = gradients_of(replica, sliced(batch.data, span), share * part, added)
             if number:
-                memory += self._sum
+                rest = slice(replica.parameter_count if added else 0, None)
+                memory[rest] += self._sum[rest]
             self.unused = self.unused & replica.unused
             means = means + part * (values if gpu.is_gpu_array(values) else np.asarray(values, np.float64))
         return means
+
+    def _adding(self, memory: Any, ready: Callable[[int], None]) -> Callable[[int], None]:
+        """Return the `ready` of the last micro-batch: it adds the sum of the ones before to a parameter's gradients."""
+        slices = parameter_slices(self._replica)
+
+        def added(parameter: int) -> None:
+            memory[slices[parameter]] += self._sum[slices[parameter]]
+            ready(parameter)
+
+        return added
 
     def take_none(self) -> None:
         """Take note that this rank has no batch in this step. Local."""

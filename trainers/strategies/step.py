@@ -4,8 +4,6 @@
 trainers.strategies.sharded has ranks that update slices of them.
 """
 
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +15,12 @@ from allreduce.backend import AllReduce
 from allreduce.transport.control import combine, together
 from trainers.backends import bind_own
 from trainers.data import Batch
-from trainers.replica import Replica, Slices, clipped, slices_of, snapshot_of
+from trainers.options.buckets import Buckets
+from trainers.replica import Replica, Slices, clipped, parameter_slices, slices_of, snapshot_of
 from trainers.state.adopt import Piece
 from trainers.state.owners import Owners
 from trainers.strategies.interface import Strategy
+from trainers.strategies.overlap import overlap_of
 from trainers.strategies.rule import FLAGS
 from trainers.transforms.clip import sum_of_squares
 
@@ -63,7 +63,7 @@ class Step:
     def compute(self, batch: Batch | None) -> None:
         """Compute the gradients of `batch`, or zeros if `batch` is None. Local; may raise any exception."""
         if batch is None or not self.computes:
-            self.buffer[:] = 0
+            self.clear()
             self.measured[: len(self.replica.metrics)] = 0
             self.rule.take_none()
             return
@@ -71,9 +71,17 @@ class Step:
         self.owners.begin_batch()
         self._compute(batch)
 
-    def _compute(self, batch: Batch) -> None:
+    def clear(self) -> None:
+        """Set this rank's gradients and `measured` to zeros. Local."""
+        self.buffer[:] = 0
+
+    def begin(self, early: bool) -> None:
+        """Begin the steps of a fit. Collective. early: whether gradients may be summed while others are computed,
+        because no callback looks at this rank's own."""
+
+    def _compute(self, batch: Batch, ready: Callable[[int], None] | None = None) -> None:
         metrics = len(self.replica.metrics)
-        gpu.write(self.measured[:metrics], self.rule.gradients(batch, batch.share, self.gradients))
+        gpu.write(self.measured[:metrics], self.rule.gradients(batch, batch.share, self.gradients, ready=ready))
         self.measured[:metrics] *= batch.share
 
     def drop(self) -> None:
@@ -128,11 +136,12 @@ class ReducedStep(Step):
 
     buffer: from the backend. Metrics and flags must be exact, so where gradients have 16 bits or are compressed, they
         are an array of their own; else they are the end of the buffer.
+    buckets: None: the gradients are summed in one call.
     """
 
     owners: "StepOwners"
 
-    def __init__(self, strategy: Strategy, backend: AllReduce) -> None:
+    def __init__(self, strategy: Strategy, backend: AllReduce, buckets: Buckets | None = None) -> None:
         replica = strategy.replica
         dtype, length = replica.gradient_dtype, replica.gradient_length
         extra = len(replica.metrics) + len(FLAGS)
@@ -144,6 +153,10 @@ class ReducedStep(Step):
         # bound collectives, by their kind and the id of their array
         self._bound: dict[tuple[str, int], Callable[[], object]] = {}
         self.owners = StepOwners(self, strategy.steps)
+        self._overlap, self._early = None, False
+        if buckets is not None and not ahead:
+            self._overlap = overlap_of(backend, buffer, replica, buckets)
+        self._rest = buffer if self._overlap is None else buffer[replica.parameter_count :]  # for `reduce`
 
     def allocate(self, length: int, dtype: str) -> Any:
         """Allocate an array on the replica's device, with the backend. Collective."""
@@ -166,9 +179,28 @@ class ReducedStep(Step):
         """Whether `reduce("reduce_scatter")` may leave a rank the sums of its chunk alone."""
         return True
 
+    def clear(self) -> None:
+        if self._overlap is not None:
+            self.buffer[: self._overlap.untaken] = 0
+        self._rest[:] = 0
+
+    def begin(self, early: bool) -> None:
+        self._early = early
+        if self._overlap is not None:
+            self._overlap.begin()
+
+    def _compute(self, batch: Batch, ready: Callable[[int], None] | None = None) -> None:
+        if self._overlap is not None and self._early:
+            ready = self._overlap.ready
+        super()._compute(batch, ready)
+
     def reduce(self, kind: str) -> None:
         """Sum the gradients over the ranks. kind: "all_reduce" or "reduce_scatter". Collective."""
-        self.run(kind, self.buffer)
+        if self._overlap is not None:
+            self.clock.start()
+            self._overlap.finish()
+            self.clock.stop()
+        self.run(kind, self._rest)
 
     def tell(self, owned: Slices) -> None:
         """Give all ranks `measured`. Collective. owned: the part of the buffer of which this rank has the sums; the
@@ -241,7 +273,7 @@ class StepOwners(Owners):
 
 def _parts(replica: Replica) -> list[Part]:
     """Return the parameters of a replica by their positions in the gradients; [] if the replica does not tell."""
-    shapes = list(replica.shapes.items())
-    ends = list(itertools.accumulate((math.prod(shape) for _, shape in shapes), initial=0))
-    fits = ends[-1] == replica.gradient_length
-    return [Part(name, start, shape) for start, (name, shape) in zip(ends, shapes, strict=False)] if fits else []
+    slices = parameter_slices(replica)
+    if not slices or slices[-1].stop != replica.gradient_length:
+        return []
+    return [Part(name, each.start, shape) for each, (name, shape) in zip(slices, replica.shapes.items(), strict=True)]

@@ -291,6 +291,7 @@ class Callbacks:
         # Collective callbacks come first, so that an error in another callback can't keep this rank from calling them.
         self._before_update = sorted(self._with("before_update"), key=lambda each: not each.collective)
         self.asks = any(not _agrees(each) for each in self._before_update)
+        self.inspects = bool(self._before_update)  # gradients must wait for it
         self._between_steps, self._unusable = self._with("between_steps"), self._with("unusable")
         self._idle = self._with("idle")
         self._collective = [at for at, each in enumerate(self._all) if getattr(each, "collective", False)]

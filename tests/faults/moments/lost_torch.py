@@ -2,11 +2,13 @@
 
     mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.lost_torch FOLDER
 
-Writes a checkpoint to FOLDER. With "local" instead of it: two of four ranks die in local SGD.
+Writes a checkpoint to FOLDER. With "local" instead of it: two of four ranks die in local SGD. With "trainer": one of
+three ranks dies in backward, while MirroredTrainer sums buckets of gradients.
 
 Every remaining rank ends with the parameters of a training without failures, and prints a line for each part.
 """
 
+import itertools
 import os
 import re
 import sys
@@ -27,8 +29,9 @@ from allreduce.errors import RankLostError
 from tests import launch
 from tests.faults import points
 from tests.faults.points import die
-from trainers import LocalSGD, Sharded
+from trainers import LocalSGD, MirroredTrainer, Sharded
 from trainers.pytorch import Buckets, MirroredOptimizer
+from trainers.replicas.pytorch import TorchReplica
 
 STEPS, ROWS = 8, 24
 SMALL_BUCKETS = {"first_mb": 0.001, "mb": 0.002}
@@ -209,6 +212,26 @@ def local(topology: allreduce.Topology) -> None:
     print(f"local: rank {MPI.COMM_WORLD.rank} is one of {topology.size}", flush=True)
 
 
+def of_trainer(topology: allreduce.Topology) -> None:
+    """Rank 1 dies in the sixth backward, when the gradients of the last layer have been submitted."""
+    x, y = (each.numpy() for each in batch(0))
+    dies, models = topology.rank == 1, (network(7), network(7))
+    calls = itertools.count(1)
+    models[1][2].weight.register_hook(lambda _: die() if next(calls) == 6 and dies else None)
+    ways = ((allreduce.Topology(MPI.COMM_SELF), Buckets(False)), (topology, Buckets(True, **SMALL_BUCKETS)))
+    for model, (ranks, buckets) in zip(models, ways, strict=True):
+        replica = TorchReplica(model, nn.CrossEntropyLoss(), plain(model))
+        with MirroredTrainer(replica, "ring", ranks, buckets=buckets, on_failure="continue") as trainer:
+            losses = [each.loss for each in trainer.fit(x, y, epochs=4, batch_size=8, progress=False, shuffle=False)]
+            assert len(losses) == 4
+            digests, left = trainer.parameters_sha256(), trainer.size
+    assert len(digests) == left == topology.size - 1
+    assert len(set(digests)) == 1
+    for here, there in zip(*(each.parameters() for each in models), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+    print(f"trainer: rank {MPI.COMM_WORLD.rank} is one of {left}", flush=True)
+
+
 def recipe() -> allreduce.Topology:
     """The loop of docs/programs/run_survive_torch.py, without its kill; rank 3 dies before its hundredth step."""
     text = (launch.ROOT / "docs" / "programs" / "run_survive_torch.py").read_text()
@@ -224,8 +247,8 @@ def recipe() -> allreduce.Topology:
 
 
 def main() -> None:
-    if sys.argv[1] == "local":
-        local(allreduce.Topology.of_survivors())
+    if sys.argv[1] in ("local", "trainer"):
+        {"local": local, "trainer": of_trainer}[sys.argv[1]](allreduce.Topology.of_survivors())
         return
     folder = Path(sys.argv[1])
     left = recipe()

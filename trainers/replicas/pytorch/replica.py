@@ -1,6 +1,7 @@
 """TorchReplica: any PyTorch module as a replica for the trainers. No MPI."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ class TorchReplica(FlatReplica):
         self._metrics = ({"accuracy": _accuracy} if isinstance(loss, nn.CrossEntropyLoss) else {}) | dict(metrics or {})
         self.metrics = ("loss", *self._metrics)
         self._dtype, self._device = self._trained[0].dtype, devices.device_of(self._trained)
-        self.device = self._device.kind
+        self.device, self.early = self._device.kind, self._device.kind == "cpu"
         self.gradient_dtype = DTYPES[self._dtype]
         self._low = precisions.lower_precision(precision, self.gradient_dtype)
         made = {"module": type(module).__name__, "optimizer": type(optimizer).__name__}
@@ -146,20 +147,44 @@ class TorchReplica(FlatReplica):
             return self._device.numbers([torch.zeros(())] * len(self.metrics))
         for parameter in self._trained:
             parameter.grad = None  # so that autograd stores its gradient instead of adding to an old one
+        ready = self.ready or (lambda number: None)
         if self.undoable:
             self._buffers.save()
         self.module.train()
         output, target = self._output(x), self._target(y)
         loss = self._mean_loss(output, target, weights)
-        (loss * share).backward()
+        hooks = self._tell_early(ready) if self.ready else []
+        try:
+            (loss * share).backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
         with torch.no_grad():
             self.unused = np.array([each.grad is None for each in self._trained])
-            for parameter, view in zip(self._trained, self._views, strict=False):
-                view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+            for number, (parameter, view) in enumerate(zip(self._trained, self._views, strict=False)):
+                if parameter.grad is not view:  # else the hook has been called
+                    view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+                    ready(number)
             for statistic, view in zip(self._statistics, self._views[len(self._trained) :], strict=True):
                 torch.mul(statistic, share, out=view)
             self._attach()
             return self._device.numbers(self._values(loss, output, target))
+
+    def _tell_early(self, ready: Callable[[int], None]) -> list[Any]:
+        """Return hooks of autograd: each moves the gradient of a parameter into the buffer, and tells it."""
+
+        def move(number: int, parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            with torch.no_grad():
+                self._views[number].copy_(parameter.grad)
+            parameter.grad = self._views[number]
+            ready(number)
+
+        return [
+            each.register_post_accumulate_grad_hook(partial(move, number))
+            for number, each in enumerate(self._trained)
+            if each.requires_grad
+        ]
 
     def _attach(self) -> None:
         for parameter, view in zip(self._trained, self._views, strict=False):

@@ -1,0 +1,218 @@
+"""MirroredTrainer(TorchReplica, buckets=Buckets(True)): the bits of one call after backward, also after errors."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import allreduce  # noqa: E402
+from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, MirroredTrainer, SkipNotFinite  # noqa: E402
+from trainers.errors import ArgumentError  # noqa: E402
+from trainers.pytorch import Buckets  # noqa: E402
+from trainers.replicas.pytorch import TorchReplica  # noqa: E402
+from trainers.watching.callback import Callback  # noqa: E402
+
+torch.set_num_threads(1)
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+KIB = 1 / 1024
+DURING, AFTER = Buckets(True, mb=2 * KIB, first_mb=KIB), Buckets(False)
+ALGORITHM = "halving_doubling"  # it adds the ranks' values of an element in the same order, wherever the element is
+ROWS, BATCH = 90, 30
+
+
+class Net(nn.Module):
+    """Nine layers. `extra` has no gradient in a batch whose first row begins with a negative number.
+    watch: is called in backward, when the gradients of the last layers are complete and that of the first is not."""
+
+    def __init__(self, norm: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        kind = nn.BatchNorm1d if norm else nn.Identity
+        layers = [nn.Sequential(nn.Linear(24, 24), kind(24), nn.Tanh()) for _ in range(6)]
+        self.first, self.extra = nn.Linear(6, 24), nn.Linear(24, 24)
+        self.layers, self.last = nn.Sequential(*layers), nn.Linear(24, 3)
+        self.watch: Callable[[], object] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self.watch())
+        hidden = self.layers(hidden)
+        if x[0, 0] > 0:
+            hidden = hidden + self.extra(hidden)
+        return self.last(hidden)
+
+
+def replica(*, frozen: bool = False, groups: bool = False, norm: bool = True) -> TorchReplica:
+    model = Net(norm)
+    if frozen:
+        model.layers[2].requires_grad_(False)
+    named = [*model.named_parameters()]
+    parameters: Any = [each for _, each in named]
+    if groups:
+        parameters = [
+            {"params": [each for name, each in named if "bias" in name], "lr": 0.01},
+            {"params": [each for name, each in named if "bias" not in name], "weight_decay": 0.1},
+        ]
+    return TorchReplica(model, nn.CrossEntropyLoss(), torch.optim.Adam(parameters, lr=0.02))
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(3)
+    x = generator.normal(size=(ROWS, 6)).astype("float32")
+    return x, x[:, :3].argmax(1)
+
+
+def fit(trainer: MirroredTrainer, epochs: int = 2, **options: Any) -> list[float]:
+    options = {"epochs": epochs, "batch_size": BATCH, "progress": False, "shuffle": False} | options
+    return [each.loss for each in trainer.fit(*data(), **options)]
+
+
+def record_submits(trainer: MirroredTrainer, monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
+    submit = trainer.allreduce.submit
+    monkeypatch.setattr(trainer.allreduce, "submit", lambda *given: events.append("submit") or submit(*given))
+
+
+def bits(made: TorchReplica) -> bytes:
+    return b"".join(each.tobytes() for _, each in sorted(made.state().items()))
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "several groups": ({"groups": True}, {}),
+    "frozen": ({"frozen": True}, {}),
+    "accumulated": ({}, {"transforms": [Accumulate(3)]}),
+    "accumulated, clipped, averaged": ({"groups": True}, {"transforms": [Accumulate(2), ClipNorm(0.5), EMA(0.9)]}),
+    "short batches": ({}, {"batch_size": 16}),
+    "ranks without rows": ({"norm": False}, {"batch_size": 4}),
+    "ranks of few rows": ({"norm": False}, {"batch_size": 4, "transforms": [Accumulate(2)]}),
+    "skipped": ({}, {"transforms": [SkipNotFinite()]}),
+    "weighed": ({}, {"sample_weight": np.arange(ROWS) % 3 / 2.0}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits(world: MPI.Intracomm, flat: allreduce.Topology, case: str) -> None:
+    of_replica, of_fit = CASES[case]
+    found = []
+    for buckets in (AFTER, DURING):
+        made = replica(**of_replica)
+        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
+            losses = fit(trainer, **of_fit)
+            found.append((losses, world.allgather(bits(made))))
+    assert found[0] == found[1]
+    assert len(set(found[0][1])) == 1
+
+
+def test_buckets_are_submitted_before_backward_ends(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, events = replica(), list[str]()
+    made.module.watch = lambda: events.append("first layer")
+    with MirroredTrainer(made, ALGORITHM, flat, buckets=DURING) as trainer:
+        record_submits(trainer, monkeypatch, events)
+        fit(trainer, epochs=1)
+        if SIZE == 1:  # nothing is sent
+            assert set(events) == {"first layer"}
+            return
+        steps = " ".join(events).split("first layer")
+        assert len(steps) == 1 + ROWS // BATCH
+        assert all("submit" in each for each in steps[:-1])
+        events.clear()
+        fit(trainer, epochs=1, transforms=[SkipNotFinite()])  # which looks at the gradients first
+        assert events[0] == "first layer"
+        assert "submit" in events
+
+
+class Fails(Callback):
+    """Makes backward raise in one step, on one rank, when some buckets have been submitted."""
+
+    def __init__(self, model: Net, rank: int) -> None:
+        self._model, self._fails = model, rank == RANK
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._model.watch = self._fail if self._fails and batch == 1 else lambda: None
+
+    def _fail(self) -> None:
+        raise ZeroDivisionError("in backward")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        raise AssertionError("the fit has not failed")
+
+
+def test_backward_raises_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """No rank takes the step, and the next fit is as if it had not been tried."""
+    found = []
+    for buckets in (AFTER, DURING):
+        made = replica()
+        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
+            for rank in range(SIZE):
+                failing = partial(fit, trainer, callbacks=[Fails(made.module, rank)])
+                text = raised_everywhere(world, ZeroDivisionError, failing)
+                assert "in backward" in text
+                made.module.watch = lambda: None
+            fit(trainer)
+            found.append(world.allgather(bits(made)))
+    assert found[0] == found[1]
+
+
+class Twice(nn.Module):
+    """A layer that is used in two checkpoints: autograd completes its gradient twice in a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return self.last(x)
+
+
+def test_gradient_that_is_complete_twice(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = Twice()
+    made = TorchReplica(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with MirroredTrainer(made, ALGORITHM, flat, buckets=Buckets(True, 1e-6, 1e-6)) as trainer:
+        if SIZE == 1:
+            fit(trainer)
+            return
+        text = raised_everywhere(world, ArgumentError, lambda: fit(trainer))
+        assert "use_reentrant=False" in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"update": "sharded"}, {"average": Exact()}, {"average": LocalSGD(2)}, {"compress": "bfloat16"}],
+    ids=str,
+)
+def test_refused(world: MPI.Intracomm, flat: allreduce.Topology, options: dict[str, Any]) -> None:
+    text = raised_everywhere(
+        world, ArgumentError, lambda: MirroredTrainer(replica(), "ring", flat, buckets=DURING, **options)
+    )
+    assert "leave it out" in text
+    with MirroredTrainer(replica(), "ring", flat, **options) as trainer:  # "auto" sums them in one call
+        fit(trainer, epochs=1)
+
+
+def test_auto_keeps_the_bits(world: MPI.Intracomm, topology_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the gradients of two nodes with a rank each are summed in buckets, whose sums have the same bits."""
+    found, count = [], 0
+    for buckets in (AFTER, Buckets("auto", mb=2 * KIB, first_mb=KIB)):
+        made = replica()
+        with MirroredTrainer(made, "ring", topology_of((1,) * SIZE), buckets=buckets) as trainer:
+            events: list[str] = []
+            record_submits(trainer, monkeypatch, events)
+            fit(trainer)
+            found.append(bits(made))
+            count = len(events)
+    assert found[0] == found[1]
+    assert (count > 0) == (SIZE == 2)
