@@ -44,6 +44,11 @@ echo "rank 0 of 4: began as process $$" >>"$ALLREDUCE_JOB_LOG"
 touch "$RUN/asleep"
 while :; do sleep 0.05; done
 """
+# Between two looks at the hosts, and after the last rank of this host, the script waits a tenth as long.
+SLEEP = f"""#!{BASH}
+case $1 in 10) set 1 ;; 1) set 0.1 ;; esac
+exec {shutil.which("sleep")} "$1"
+"""
 
 
 class Pretended:
@@ -56,7 +61,8 @@ class Pretended:
         self.variables = {"CALLS": str(self.calls), "PLAN": str(self.plan), "RUN": str(self.run_folder), "RANK": RANK}
         self.bin = folder / "bin"
         self.bin.mkdir()
-        for name, text in (("mpirun", LAUNCHER), ("ssh", f"#!{BASH}\n[[ $1 != lost* ]]\n")):
+        programs = {"mpirun": LAUNCHER, "ssh": f"#!{BASH}\n[[ $1 != lost* ]]\n", "sleep": SLEEP}
+        for name, text in programs.items():
             (self.bin / name).write_text(text)
             (self.bin / name).chmod(0o755)
 
