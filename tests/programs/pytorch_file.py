@@ -1,15 +1,16 @@
-"""Run a file of PyTorch's own tests of its distributed parts on the ranks of mpirun, over one backend.
+"""Run files of PyTorch's own tests of its distributed parts on the ranks of mpirun, over one backend.
 
     mpirun -n 2 python -m tests.programs.pytorch_file gloo test/distributed/algorithms/test_join.py
     mpirun -n 2 python -m tests.programs.pytorch_file allreduce test_zero_redundancy_optimizer.py Distributed
 
 The tests would start their ranks themselves; here they run on those of mpirun, as many as there are. Words at the end
-choose the tests with one of them in their names. Prints a line for each test, and how many passed. If CPU_ONLY=1, a
-copy of the file runs in which CPUs stand in for GPUs (CPU_EDITS), and decorators that ask for GPUs do nothing. Needs
-expecttest (the extra "test"). TRACEBACKS=1 prints the tracebacks too.
+choose the tests with one of them in their names; -test_name leaves a test out. Prints a line for each test, and how
+many passed; the tracebacks too if TRACEBACKS=1. If CPU_ONLY=1, a copy of each file runs in which CPUs stand in for GPUs
+(CPU_EDITS), and decorators that ask for GPUs do nothing. Needs expecttest (the extra "test").
 """
 
 import importlib
+import itertools
 import os
 import re
 import sys
@@ -19,22 +20,27 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import allreduce
 import allreduce.torch_backend
 from allreduce.transport.control import root_value
 from tests.torch_backend.pytorch_suite import GROUP_SECONDS, SKIPPED, make_groups, together
 
+PORTS = itertools.count(20000)
+ARGUMENTS = r"(?:[^()]|\([^()]*\))*"
 CPU_EDITS = [
-    (r"[\"']cuda(:\d)?[\"']", '"cpu"'),
-    (r"torch\.device\(\"cpu\", [^)]*\)", 'torch.device("cpu")'),
-    (r"\.cuda\([^)]*\)", ".cpu()"),
+    (r"cpu:gloo,cuda:nccl|nccl\b(?=[\"'])", "gloo"),
+    (r"cuda:(\d|\{[^}]*\})|(?<=[\"'])cuda(?=[\"'])", "cpu"),
+    (r"\bdevice=(self\.rank|dist\.get_rank\(\))", 'device="cpu"'),
+    (rf"torch\.device\(([\"'])cpu\1, {ARGUMENTS}\)", r"torch.device(\1cpu\1)"),
+    (rf"\.cuda\({ARGUMENTS}\)", ".cpu()"),
     (r"torch\.cuda\b", "torch.cpu"),
     (r"not TEST_CUDA\b", "False"),
     (r",\s*device_ids=\[self\.rank\]", ""),
@@ -44,8 +50,14 @@ CPU_EDITS = [
 def cpus_for_gpus(path: Path, ranks: int) -> Path:
     """Return the path of a copy of a file, in which CPUs stand in for GPUs, and let decorators ask for none."""
     from torch.testing._internal import common_distributed, common_utils
+    from torch.testing._internal.distributed._shard import sharded_tensor
 
-    common_distributed.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
+    for name in ("skip_if_lt_x_gpu", "requires_nccl", "requires_accelerator_dist_backend"):
+        setattr(common_distributed, name, lambda *_, **__: lambda test: test)
+    FullyShardedDataParallel.__init__ = partialmethod(  # type: ignore[method-assign, assignment]
+        FullyShardedDataParallel.__init__, device_id=torch.device("cpu")
+    )
+    sharded_tensor.with_comms.__defaults__ = None, True, "gloo"
     common_utils.get_cycles_per_ms = lambda: 1.0
     torch.cpu.device_count = lambda: ranks
     torch.cpu._sleep = lambda _: None  # type: ignore[attr-defined]
@@ -57,6 +69,13 @@ def cpus_for_gpus(path: Path, ranks: int) -> Path:
     return copy
 
 
+def chosen(name: str, words: list[str]) -> bool:
+    wanted = [word for word in words if not word.startswith("-")]
+    return (not wanted or any(word in name for word in wanted)) and not any(
+        f"-{part}" in words for part in name.split(".")
+    )
+
+
 def cases(module: Any, words: list[str]) -> Iterator[tuple[type, str]]:
     """Yield the classes of a file's tests, each with the name of a test."""
     from torch.testing._internal import common_distributed as common
@@ -64,8 +83,9 @@ def cases(module: Any, words: list[str]) -> Iterator[tuple[type, str]]:
     bases = common.MultiProcessTestCase, common.MultiThreadedTestCase, common.MultiProcContinuousTest
     for cls in list(vars(module).values()):  # a test may add to them
         if isinstance(cls, type) and issubclass(cls, bases) and cls.__module__ == module.__name__:
-            names = sorted(name for name in dir(cls) if name.startswith("test_"))
-            yield from ((cls, name) for name in names if not words or any(w in f"{cls.__name__}.{name}" for w in words))
+            for name in sorted(name for name in dir(cls) if name.startswith("test_")):
+                if chosen(f"{cls.__name__}.{name}", words):
+                    yield cls, name
 
 
 def attempt(case: Any, name: str) -> None:
@@ -81,14 +101,14 @@ def attempt(case: Any, name: str) -> None:
     getattr(case, name)()
 
 
-def run(topology: allreduce.Topology, cls: Any, name: str, number: int) -> dict[str, str]:
+def run(topology: allreduce.Topology, cls: Any, name: str) -> dict[str, str]:
     """Run one test on all ranks. Collective."""
     if any(getattr(part, "__unittest_skip__", False) for part in (cls, getattr(cls, name))):
         return {"status": SKIPPED, "why": "its own mark"}
     folder = root_value(topology.world, tempfile.mkdtemp() if topology.rank == 0 else None, "know the test's folder")
     case = cls(name)
     case.rank, case.file_name = topology.rank, f"{folder}/store"
-    os.environ.update(TEMP_DIR=folder, MASTER_PORT=str(20000 + number))
+    os.environ.update(TEMP_DIR=folder, MASTER_PORT=str(next(PORTS)))
     result = together(topology, partial(attempt, case, name))
     with suppress(Exception):
         dist.destroy_process_group()
@@ -96,23 +116,16 @@ def run(topology: allreduce.Topology, cls: Any, name: str, number: int) -> dict[
     return result
 
 
-def main(backend: str, file: str, *words: str) -> None:
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    topology = allreduce.Topology()
-    make_groups(backend)
-    dist.distributed_c10d.default_pg_timeout = timedelta(seconds=GROUP_SECONDS)
-    path = Path(file).resolve()
+def run_file(topology: allreduce.Topology, path: Path, words: list[str], backend: str) -> int:
+    """Run the tests of a file, print how they ended, and return how many failed. Collective."""
     sys.path.insert(0, str(path.parent))
     if os.environ.get("CPU_ONLY") == "1":
         path = cpus_for_gpus(path, topology.size)
         sys.path.insert(0, str(path.parent))
-    module = importlib.import_module(path.stem)
     counts: Counter[str] = Counter()
-    for number, (cls, name) in enumerate(cases(module, list(words))):
+    for cls, name in cases(importlib.import_module(path.stem), words):
         cls.world_size = topology.size  # type: ignore[attr-defined]
-        result = run(topology, cls, name, number)
+        result = run(topology, cls, name)
         counts[result["status"]] += 1
         if topology.rank == 0:
             why = (result["why"].strip().splitlines() or [""])[-1]
@@ -121,7 +134,20 @@ def main(backend: str, file: str, *words: str) -> None:
                 print(result["why"], flush=True)
     if topology.rank == 0:
         print(f"{path.name} over {backend}, {topology.size} ranks: {dict(counts)}", flush=True)
-    os._exit(bool(counts["failed"]))  # threads of tests may still run
+    return counts["failed"]
+
+
+def main(backend: str, *given: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    topology = allreduce.Topology()
+    make_groups(backend)
+    dist.distributed_c10d.default_pg_timeout = timedelta(seconds=GROUP_SECONDS)
+    files = [Path(each).resolve() for each in given if each.endswith(".py")]
+    words = [each for each in given if not each.endswith(".py")]
+    failed = sum(run_file(topology, path, words, backend) for path in files)
+    os._exit(bool(failed))  # threads of tests may still run
 
 
 if __name__ == "__main__":
