@@ -7,7 +7,7 @@ from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from trainers.arguments import known_only
 from trainers.options.average import Average, Exact, LocalSGD, Sharded
-from trainers.options.buckets import DEFAULT_BUCKETS, Buckets
+from trainers.options.buckets import AFTER_BACKWARD, Buckets
 from trainers.replica import Replica
 from trainers.strategies.exact import ExactMirrored
 from trainers.strategies.local_sgd import LocalMirrored
@@ -42,7 +42,7 @@ class MirroredTrainer(Trainer[Mirrored]):
         update: str | Sharded = "replicated",
         average: Average | None = None,
         compress: Given = None,
-        buckets: Buckets = DEFAULT_BUCKETS,
+        buckets: Buckets = AFTER_BACKWARD,
         on_failure: str | None = None,
     ) -> None:
         """Make the replicas equal and bind their gradients to the backend's memory. Collective.
@@ -60,7 +60,8 @@ class MirroredTrainer(Trainer[Mirrored]):
             object of options (see allreduce.create). Parameters, losses and flags are not compressed. The values that
             a rank has not sent (its error feedback) are added to its next gradients. Checkpoints contain them, and
             after a failure the remaining ranks keep theirs. It is slower where ranks share memory.
-        buckets: whether a thread sums buckets of gradients during backward, and their size; see Buckets. For replicas
+        buckets: whether a thread sums buckets of gradients during backward, and their size; see Buckets. By default all
+            gradients are summed in one call after backward. Buckets(True) and Buckets("auto") are for replicas
             that are `early` (TorchReplica on the CPU), with update="replicated", without `average` and `compress`. In a
             fit with callbacks that look at gradients (CheckGradients, SkipNotFinite), the buckets are summed after
             backward. With three or more ranks, the last bits of a sum may depend on the buckets.

@@ -32,7 +32,7 @@ class Buckets(Checked):
         return self.first_mb * MIB, self.mb * MIB
 
 
-DEFAULT_BUCKETS = Buckets()
+DEFAULT_BUCKETS, AFTER_BACKWARD = Buckets(), Buckets(overlap=False)
 
 
 class Slot(NamedTuple):

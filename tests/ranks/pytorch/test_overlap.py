@@ -199,12 +199,12 @@ def test_refused(world: MPI.Intracomm, flat: allreduce.Topology, options: dict[s
         world, ArgumentError, lambda: MirroredTrainer(replica(), "ring", flat, buckets=DURING, **options)
     )
     assert "leave it out" in text
-    with MirroredTrainer(replica(), "ring", flat, **options) as trainer:  # "auto" sums them in one call
+    with MirroredTrainer(replica(), "ring", flat, **options) as trainer:
         fit(trainer, epochs=1)
 
 
 def test_auto_keeps_the_bits(world: MPI.Intracomm, topology_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default the gradients of two nodes with a rank each are summed in buckets, whose sums have the same bits."""
+    """The gradients of two nodes with a rank each are summed in buckets, whose sums have the same bits."""
     found, count = [], 0
     for buckets in (AFTER, Buckets("auto", mb=2 * KIB, first_mb=KIB)):
         made = replica()
