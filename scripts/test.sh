@@ -19,8 +19,8 @@ That takes less than 20 minutes on two cores; a summary at the end lists where t
   --all     also the tests marked `expensive`, which take long and seldom find a defect: the commands of every page (else
             those of README.md and docs/start), the site's programs with Lightning, Fabric, Accelerate, Transformers,
             JAX and Keras, those before their conversion, and those that import PyTorch in a job of their own, the
-            browser, the notebook, PyTorch's own tests, models in stages, the grid on 4 ranks of MPICH,
-            16 ranks over TCP, some simulated hosts, the longest benchmarks. A test whose file you name runs without --all too.
+            browser, the notebook, PyTorch's own tests, models in stages, 16 ranks over TCP, some simulated hosts, the
+            longest benchmarks. A test whose file you name runs without --all too.
   --newest  on the newest Debian with its Python (scripts/debian.sh: root and debootstrap are needed), with the newest
             versions of all packages but PyTorch: --quick, the tests of JAX and of the apps. If they pass, the versions are
             written to allreduce/doctor/tried.json, by which the doctor judges.
@@ -31,7 +31,7 @@ That takes less than 20 minutes on two cores; a summary at the end lists where t
 
 Further arguments go to pytest; -k, -m and -x reach the tests on ranks too:
   bash scripts/test.sh -k ring            tests about the ring, on all numbers of ranks
-  bash scripts/test.sh -k "mpich and ring and 3ranks"
+  bash scripts/test.sh -k "mpich and ring and 4ranks"
   bash scripts/test.sh tests/collectives/test_chunks.py -x
   bash scripts/test.sh -n 0 --pdb         one test at a time, in this process
 TEXT

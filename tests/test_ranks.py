@@ -21,17 +21,11 @@ QUICK = bool(os.environ.get("ALLREDUCE_TEST_QUICK"))  # set by `scripts/test.sh 
 TORCH = bool(os.environ.get("ALLREDUCE_TEST_TORCH"))  # by `scripts/test.sh --torch VERSION`
 RANKS = (1, 2, 3) if QUICK or TORCH else (1, 2, 3, 4, 5)
 MPIS = ("openmpi",) if QUICK or TORCH else launch.MPIS
-EXPENSIVE = ("mpich", 4)  # only the grid, which Open MPI has on 4 ranks, and MPICH on 2, 3 and 5
 LIMIT_SECONDS = 1200.0  # of a job, beside another one; a test that hangs is ended by the watchdog in ranks/conftest.py
 
 
-def _jobs() -> list[Any]:
-    every = [(mpi, ranks) for mpi in MPIS for ranks in RANKS]
-    dear = pytest.mark.expensive
-    return [pytest.param(mpi, f"{ranks}ranks", marks=dear if (mpi, ranks) == EXPENSIVE else ()) for mpi, ranks in every]
-
-
-@pytest.mark.parametrize(("mpi", "ranks"), _jobs())
+@pytest.mark.parametrize("ranks", [f"{ranks}ranks" for ranks in RANKS])
+@pytest.mark.parametrize("mpi", MPIS)
 @pytest.mark.rank_driver
 def test_ranks(
     mpi: str, ranks: str, tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, Any], None]

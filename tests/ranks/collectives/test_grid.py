@@ -46,7 +46,7 @@ def dtypes_at(variant: str) -> tuple[str, ...]:
     dtypes for each number of ranks.
     """
     if MPI.get_vendor()[0] == "MPICH" and SIZE > 2:
-        return {3: ("float16", "int64"), 5: ("bfloat16",)}.get(SIZE, ("float32",))
+        return {3: ("float16", "int64"), 4: ("bfloat16",)}.get(SIZE, ("float32",))
     if SIZE == 2 and "+" not in variant and not QUICK:
         return DTYPES
     other = SIZE == 3 and not QUICK
