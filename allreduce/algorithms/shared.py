@@ -34,7 +34,7 @@ FETCHED_BYTES = 4 * 1024 * 1024  # bytes that a rank reads by CMA at a time, fro
 LEAST_STAGING_BYTES = 512 * 1024  # of all ranks; a staging buffer grows from this to STAGING_BYTES
 # Short arrays, which C sums when the ranks have met. The longest array from `allocate` that is summed in place; the
 # longest one that is copied nevertheless, which spares a fence; the bytes of the copies of all ranks.
-IN_PLACE_BYTES, COPIED_BYTES, STAGED_BYTES = 1024 * 1024, 16 * 1024, 1024 * 1024
+IN_PLACE_BYTES, COPIED_BYTES, STAGED_BYTES = 1024 * 1024, 16 * 1024, 2 * 1024 * 1024
 BY_C, IN_CACHE = 5e-7, 1 / 3  # seconds of such a call; a byte in the caches takes this part of the time
 # Arrays tend to begin at the start of a page. Copies between equal offsets in pages are slow on many processors (AMD's
 # Zen 4: twice as slow), so a staging buffer begins in the middle of a page.

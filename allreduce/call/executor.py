@@ -55,6 +55,7 @@ TAGS = 32749  # largest prime below 32767, the smallest MPI_TAG_UB that the stan
 MOST_PLACES = 64  # of one signature, whose fingerprints are kept
 # a waiting rank polls for SPIN_SECONDS, yields its core until YIELD_SECONDS, then sleeps SLEEP_SECONDS between polls
 SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5
+CROWDED_SECONDS = 1e-4  # how long C yields, in the place of polling, where ranks outnumber cores
 
 
 class PreparedCall(NamedTuple):
@@ -117,7 +118,7 @@ class Executor:
             self._connect(topology)
         self._alike = np.zeros(3, np.int64)
         oversubscribed = topology.sharing > topology.cores  # a late rank may need the core that this rank would poll on
-        self._spin = 0.0 if oversubscribed else SPIN_SECONDS
+        self._spin = -CROWDED_SECONDS if oversubscribed else SPIN_SECONDS
         self._fence = None if self._slot is None else self._slot.meeting(MEETING, self._spin)
         # ids of the thread whose next call need not wait for its turn, and of the one that runs submitted calls
         self._thread = self._worker = 0

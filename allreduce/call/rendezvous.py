@@ -60,7 +60,8 @@ class Slot(NamedTuple):
         """Return the function `meet(number, array)` of calls with this fingerprint. Local.
 
         It writes the fingerprint into the row of this number of a rendezvous, and returns True when all ranks have
-        written the same one. It returns False if a rank is late, or in another call. spin: how many seconds it polls.
+        written the same one. It returns False if a rank is late, or in another call. spin: how many seconds it polls;
+        negative: so long, but it yields the core between two polls.
         """
         rows, rank, size = [row.fingerprints for row in self.rows], self.rank, len(self.rows[0].fingerprints)
         by_c: Meet | None = kernels.method("meet", np.array(self._words(fingerprint, spin)), rows)
@@ -68,7 +69,7 @@ class Slot(NamedTuple):
             return by_c
         numbered = [(rows[call % PARITIES], fingerprint | call) for call in range(SEQUENCE_MASK + 1)]
         rounds = [(row, mine, mine.to_bytes(8, sys.byteorder) * size) for row, mine in numbered]
-        polls = range(POLLS if spin else 1)
+        polls = range(POLLS if spin > 0 else 1)
 
         def meet(number: int, _: object) -> bool:
             row, mine, alike = rounds[number & SEQUENCE_MASK]

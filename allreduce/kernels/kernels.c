@@ -65,16 +65,22 @@ CAST(cast_float32_bfloat16, float, uint16_t, to_bfloat16)
                 name##_lanes(parts, count, outs, copies, start, length, scale);                                \
         }                                                                                                      \
     }
-SUM(sum_bfloat16, from_bfloat16, to_bfloat16)
+SUM(portable_sum_bfloat16, from_bfloat16, to_bfloat16)
 SUM(portable_sum_float16, from_float16, to_float16)
+
+/* The same by vectors, which compilers do not find: 2 to 3 times as many elements a second. They return how many elements
+ * they have done. */
+
+#define ARGUMENTS                                                                                                   \
+    const uint16_t *const *parts, size_t count, uint16_t *const *outs, size_t copies, size_t size, double factor
 
 #ifdef __x86_64__
 #include <cpuid.h>
 #include <immintrin.h>
+#define BY_VECTORS(known, name) ((known) ? name(parts, count, outs, copies, size, factor) : 0)
 #define HALVES(array) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((array) + i)))
 
-__attribute__((target("avx,f16c"))) static size_t sum_float16_by_eights(
-    const uint16_t *const *parts, size_t count, uint16_t *const *outs, size_t copies, size_t size, double factor)
+__attribute__((target("avx,f16c"))) static size_t sum_float16_by_eights(ARGUMENTS)
 {
     __m256 scale = _mm256_set1_ps((float)factor);
     size_t i = 0;
@@ -97,24 +103,61 @@ static int has_f16c(void) /* older compilers have no __builtin_cpu_supports("f16
         known = __builtin_cpu_supports("avx") && __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
     return known;
 }
+
+#define AVX2 __attribute__((target("avx2"))) static inline
+
+AVX2 __m256 wide(const uint16_t *array) /* 8 of bfloat16 as float32 */
+{
+    __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)array));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+}
+
+AVX2 __m256i narrow(__m256 values) /* to_bfloat16, in the lower halves of 8 words */
+{
+    __m256i bits = _mm256_castps_si256(values), one = _mm256_set1_epi32(1), half = _mm256_set1_epi32(0x7fff);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+    __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, half), odd);
+    __m256i sign = _mm256_and_si256(bits, _mm256_set1_epi32(INT32_MIN));
+    __m256i quiet = _mm256_or_si256(sign, _mm256_set1_epi32(0x7fc00000));
+    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+}
+
+AVX2 size_t sum_bfloat16_by_sixteens(ARGUMENTS)
+{
+    __m256 scale = _mm256_set1_ps((float)factor);
+    size_t i = 0;
+    for (; i + 16 <= size; i += 16) {
+        __m256 low = wide(parts[0] + i), high = wide(parts[0] + i + 8);
+        for (size_t part = 1; part < count; part++) {
+            low = _mm256_add_ps(low, wide(parts[part] + i));
+            high = _mm256_add_ps(high, wide(parts[part] + i + 8));
+        }
+        __m256i packed = _mm256_packus_epi32(narrow(_mm256_mul_ps(low, scale)), narrow(_mm256_mul_ps(high, scale)));
+        packed = _mm256_permute4x64_epi64(packed, 0xd8); /* packing has mixed the halves of the two */
+        for (size_t copy = 0; copy < copies; copy++)
+            _mm256_storeu_si256((__m256i *)(outs[copy] + i), packed);
+    }
+    return i;
+}
+#else
+#define BY_VECTORS(known, name) 0
 #endif
 
-void sum_float16(const uint16_t *const *parts, size_t count, uint16_t *const *outs, size_t copies, size_t size,
-                 double factor)
-{
-    size_t done = 0;
-#ifdef __x86_64__
-    if (has_f16c())
-        done = sum_float16_by_eights(parts, count, outs, copies, size, factor);
-#endif
-    const uint16_t *left[count];
-    uint16_t *written[copies];
-    for (size_t part = 0; part < count; part++)
-        left[part] = parts[part] + done;
-    for (size_t copy = 0; copy < copies; copy++)
-        written[copy] = outs[copy] + done;
-    portable_sum_float16(left, count, written, copies, size - done, factor);
-}
+#define SUM_BY_VECTORS(name, known, by_vectors)                                     \
+    void name(ARGUMENTS)                                                            \
+    {                                                                               \
+        size_t done = BY_VECTORS(known, by_vectors);                                \
+        const uint16_t *left[count];                                                \
+        uint16_t *written[copies];                                                  \
+        for (size_t part = 0; part < count; part++)                                 \
+            left[part] = parts[part] + done;                                        \
+        for (size_t copy = 0; copy < copies; copy++)                                \
+            written[copy] = outs[copy] + done;                                      \
+        portable_##name(left, count, written, copies, size - done, factor);         \
+    }
+SUM_BY_VECTORS(sum_float16, has_f16c(), sum_float16_by_eights)
+SUM_BY_VECTORS(sum_bfloat16, __builtin_cpu_supports("avx2"), sum_bfloat16_by_sixteens)
 
 /* Sums of other numbers, with the same arguments. Integers wrap around, and have no scale. */
 

@@ -6,6 +6,7 @@
  * then Python waits. Functions that may take longer release the GIL. The few names of Python's stable ABI that they need
  * are declared here, so no header of Python is needed.
  */
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -28,7 +29,7 @@ extern void PyEval_RestoreThread(void *thread);
 typedef struct {
     int64_t *rows[2]; /* all ranks' fingerprints in calls of even and of odd numbers */
     int64_t rank, size, fingerprint;
-    int64_t spin; /* nanoseconds */
+    int64_t spin; /* nanoseconds; negative: so long, but the core is yielded between two polls */
 } Meeting;
 
 static int64_t now(void)
@@ -41,19 +42,23 @@ static int64_t now(void)
 static int enter(const Meeting *meeting, int64_t sequence)
 {
     int64_t *row = meeting->rows[sequence & 1], mine = meeting->fingerprint | (sequence & SEQUENCE_MASK), end = 0;
+    int yields = meeting->spin < 0;
+    int64_t longest = yields ? -meeting->spin : meeting->spin;
     __atomic_store_n(row + meeting->rank, mine, __ATOMIC_RELEASE); /* after all that this rank has written before */
     for (int64_t rank = 0, polls = 1; rank < meeting->size; polls++) {
         if (__atomic_load_n(row + rank, __ATOMIC_ACQUIRE) == mine) {
             rank++;
             continue;
         }
-        if (meeting->spin == 0)
-            return 0;
-        if (polls % POLLS == 0) {
+        if (yields || polls % POLLS == 0) {
             int64_t here = now();
-            end = end ? end : here + meeting->spin;
+            end = end ? end : here + longest;
             if (here >= end)
                 return 0;
+        }
+        if (yields) {
+            sched_yield();
+            continue;
         }
 #if defined(__x86_64__) || defined(__i386__)
         __builtin_ia32_pause();

@@ -127,7 +127,7 @@ def test_codes_of_8_bits(kind: str, block: int, feedback: bool, by_numpy: Callab
             same_bits(array, wanted)
 
 
-@pytest.mark.parametrize("spin", [0.0, 1e-4])
+@pytest.mark.parametrize("spin", [0.0, 1e-4, -1e-4])
 def test_ranks_meet(spin: float, by_numpy: Callable[[], None]) -> None:
     """A rank writes its fingerprint, and learns whether the others have written the same."""
 
