@@ -61,8 +61,12 @@ def check_member(name: str, rank: int, ranks: int, role: str = "rank") -> None:
 
 
 def check_devices(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Tensors must be dense, or sparse in all_reduce, and on CPUs or CUDA devices."""
+    """Tensors must have memory, be dense, or sparse in all_reduce, and on CPUs or CUDA devices."""
     for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):  # PyTorch does not ask it, since the group is written in Python
+            raise NotImplementedError(
+                f'{name} of backend "{NAME}" does not take a {type(tensor).__name__}, which wraps other tensors: pass these'
+            )
         if tensor.layout != torch.strided and not (name == "all_reduce" and tensor.is_sparse):
             raise NotImplementedError(
                 f'{name} of backend "{NAME}" does not take {tensor.layout} tensors; convert with to_dense()'

@@ -22,6 +22,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
 import torch.distributed as dist  # noqa: E402
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 
 import allreduce.torch_backend  # noqa: E402
 from allreduce.algorithms.native import Native  # noqa: E402
@@ -149,6 +150,8 @@ def test_operations_without_meaning_are_refused() -> None:
         dist.all_reduce(mine() > 1, Op.AVG)
     with pytest.raises(NotImplementedError, match=r"broadcast .*sparse_coo"):
         dist.broadcast(torch.eye(3).to_sparse(), 0)
+    with pytest.raises(NotImplementedError, match="broadcast .* TwoTensor, which wraps"):
+        dist.broadcast(TwoTensor(torch.ones(3), torch.ones(3)), 0)
     for dtype in (torch.float8_e5m2, torch.complex32):
         with pytest.raises(NotImplementedError, match=f"does not reduce {dtype}"):
             dist.group.WORLD.allreduce([torch.zeros(3).to(dtype)]).wait()
