@@ -17,6 +17,7 @@ from trainers.data import Batches
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.datasets.shards import Shards, shares
 from trainers.errors import ArgumentError, CheckpointError, DataError
+from trainers.fit.evaluation import evaluate_on_ranks
 from trainers.fit.source import Given, to_evaluate
 
 JOBS = "openmpi 1 2 3 5"
@@ -128,11 +129,11 @@ def test_an_evaluation_reads_all_shards_after_other_ranks_have_failed(
     """The validation of a fit is made once; here the group then has this rank alone."""
     data = load(made, "npz", flat)
     with MirroredTrainer(network_of(data, (6,), seed=3), "native", flat) as trainer:
-        evaluation, group = to_evaluate(trainer.strategy, "evaluate", Given.of(data.test)), trainer.group
-        assert evaluation.evaluate(trainer.replica, group, exact=False)[2] == len(data.test)
+        rows, group = to_evaluate(trainer.strategy, "evaluate", Given.of(data.test)), trainer.group
+        assert evaluate_on_ranks(trainer.replica, rows, group, exact=False)[2] == len(data.test)
         for name, value in (("rank", 0), ("size", 1), ("comm", MPI.COMM_SELF)):
             monkeypatch.setattr(group, name, value)
-        assert evaluation.evaluate(trainer.replica, group, exact=False)[2] == len(data.test)
+        assert evaluate_on_ranks(trainer.replica, rows, group, exact=False)[2] == len(data.test)
         monkeypatch.undo()
 
 
