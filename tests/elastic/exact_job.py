@@ -52,7 +52,7 @@ def main(copies: str = "", dies: str = "{}") -> None:
     for ranks in range(1, world.size + 1):
         part = world.Split(0 if world.rank < ranks else MPI.UNDEFINED)
         if part != MPI.COMM_NULL:
-            train(Topology(part), "sharded" if ranks % 2 else "replicated", {})
+            train(Topology(part), "sharded" if ranks in (3, 5) else "replicated", {})
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ CPU_EDITS = [
 ]
 
 
-def cpus_for_gpus(path: Path, ranks: int) -> Path:
+def cpus_for_gpus(path: Path, folder: str, ranks: int) -> Path:
     """Return the path of a copy of a file, in which CPUs stand in for GPUs, and let decorators ask for none."""
     from torch.testing._internal import common_distributed, common_utils
     from torch.testing._internal.distributed._shard import sharded_tensor
@@ -64,8 +64,9 @@ def cpus_for_gpus(path: Path, ranks: int) -> Path:
     text = path.read_text()
     for pattern, instead in CPU_EDITS:
         text = re.sub(pattern, instead, text)
-    copy = Path(tempfile.mkdtemp(), path.name)
+    copy = Path(folder, path.name)
     copy.write_text(text)
+    sys.path.insert(0, folder)
     return copy
 
 
@@ -119,11 +120,13 @@ def run(topology: allreduce.Topology, cls: Any, name: str) -> dict[str, str]:
 def run_file(topology: allreduce.Topology, path: Path, words: list[str], backend: str) -> int:
     """Run the tests of a file, print how they ended, and return how many failed. Collective."""
     sys.path.insert(0, str(path.parent))
-    if os.environ.get("CPU_ONLY") == "1":
-        path = cpus_for_gpus(path, topology.size)
-        sys.path.insert(0, str(path.parent))
+    sys.modules.pop(path.stem, None)  # of a file with the same name in another folder
     counts: Counter[str] = Counter()
-    for cls, name in cases(importlib.import_module(path.stem), words):
+    with tempfile.TemporaryDirectory() as folder:
+        if os.environ.get("CPU_ONLY") == "1":
+            path = cpus_for_gpus(path, folder, topology.size)
+        tests = list(cases(importlib.import_module(path.stem), words))
+    for cls, name in tests:
         cls.world_size = topology.size  # type: ignore[attr-defined]
         result = run(topology, cls, name)
         counts[result["status"]] += 1

@@ -160,7 +160,8 @@ class Parts:
 
     def end(self, worker: int) -> None:
         """Remove the parts after the end of a stream, which a worker has reported."""
-        self._ended.add(self._place(worker))
+        if self._left == math.inf:  # arrays have as many parts as were counted
+            self._ended.add(self._place(worker))
 
     def _place(self, worker: int) -> int:
         return worker % len(self._numbers)
