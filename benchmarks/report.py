@@ -20,7 +20,9 @@ def _report(options: argparse.Namespace) -> int:
     runs = sorted((load(path) for path in options.runs), key=lambda run: (run.nodes, run.ranks))
     kinds = sorted({run.kind() for run in runs})
     if len(kinds) > 1:
-        raise FileError(f"the runs measured different calls: {'; '.join(kinds)}; give runs of one dtype, operation and --compress")
+        raise FileError(
+            f"the runs measured different calls: {'; '.join(kinds)}; give runs of one dtype, operation and --compress"
+        )
     outputs.write(options.html, report.page(*runs))
     if options.html != outputs.STDOUT:
         print(options.html)

@@ -22,7 +22,7 @@ class MirroredTrainer(Trainer[Mirrored]):
 
     Attributes: `allreduce`, the backend. `buffer`, the 1-D array that is reduced in every step: the gradients, then the
     metrics and flags, so that the loss needs no message of its own. If gradients are sent as 16-bit floats, metrics and
-    flags are in a separate float32 array.
+    flags are in a separate float32 array. With buckets they are a small message.
 
     With update="sharded" the ranks of a node share ONE copy of the parameters, so an edit in place that every rank
     makes (NumpyNetwork.parameters *= 0.5, p.mul_(0.5)) is applied once per rank. Use `edit`, which applies it once.

@@ -105,7 +105,7 @@ class Replica(ABC):
     early: whether `gradients` calls `ready` while it still computes, so that ranks may sum gradients meanwhile.
     ready: set by the trainer during `gradients`, if the replica is `early`: ready(number) tells that the gradients of
         parameter `number` (in the order of `shapes`, from 0) are in the buffer, and do not change any more. Each
-        parameter is told once, also one without a gradient; the last layers first, as backward computes them.
+        parameter is told at most once; the others are complete when `gradients` returns. `shapes` must have all.
     unseeded: the reason why the random numbers that `gradients` draws can't be seeded. "": Python, NumPy and PyTorch
         draw them.
     kernels: fast implementations. The ranks use one only if it gives right results on the CPUs of all ranks.

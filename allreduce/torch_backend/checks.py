@@ -65,7 +65,7 @@ def check_devices(name: str, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):  # PyTorch does not ask it, since the group is written in Python
             raise NotImplementedError(
-                f'{name} of backend "{NAME}" does not take a {type(tensor).__name__}, which wraps other tensors: pass these'
+                f'{name} of backend "{NAME}" takes no {type(tensor).__name__}, which wraps other tensors: pass these'
             )
         if tensor.layout != torch.strided and not (name == "all_reduce" and tensor.is_sparse):
             raise NotImplementedError(

@@ -165,12 +165,14 @@ class Fit:
         self.begun = True
 
     def _learn_callbacks(self) -> None:
-        """Learn what the callbacks of any rank do. Collective."""
-        asks = np.array([self.callbacks.asks, self.callbacks.looks, self.callbacks.inspects], np.int64)
+        """Learn what the callbacks of any rank do, and whether its last step is unfinished. Collective."""
+        callbacks, core = self.callbacks, self.strategy.core
+        unfinished = core is not None and core.unfinished
+        asks = np.array([callbacks.asks, callbacks.looks, callbacks.inspects, unfinished], np.int64)
         combine(self.group.comm, asks, "learn whether a rank may leave steps out")
-        self.asks, self.looks, inspects = map(bool, asks)
-        if self.strategy.core is not None:
-            self.strategy.core.begin(early=not inspects)
+        self.asks, self.looks, inspects, unfinished = map(bool, asks)
+        if core is not None:
+            core.begin(early=not inspects, unfinished=unfinished)
 
     def _load_checkpointed(self, progress: Progress) -> None:
         """Continue where a checkpoint was written. Collective. Raises CheckpointError on all ranks."""

@@ -21,7 +21,7 @@ from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.options.average import AUTO, REPLICATED, SHARDED, Average, Exact, Sharded, choice_error, sharded_of
 from trainers.options.buckets import Buckets
-from trainers.replica import Replica
+from trainers.replica import Replica, parameter_slices
 from trainers.replicas import malloc
 from trainers.state import backup
 from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
@@ -92,6 +92,9 @@ class Mirrored(Strategy):
         half = dtypes.is_half(dtypes.parse(replica.gradient_dtype))
         if not replica.early or replica.device != "cpu":
             return f"this {type(replica).__name__} tells no gradients on the CPU before it has all (Replica.early)"
+        slices = parameter_slices(replica)
+        if not slices or slices[-1].stop != replica.parameter_count:
+            return "the shapes of the replica must be those of all its parameters (Replica.shapes)"
         if self._update_name == SHARDED or self._averaging is not None:
             return 'only gradients of update="replicated", without `average`, are summed during backward'
         if self._compress is not None or half or getattr(given, "lossy", False) or getattr(given, "sums_terms", False):

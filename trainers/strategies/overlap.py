@@ -19,7 +19,7 @@ TWICE = (
 
 
 class Overlap:
-    """The buckets of a step: `begin` at the start of a fit; in each step `ready` for each parameter, then `finish`.
+    """The buckets of a step: `ready` for each parameter, then `finish`.
 
     backend: sums the buckets. Its first call makes the thread, which is collective. gradients: 1-D, of all parameters.
     slices: of each parameter, in order. plan: the numbers of the parameters of each bucket, from the last to the first,
@@ -38,10 +38,10 @@ class Overlap:
         self._order, self._futures = InOrder(plan), list[Future]()
         backend.submit(gradients[:0], "sum").wait()
 
-    def begin(self) -> None:
-        """Finish the step of an earlier fit that all ranks have left by the same error, if there is one. Collective."""
-        if self._futures:
-            self.finish()
+    @property
+    def unfinished(self) -> bool:
+        """Whether an error has ended a step before `finish`, so that the thread still has buckets of it. Local."""
+        return bool(self._futures)
 
     def ready(self, parameter: int) -> None:
         """The gradients of a parameter are complete; see Replica.ready. Local."""
@@ -62,15 +62,14 @@ class Overlap:
     def finish(self) -> None:
         """Submit all other buckets, and return when all are summed. Collective."""
         errors = []
-        try:
-            self._submit(rest=True)
-            for each in self._futures:
-                try:
-                    each.wait()
-                except Exception as error:  # the other buckets are still being summed
-                    errors.append(error)
-        finally:
-            self._order, self._futures = InOrder(self._plan), []
+        self._submit(rest=True)
+        while self._futures:
+            try:
+                self._futures[0].wait()
+            except Exception as error:  # the other buckets are still being summed
+                errors.append(error)
+            del self._futures[0]
+        self._order = InOrder(self._plan)
         if errors:
             raise errors[0]
 

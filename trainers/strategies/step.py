@@ -75,9 +75,14 @@ class Step:
         """Set this rank's gradients and `measured` to zeros. Local."""
         self.buffer[:] = 0
 
-    def begin(self, early: bool) -> None:
+    @property
+    def unfinished(self) -> bool:
+        """Whether an error has ended the last fit in a step whose sums go on. Local."""
+        return False
+
+    def begin(self, early: bool, unfinished: bool) -> None:
         """Begin the steps of a fit. Collective. early: whether gradients may be summed while others are computed,
-        because no callback looks at this rank's own."""
+        because no callback looks at this rank's own. unfinished: the step of any rank is."""
 
     def _compute(self, batch: Batch, ready: Callable[[int], None] | None = None) -> None:
         metrics = len(self.replica.metrics)
@@ -184,10 +189,14 @@ class ReducedStep(Step):
             self.buffer[: self._overlap.untaken] = 0
         self._rest[:] = 0
 
-    def begin(self, early: bool) -> None:
+    @property
+    def unfinished(self) -> bool:
+        return self._overlap is not None and self._overlap.unfinished
+
+    def begin(self, early: bool, unfinished: bool) -> None:
         self._early = early
-        if self._overlap is not None:
-            self._overlap.begin()
+        if self._overlap is not None and unfinished:
+            self._overlap.finish()
 
     def _compute(self, batch: Batch, ready: Callable[[int], None] | None = None) -> None:
         if self._overlap is not None and self._early:

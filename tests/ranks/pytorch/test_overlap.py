@@ -189,6 +189,76 @@ def test_gradient_that_is_complete_twice(world: MPI.Intracomm, flat: allreduce.T
         assert "use_reentrant=False" in text
 
 
+def test_hook_that_changes_a_complete_gradient(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """The gradient may be half summed, so every rank would keep another one."""
+
+    def change() -> None:
+        made.module.last.weight.grad.clamp_(-0.01, 0.01)
+
+    made = replica()
+    made.module.watch = change
+    with MirroredTrainer(made, ALGORITHM, flat, buckets=DURING) as trainer:
+        if SIZE == 1:
+            fit(trainer)
+            return
+        assert "half summed" in raised_everywhere(world, ArgumentError, lambda: fit(trainer))
+
+
+def test_hook_that_takes_a_gradient(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    found = []
+    for buckets in (AFTER, DURING):
+        made = replica()
+        if RANK == 0:
+            made.module.first.bias.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
+            fit(trainer)
+            found.append(world.allgather(bits(made)))
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 1
+
+
+def test_interrupt_when_the_ranks_have_summed_different_buckets(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    found = []
+    for buckets in (AFTER, DURING):
+        made = replica(norm=False)
+        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
+            if RANK == 0:  # at the first layer, after the buckets of the others
+                made.module.watch = interrupt
+            else:
+                hook = made.module.last.register_full_backward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                fit(trainer)
+            made.module.watch = lambda: None
+            if RANK > 0:
+                hook.remove()
+            fit(trainer)
+            found.append(world.allgather(bits(made)))
+    assert found[0] == found[1]
+
+
+class Post(TorchReplica):
+    """A replica that changes its gradients when it has all."""
+
+    def gradients(self, *given: Any) -> Any:
+        found = super().gradients(*given)
+        with torch.no_grad():
+            for each in self.module.parameters():
+                each.grad.clamp_(-0.01, 0.01)
+        return found
+
+
+def test_replicas_that_can_not_sum_early_are_refused(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model, some = Net(), replica()
+    post = Post(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    some.shapes = dict([*some.shapes.items()][:2])
+    for made, why in ((post, "before it has all"), (some, "shapes")):
+        text = raised_everywhere(world, ArgumentError, partial(MirroredTrainer, made, ALGORITHM, flat, buckets=DURING))
+        assert why in text
+
+
 @pytest.mark.parametrize(
     "options",
     [{"update": "sharded"}, {"average": Exact()}, {"average": LocalSGD(2)}, {"compress": "bfloat16"}],

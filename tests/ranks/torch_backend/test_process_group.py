@@ -150,7 +150,7 @@ def test_operations_without_meaning_are_refused() -> None:
         dist.all_reduce(mine() > 1, Op.AVG)
     with pytest.raises(NotImplementedError, match=r"broadcast .*sparse_coo"):
         dist.broadcast(torch.eye(3).to_sparse(), 0)
-    with pytest.raises(NotImplementedError, match="broadcast .* TwoTensor, which wraps"):
+    with pytest.raises(NotImplementedError, match=r"broadcast .* TwoTensor, which wraps"):
         dist.broadcast(TwoTensor(torch.ones(3), torch.ones(3)), 0)
     for dtype in (torch.float8_e5m2, torch.complex32):
         with pytest.raises(NotImplementedError, match=f"does not reduce {dtype}"):

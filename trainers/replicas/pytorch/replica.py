@@ -80,7 +80,9 @@ class TorchReplica(FlatReplica):
         self._metrics = ({"accuracy": _accuracy} if isinstance(loss, nn.CrossEntropyLoss) else {}) | dict(metrics or {})
         self.metrics = ("loss", *self._metrics)
         self._dtype, self._device = self._trained[0].dtype, devices.device_of(self._trained)
-        self.device, self.early = self._device.kind, self._device.kind == "cpu"
+        self.device = self._device.kind
+        # a subclass may change the gradients that it gets from `gradients`: if not, it sets `early` itself
+        self.early = self.device == "cpu" and type(self).gradients is TorchReplica.gradients
         self.gradient_dtype = DTYPES[self._dtype]
         self._low = precisions.lower_precision(precision, self.gradient_dtype)
         made = {"module": type(module).__name__, "optimizer": type(optimizer).__name__}
@@ -159,6 +161,7 @@ class TorchReplica(FlatReplica):
         finally:
             for hook in hooks:
                 hook.remove()
+        self._check_untouched()
         with torch.no_grad():
             self.unused = np.array([each.grad is None for each in self._trained])
             for number, (parameter, view) in enumerate(zip(self._trained, self._views, strict=False)):
@@ -174,17 +177,30 @@ class TorchReplica(FlatReplica):
         """Return hooks of autograd: each moves the gradient of a parameter into the buffer, and tells it."""
 
         def move(number: int, parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            with torch.no_grad():
-                self._views[number].copy_(parameter.grad)
-            parameter.grad = self._views[number]
+            if parameter.grad is None:  # a hook of the user has taken it
+                return
+            if parameter.grad is not self._views[number]:  # else it is complete for the second time
+                self._check_untouched()
+                with torch.no_grad():
+                    self._views[number].copy_(parameter.grad)
+                parameter.grad = self._views[number]
             ready(number)
+            self._version = version_of(self._buffer)
 
+        self._version = version_of(self._buffer)
         return [
             each.register_post_accumulate_grad_hook(partial(move, number))
             for number, each in enumerate(self._trained)
             if each.requires_grad
         ]
+
+    def _check_untouched(self) -> None:
+        """Raise ArgumentError if a hook has changed a gradient that may be half summed. Local."""
+        if self.ready and version_of(self._buffer) != self._version:
+            raise ArgumentError(
+                "a hook has changed the gradient of a parameter that was complete, and may be half summed: change it "
+                "in a hook of this parameter, or give buckets=Buckets(overlap=False)"
+            )
 
     def _attach(self) -> None:
         for parameter, view in zip(self._trained, self._views, strict=False):
