@@ -128,24 +128,29 @@ class UpdateRule:
                 undo_batch(replica)  # each micro-batch begins with the statistics of the step's start
                 self._sum = memory.copy() if self._sum is None else self._sum
                 self._sum[:] = memory  # which the replica overwrites
-            added = self._adding(memory, ready) if ready and number + 1 == count else None
-            values = gradients_of(replica, sliced(batch.data, span), share * part, added)
+            left = dict(enumerate(parameter_slices(replica))) if ready and number + 1 == count else {}
+            told = self._adding(memory, left, ready) if ready and left else None
+            values = gradients_of(replica, sliced(batch.data, span), share * part, told)
             if number:
-                rest = slice(replica.parameter_count if added else 0, None)
-                memory[rest] += self._sum[rest]
+                for each in (*left.values(), slice(replica.parameter_count if told else 0, None)):
+                    memory[each] += self._sum[each]
             self.unused = self.unused & replica.unused
             means = means + part * (values if gpu.is_gpu_array(values) else np.asarray(values, np.float64))
         return means
 
-    def _adding(self, memory: Any, ready: Callable[[int], None]) -> Callable[[int], None]:
-        """Return the `ready` of the last micro-batch: it adds the sum of the ones before to a parameter's gradients."""
-        slices = parameter_slices(self._replica)
+    def _adding(self, memory: Any, left: dict[int, slice], ready: Callable[[int], None]) -> Callable[[int], None]:
+        """Return the `ready` of the last micro-batch: it adds the sum of the ones before to a parameter's gradients.
 
-        def added(parameter: int) -> None:
-            memory[slices[parameter]] += self._sum[slices[parameter]]
+        left: the slices of the parameters that were not told; the function removes its own.
+        """
+
+        def told(parameter: int) -> None:
+            if parameter in left:  # else the strategy refuses the second time
+                part = left.pop(parameter)
+                memory[part] += self._sum[part]
             ready(parameter)
 
-        return added
+        return told
 
     def take_none(self) -> None:
         """Take note that this rank has no batch in this step. Local."""

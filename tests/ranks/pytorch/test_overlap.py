@@ -239,6 +239,29 @@ def test_interrupt_when_the_ranks_have_summed_different_buckets(world: MPI.Intra
     assert found[0] == found[1]
 
 
+class Quiet(TorchReplica):
+    """A replica that does not tell its first parameter."""
+
+    def gradients(self, *given: Any) -> Any:
+        if ready := self.ready:
+            self.ready = lambda number: ready(number) if number else None
+        return super().gradients(*given)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_parameter_that_is_not_told(world: MPI.Intracomm, flat: allreduce.Topology, count: int) -> None:
+    found = []
+    for buckets in (AFTER, DURING):
+        model = Net()
+        made = Quiet(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+        made.early = True  # its gradients stay as they are
+        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
+            fit(trainer, transforms=[Accumulate(count)])
+            found.append(world.allgather(bits(made)))
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 1
+
+
 class Post(TorchReplica):
     """A replica that changes its gradients when it has all."""
 
