@@ -2,8 +2,8 @@
  * Python. A short sum (allreduce/algorithms/shared.py) or MPI_Allreduce (native.py) is done with it.
  *
  * Python calls these functions as builtin functions, which takes a fifth of the time of a call by ctypes. Each takes the
- * number of the rendezvous and the array of the call, or None. They wait only some microseconds for a rank that is later,
- * then Python waits. Functions that may take longer release the GIL. The few names of Python's stable ABI that they need
+ * number of the rendezvous and the array of the call, or None. They wait only some microseconds for a rank that is later
+ * (100 where ranks outnumber cores), then Python waits. Functions that may take longer release the GIL. The few names of Python's stable ABI that they need
  * are declared here, so no header of Python is needed.
  */
 #include <sched.h>

@@ -52,9 +52,9 @@ class ExactStep(ReducedStep):
         self._terms, self._values = [], np.zeros((count, len(self.replica.metrics) + 1))
         super().compute(batch)
 
-    def _compute(self, batch: Batch, ready: Callable[[int], None] | None = None) -> None:
+    def _compute(self, batch: Batch) -> None:
         if not batch.seeds:
-            super()._compute(batch, ready)
+            super()._compute(batch)
             return
         shares = [row_count(part) / batch.rows for part in batch.parts]
         self._compute_terms(batch, shares)

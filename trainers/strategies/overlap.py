@@ -1,6 +1,6 @@
 """Sums gradients over the ranks in buckets, in a thread, while the replica still computes the other gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from allreduce import notices
@@ -13,7 +13,7 @@ from trainers.options.buckets import Buckets, InOrder, plan_buckets
 from trainers.replica import Replica, parameter_slices
 
 TWICE = (
-    "parameter {} received its gradient twice in one backward, so it may be half summed; use torch.utils.checkpoint "
+    "{} received its gradient twice in one backward, so it may be half summed; use torch.utils.checkpoint "
     "with use_reentrant=False, or buckets=Buckets(overlap=False)"
 )
 
@@ -22,16 +22,17 @@ class Overlap:
     """The buckets of a step: `ready` for each parameter, then `finish`.
 
     backend: sums the buckets. Its first call makes the thread, which is collective. gradients: 1-D, of all parameters.
-    slices: of each parameter, in order. plan: the numbers of the parameters of each bucket, from the last to the first,
-    which is about the order in which backward computes their gradients.
+    named: the slice of each parameter, by its name, in order. plan: the numbers of the parameters of each bucket, from
+    the last to the first, which is about the order in which backward computes their gradients.
 
     Raises UnavailableError on all ranks if MPI allows no thread.
     """
 
     def __init__(
-        self, backend: AllReduce, gradients: Any, slices: Sequence[slice], plan: Sequence[Sequence[int]]
+        self, backend: AllReduce, gradients: Any, named: Mapping[str, slice], plan: Sequence[Sequence[int]]
     ) -> None:
         self._backend, self._plan = backend, plan
+        self._names, slices = [*named], [*named.values()]
         self._starts = [slices[each[-1]].start for each in plan]
         ends = [slices[each[0]].stop for each in plan]
         self._buckets = [gradients[start:end] for start, end in zip(self._starts, ends, strict=True)]
@@ -46,7 +47,7 @@ class Overlap:
     def ready(self, parameter: int) -> None:
         """The gradients of a parameter are complete; see Replica.ready. Local."""
         if not self._order.arrived(parameter):
-            raise ArgumentError(TWICE.format(parameter))
+            raise ArgumentError(TWICE.format(self._names[parameter]))
         self._submit()
 
     def _submit(self, rest: bool = False) -> None:
@@ -88,7 +89,7 @@ def overlap_of(backend: AllReduce, gradients: Any, replica: Replica, buckets: Bu
     if len(plan) < 2:
         return None
     try:
-        return Overlap(backend, gradients, slices, plan)
+        return Overlap(backend, gradients, dict(zip(replica.shapes, slices, strict=True)), plan)
     except UnavailableError as error:  # on all ranks
         notices.once(topology.rank, f"gradients are summed after backward, not during it: {error}")
         return None

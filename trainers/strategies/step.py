@@ -84,9 +84,14 @@ class Step:
         """Begin the steps of a fit. Collective. early: whether gradients may be summed while others are computed,
         because no callback looks at this rank's own. unfinished: the step of any rank is."""
 
-    def _compute(self, batch: Batch, ready: Callable[[int], None] | None = None) -> None:
+    @property
+    def ready(self) -> Callable[[int], None] | None:
+        """Takes the numbers of the parameters whose gradients are complete; see Replica.ready. None: no one does."""
+        return None
+
+    def _compute(self, batch: Batch) -> None:
         metrics = len(self.replica.metrics)
-        gpu.write(self.measured[:metrics], self.rule.gradients(batch, batch.share, self.gradients, ready=ready))
+        gpu.write(self.measured[:metrics], self.rule.gradients(batch, batch.share, self.gradients, ready=self.ready))
         self.measured[:metrics] *= batch.share
 
     def drop(self) -> None:
@@ -198,10 +203,9 @@ class ReducedStep(Step):
         if self._overlap is not None and unfinished:
             self._overlap.finish()
 
-    def _compute(self, batch: Batch, ready: Callable[[int], None] | None = None) -> None:
-        if self._overlap is not None and self._early:
-            ready = self._overlap.ready
-        super()._compute(batch, ready)
+    @property
+    def ready(self) -> Callable[[int], None] | None:
+        return self._overlap.ready if self._overlap is not None and self._early else None
 
     def reduce(self, kind: str) -> None:
         """Sum the gradients over the ranks. kind: "all_reduce" or "reduce_scatter". Collective."""

@@ -186,6 +186,7 @@ def test_gradient_that_is_complete_twice(world: MPI.Intracomm, flat: allreduce.T
             fit(trainer)
             return
         text = raised_everywhere(world, ArgumentError, lambda: fit(trainer))
+        assert "layer." in text
         assert "use_reentrant=False" in text
 
 
