@@ -24,7 +24,7 @@ from benchmarks.lib import cli, limits, machine, outputs, plot, report, sizes, t
 from benchmarks.lib.advice import advice, wrong_results
 from benchmarks.lib.contenders import gather
 from benchmarks.lib.outputs import Screen
-from benchmarks.lib.peers import PEERS
+from benchmarks.lib.peers import PEERS, Contender
 from benchmarks.lib.results import COLD, FileError, Run, from_json, load, merge, to_csv, to_json
 from benchmarks.lib.timing import Cell, Checker, Plan, measure_size
 
@@ -101,18 +101,7 @@ def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:
             topology, args.backends, args.peers, count, args.datatype, args.op,
             optional=optional, compress=args.compress,
         )  # fmt: skip
-        foreign = np.zeros(count, args.datatype)
-        cells = [
-            Cell(each.name, memory + cold, each.call, array)
-            for each in contenders
-            for memory, array in (
-                ("foreign", foreign if each.foreign is None else each.foreign),
-                ("allocated", each.array),
-            )
-            for cold in ("", COLD)[: 1 + args.cold]
-            if array is not None
-        ]
-        _measure(comm, args, run, cells, wanted, screen)
+        _measure(comm, args, run, contenders, wanted, screen)
         for contender in contenders:
             contender.close()
     advised = advice(run)
@@ -135,17 +124,37 @@ def _sizes(comm: MPI.Intracomm, args: argparse.Namespace) -> list[int]:
     return wanted
 
 
+def _cells(contenders: list[Contender], foreign: np.ndarray, cold: bool) -> list[Cell]:
+    """Return the calls to time. foreign: of this size; a slice of a long array may be in huge pages, and faster."""
+    return [
+        Cell(each.name, memory + when, each.call, array)
+        for each in contenders
+        for memory, array in (
+            ("foreign", foreign if each.foreign is None else each.foreign),
+            ("allocated", each.array),
+        )
+        for when in ("", COLD)[: 1 + cold]
+        if array is not None
+    ]
+
+
 def _measure(
-    comm: MPI.Intracomm, args: argparse.Namespace, run: Run, cells: list[Cell], wanted: list[int], screen: Screen
+    comm: MPI.Intracomm,
+    args: argparse.Namespace,
+    run: Run,
+    contenders: list[Contender],
+    wanted: list[int],
+    screen: Screen,
 ) -> None:
     """Measure size by size, and print each row when it is measured. Collective."""
     plan = Plan((args.budget or BUDGET) / len(wanted), args.iters, args.warmup_iters)
     rounded_to = dtypes.parse(args.compress or args.datatype)
     checker = Checker(comm, rounded_to, args.op) if args.check else None
-    backends = list(dict.fromkeys(cell.backend for cell in cells))
+    backends = [each.name for each in contenders]
     screen.say(table.header(run) if args.verbose else table.short_header(run, backends))
     with screen.bar(len(wanted)) as bar:
         for size in wanted:
+            cells = _cells(contenders, np.zeros(size // args.datatype.itemsize, args.datatype), args.cold)
             found = measure_size(comm, cells, size, plan, checker)
             run.results += found
             if args.verbose:

@@ -67,7 +67,15 @@ MIRRORED: dict[str, dict[str, Any]] = {  # options of MirroredOptimizer
     "replicated, int8": {"compress": "int8"},
     "sharded, copies=2": {"update": Sharded(copies=2), "buckets": Buckets(False)},  # with mpirun --with-ft ulfm
 }
-HOSTS = (DDP_GLOO, DDP_OURS, "replicated", DDP_GLOO_HALF, DDP_OURS_HALF, "replicated, bfloat16", "replicated, int8")
+HOSTS = (
+    DDP_GLOO,
+    DDP_OURS,
+    "replicated, overlap",
+    DDP_GLOO_HALF,
+    DDP_OURS_HALF,
+    "replicated, bfloat16",
+    "replicated, int8",
+)
 WAYS = {
     "hosts": HOSTS,
     "ddp": (DDP_NOTHING, BARE, DDP_GLOO, DDP_OURS),

@@ -32,6 +32,9 @@ BLOCK_BYTES = 256 * 1024  # bytes that a rank adds at a time, from each rank
 CMA_BYTES = 1024 * 1024  # bytes of one CMA call: more than BLOCK_BYTES, because a call takes longer
 FETCHED_BYTES = 4 * 1024 * 1024  # bytes that a rank reads by CMA at a time, from all ranks together
 LEAST_STAGING_BYTES = 512 * 1024  # of all ranks; a staging buffer grows from this to STAGING_BYTES
+# The longest array that is staged where CMA works, and the bytes of all ranks: while the staging buffer stays in the
+# caches, CMA's system calls, which look up each page, take longer than the copies.
+CACHED_BYTES, ALL_CACHED_BYTES = 2 * 1024 * 1024, 8 * 1024 * 1024
 # Short arrays, which C sums when the ranks have met. The longest array from `allocate` that is summed in place; the
 # longest one that is copied nevertheless, which spares a fence; the bytes of the copies of all ranks.
 IN_PLACE_BYTES, COPIED_BYTES, STAGED_BYTES = 1024 * 1024, 16 * 1024, 2 * 1024 * 1024
@@ -113,6 +116,8 @@ class Shared(TwoPhase):
                 return Work(self.context.executor.fence, quiet=True, place=place, in_c=partial(self._placed, op=op))
         if call.memory == ALLOCATED:
             return Work(partial(self._in_place, call.kind, op=op), place=place)
+        if self._is_staged(call.kind, nbytes):
+            return Work(partial(self._reduce_staged, op=op), place=place)
         run = lambda buffer: self._elsewhere(call.kind, buffer, op, self.context.executor.addresses())  # noqa: E731
         return Work(run, address=self._address, place=place)
 
@@ -131,6 +136,8 @@ class Shared(TwoPhase):
         if self.context.allocations.memory_of(buffer) == ALLOCATED:
             self._fence()
             self._in_place(kind, buffer, op)
+        elif self._is_staged(kind, buffer.nbytes):
+            self._reduce_staged(buffer, op)
         else:
             self._elsewhere(kind, buffer, op, self._meet(self._address(buffer)))
 
@@ -235,7 +242,13 @@ class Shared(TwoPhase):
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    # Other arrays, where CMA does not work
+    # Other arrays, where CMA does not work or takes longer
+
+    def _is_staged(self, kind: str, nbytes: int) -> bool:
+        """Return whether an array that is not from `allocate` is staged though CMA works; `_may_grow` is equal on all
+        ranks. Local."""
+        short = nbytes <= min(CACHED_BYTES, ALL_CACHED_BYTES // self.size)
+        return short and self._may_grow and kind == "all_reduce" and self.size > 1
 
     def _reduce_staged(self, buffer: np.ndarray, op: Op) -> None:
         """All-reduce `buffer` piece by piece, as copies in the staging buffer."""

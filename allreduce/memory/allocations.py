@@ -21,6 +21,7 @@ _STATE = re.compile(
     r"(?P<columns>[0-9]{1,18}))"
 )
 RESIDUAL = "/residual"  # the end of the names of residuals in a state
+MOST_PLACES = 64  # of arrays, which are kept
 
 
 @dataclass(eq=False)
@@ -152,6 +153,8 @@ class Allocations:
         self.shared: dict[int, Allocation] = {}
         self._entries: dict[int, Allocation] = {}  # by number
         self._count = 0
+        # places of arrays in shared memory, by the array's id: a training reduces the same arrays in each step
+        self._places: dict[int, tuple[weakref.ref[Any], tuple[int, int]]] = {}
 
     def add(self, array: Any, keeps: bool = True, ranks: int = 0) -> Allocation:
         """Add a 1-D array, and return its entry; see Allocation. Local; the same on all ranks."""
@@ -176,6 +179,7 @@ class Allocations:
         if entry.dtype != array.dtype or offset % entry.dtype.itemsize:
             raise OptionError(f"the array of {array.dtype} lies in memory that was allocated for {entry.dtype}")
         entry.keeps = True
+        self._places.clear()
         entry.describe(offset // entry.dtype.itemsize, array.size, parts)
 
     def _drop(self, owner: int, entry: Allocation) -> None:
@@ -213,8 +217,18 @@ class Allocations:
     def place(self, buffer: Any) -> tuple[int, int] | None:
         """Return the place of `buffer` in an array of the table, as numbers that the ranks compare, or None. Local. The
         first one stands for the array and its parameters, the second one is the byte at which `buffer` begins."""
+        known = self._places.get(id(buffer))
+        if known is not None and known[0]() is buffer:
+            return known[1]
         found = self.at(buffer) if buffer.size else None
-        return None if found is None else (found[0].number + (found[0].signature << 32), found[1])
+        if found is None:
+            return None
+        place = found[0].number + (found[0].signature << 32), found[1]
+        if found[0].ranks:  # the array's memory does not move: it has a base
+            if len(self._places) >= MOST_PLACES:  # a program with ever new slices
+                self._places.clear()
+            self._places[id(buffer)] = weakref.ref(buffer), place
+        return place
 
     def find(self, buffer: Any, scratch: bool = False) -> Slice | None:
         """Return `buffer` as a slice of an array for which state is kept, or None. Local. scratch: True: arrays without

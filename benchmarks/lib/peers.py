@@ -131,8 +131,7 @@ def deepspeed(topology: Topology, op: str, dtype: np.dtype, _: int) -> Contender
     """DeepSpeed's all-reduce in shared memory, compiled from the sources in its package as its builder does."""
     world, torch = topology.world, together(topology.world, lambda: _imported("torch", '".[torch]" in the checkout'))
     _check(topology, "deepspeed", op in ("sum", "mean") and dtype.name in ("float32", "float16", "bfloat16"), op, dtype)
-    if topology.size > (os.cpu_count() or 1):
-        raise on_all_ranks(UnavailableError("--peers deepspeed needs a core for each rank: its ranks spin"), world)
+    _check_cores(topology, "deepspeed")
     together(world, lambda: _build_deepspeed(torch, True) if topology.rank == 0 else None)
     library = together(world, lambda: _build_deepspeed(torch, False))
     name = root_value(world, f"{os.getpid()}", "name DeepSpeed's segments")
@@ -156,6 +155,7 @@ def mlx(topology: Topology, op: str, dtype: np.dtype, count: int) -> Contender:
     world, core = topology.world, together(topology.world, lambda: _imported("mlx.core", "mlx mlx-cpu"))
     names = {"sum": "all_sum", "mean": "all_sum", "max": "all_max", "min": "all_min"}
     _check(topology, "mlx", op in names and hasattr(core, dtype.name) and dtype != dtypes.BFLOAT16, op, dtype)
+    _check_cores(topology, "mlx")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         places = [[f"127.0.0.1:{each}"] for each in all_values(world, port, "exchange MLX's ports")]
@@ -184,6 +184,12 @@ PEERS: dict[str, Callable[[Topology, str, np.dtype, int], Contender]] = {
     "deepspeed": deepspeed,
     "mlx": mlx,
 }
+
+
+def _check_cores(topology: Topology, name: str) -> None:
+    if topology.size > (os.cpu_count() or 1):
+        message = f"--peers {name} needs a core for each rank: its threads poll, and would slow all others down"
+        raise on_all_ranks(UnavailableError(message), topology.world)
 
 
 def _imported(module: str, package: str) -> Any:

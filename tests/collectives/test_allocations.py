@@ -28,6 +28,21 @@ def test_slices_are_found_by_their_address() -> None:
     assert registry.find(first.view("uint8")[1:41].view("uint8")) is None
 
 
+def test_the_place_of_shared_memory_is_that_of_the_array_as_it_is_now() -> None:
+    registry, memory = Allocations(), np.zeros(100, "float32")
+    number = registry.add(memory[:50], ranks=2).number
+    array, later = memory[10:20], memory[20:30]
+    assert [registry.place(each) for each in (array, later, array)] == [(number, 40), (number, 80), (number, 40)]
+    registry.describe(array, [Part("w", 0, (2, 5))])
+    described = registry.place(array)
+    assert described is not None
+    assert described[0] != number  # of other parameters now
+    assert registry.place(memory[10:20]) == described
+    del array
+    for start in range(200):  # objects at the addresses of freed ones
+        assert registry.place(memory[start % 40 : 50]) == (described[0], 4 * (start % 40))
+
+
 def test_parts_of_a_slice() -> None:
     array = np.zeros(30, "float32")
     registry = registry_of(array)

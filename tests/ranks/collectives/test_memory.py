@@ -13,7 +13,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.algorithms.shared import Shared
+from allreduce.algorithms.shared import ALL_CACHED_BYTES, CACHED_BYTES, Shared
 from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError
@@ -241,6 +241,27 @@ def test_the_staging_buffer_grows_as_far_as_there_is_memory(
             sizes.append(reduce._algorithm._staging.size)  # type: ignore[attr-defined]
         monkeypatch.undo()
     assert sizes[0] < sizes[1] == sizes[2] == sizes[3] == sizes[4] < STAGING_BYTES
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank stages nothing")
+@pytest.mark.parametrize("name", ["shared", "hierarchical_copy"])
+def test_unregistered_arrays_have_one_sum_however_they_are_reached(
+    name: str, topology_of: Callable[..., allreduce.Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short ones are staged, long ones and those without memory for a larger staging buffer are reached by CMA."""
+    longest = min(CACHED_BYTES, ALL_CACHED_BYTES // SIZE) // 4
+    topology = topology_of(2 if name != "shared" and SIZE > 2 else None)
+    with allreduce.create(name, topology) as reduce, allreduce.create(name, topology) as without:
+        algorithm = without._algorithm
+        shared = algorithm if isinstance(algorithm, Shared) else algorithm._node  # type: ignore[attr-defined]
+        monkeypatch.setattr(shared, "_may_grow", False)
+        for length in (3000, longest - 1, longest, longest + 1, 1000):
+            mine = values(np.dtype("float32"), length, topology.rank, 0)
+            staged, reached = mine.copy(), mine.copy()
+            reduce(staged, "sum")
+            without(reached, "sum")
+            assert expected(np.dtype("float32"), length, "sum", SIZE, 0).hold(staged)
+            assert staged.tobytes() == reached.tobytes()
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank shares with nobody")
