@@ -38,8 +38,6 @@ COMMANDS = {
     "tune": Command("benchmarks.tune", 'measure the constants by which the backend "auto" selects'),
     "step": Command("benchmarks.training_step", "time a PyTorch training step, for each way to average gradients"),
     "strategies": Command("benchmarks.strategies", "compare mirrored training with servers and the other strategies"),
-    "checkpoint": Command("benchmarks.checkpoint", "time a step while checkpoints are written"),
-    "data": Command("benchmarks.data", "time how long a step waits for images that worker processes read"),
     "serving": Command("benchmarks.serving", "measure requests a second of a server, on several numbers of ranks"),
     "compare": Command("benchmarks.compare", "compare two results of bench"),
     "trace": Command("benchmarks.timeline", "say which rank waits for which, from a trace"),

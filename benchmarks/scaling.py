@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling --model bert-large --node-size 8 --link 100gbit
     python -m benchmarks.scaling --model gpt2-xl --stages 4 --microbatches 16 --schedule 1f1b
-    python -m benchmarks.scaling --fit node2.json node4.json node5.json --fit-rig rig2x2.json --plot scaling.png
+    python -m benchmarks.scaling --fit node2.json node4.json node5.json --fit-rig rig2x2.json
 
 Runs without mpirun: it only computes. --fit reads files of `benchmarks.bandwidth --json`, fits the constants to them,
 and reports the errors of the model by backend and size; and for each cluster the errors of a fit to all other clusters.
@@ -23,7 +23,7 @@ from benchmarks.lib import cli, outputs
 from benchmarks.lib.columns import columns
 from benchmarks.lib.results import FileError
 from benchmarks.predicting import fitting
-from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, WHOLE, Forecast, forecast, save
+from benchmarks.predicting.forecast import BACKWARD, GAIN, MODELS, MOST_RANKS, WHOLE, Forecast, forecast
 from benchmarks.predicting.pipeline import SCHEDULES, Plan
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
@@ -60,8 +60,6 @@ def _predict(args: argparse.Namespace) -> int:
         record |= {"machine": asdict(machine), "forecasts": [_plain(each) for each in forecasts]}
         record |= {"stages": [_plain(each) for each in staged]} if plan else {}
         outputs.write(args.json, json.dumps(record, indent=1) + "\n")
-    if args.plot:
-        save(args.plot, forecasts, _setting(args))
     return 0
 
 
@@ -117,7 +115,7 @@ def _fit(args: argparse.Namespace, record: dict[str, Any]) -> Machine:
         "median_error_flat": errors.get("flat"),
         "median_error_rig": errors.get("rig"),
         "places": [asdict(place) for place in places],
-        "cells": [asdict(cell) for cell in fitting.cells(points, machine)],
+        "cells": [asdict(each) for each in fitting.by_size(points, machine)],
         "not_fitted": fitting.untouched(points, machine),
     }
     return machine
@@ -224,7 +222,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--schedule", choices=SCHEDULES, help="of the stages (default 1f1b)")
     add("--chunks", type=cli.at_least(1, int, 64), metavar="C", help="stages a rank, for interleaved (default 2)")
     add("--json", metavar="FILE", help="everything that is printed")
-    add("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")
 
 
 main = cli.serial_command("benchmarks.scaling", __doc__, add_options, _predict)

@@ -1,13 +1,11 @@
 """Measures `python -m trainers serve`: requests a second and their latency, on several numbers of ranks.
 
     python -m benchmarks.serving --ranks 1,2 --json out.json
-    python -m benchmarks.serving --chaos --requests 10000
 
 It makes a NumpyNetwork with random parameters, starts a server on each number of ranks in turn, and sends requests over
 connections that stay open, a fixed number at a time. Every answer is checked. The servers take turns for some rounds,
 and the medians of the rounds are compared. --onnx adds a server of one rank with the same network as an ONNX file,
-computed by onnxruntime. --chaos sends a fixed number of requests to a server of 3 ranks; meanwhile a rank is killed,
-and a version is replaced by another one.
+computed by onnxruntime.
 
 The clients are threads on the same machine, and the web server runs on rank 0: both take part of the cores. More ranks
 help if the model is so large that its computation takes more (see --sizes).
@@ -20,8 +18,6 @@ import itertools
 import json
 import operator
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -36,19 +32,14 @@ from typing import Any
 
 import numpy as np
 
-from allreduce.process import proc
 from benchmarks.lib import cli, outputs
 from benchmarks.lib.results import FileError
-from trainers.apps.ensemble import model as ensemble_model
-from trainers.apps.ensemble.model import SavedEnsemble, SavedMember
-from trainers.apps.ensemble.voting import Voting
-from trainers.replica import saved_config
 from trainers.replicas.numpy.network import NumpyNetwork
 
 NAME = "model"
 PATH = f"/v1/models/{NAME}"
 PREDICT = f"{PATH}:predict"
-START_SECONDS, STOP_SECONDS, LOAD_SECONDS = 180.0, 60.0, 180.0  # on a busy machine
+START_SECONDS, STOP_SECONDS = 180.0, 60.0  # on a busy machine
 TOLERANCE = 1e-4  # of an answer: a product of several rows has other rounding
 BODIES = 32  # different requests
 LOST_SECONDS = 60.0  # without an answer
@@ -67,12 +58,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--seconds", type=cli.at_least(0.1, float), default=5.0, metavar="S", help="of a server in a round (default: 5)"
     )
-    add("--members", type=cli.at_least(1), default=1, metavar="N", help="serve an ensemble of N networks")
     add("--rounds", type=cli.at_least(1), default=3, metavar="N", help="in which the servers take turns (default: 3)")
     add("--max-batch", type=cli.at_least(1), default=32, metavar="N", help="rows (default: 32)")
     add("--onnx", action="store_true", help="measure onnxruntime behind the same web server, too")
-    add("--chaos", action="store_true", help="kill a rank and replace a version during --requests requests")
-    add("--requests", type=cli.at_least(10), default=10_000, metavar="N", help="of --chaos (default: 10000)")
     cli.add_json_option(parser)
 
 
@@ -164,13 +152,12 @@ def _judged(right: Sequence[np.ndarray], code: int, body: bytes) -> str:
 
 
 @contextlib.contextmanager
-def server(ranks: int, options: Sequence[str], folder: Path, survives: bool = False) -> Iterator["Job"]:
-    """Context manager: start a server, yield it when it answers, end it by SIGTERM. survives: ranks may be killed."""
-    launcher = Path(sys.executable).with_name("mpirun")
-    mpirun = [str(launcher) if launcher.exists() else "mpirun", "-n", str(ranks)]
-    mpirun += ["--oversubscribe", "--bind-to", "none"]  # rank 0 has several threads
-    mpirun += ["--with-ft", "ulfm"] if survives else []
-    command = [*mpirun, sys.executable, "-m", "trainers", "serve", "--name", NAME, "--port", "0", *options]
+def server(ranks: int, options: Sequence[str], folder: Path, *launcher: str) -> Iterator["Job"]:
+    """Context manager: start a server, yield it when it answers, end it. launcher: more options of mpirun."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    command = [str(mpirun) if mpirun.exists() else "mpirun", "-n", str(ranks), "--oversubscribe", *launcher]
+    command += ["--bind-to", "none", sys.executable, "-m", "trainers"]  # rank 0 has several threads
+    command += ["serve", "--name", NAME, "--port", "0", *options]
     given = {"OMP_NUM_THREADS": "1", **os.environ}
     log = folder / f"server-{time.monotonic_ns()}.txt"
     with open(log, "w") as file:
@@ -180,17 +167,21 @@ def server(ranks: int, options: Sequence[str], folder: Path, survives: bool = Fa
         job.wait_until_it_answers()
         yield job
     finally:
-        job.end()
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @dataclass
 class Job:
-    """The job of a server. port: where it listens. code: its exit code, when it has ended."""
+    """The job of a server. port: where it listens."""
 
     process: "subprocess.Popen[bytes]"
     log: Path
     port: int = 0
-    code: int | None = None
 
     def wait_until_it_answers(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -202,63 +193,6 @@ class Job:
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
-
-    def get(self, path: str) -> Any:
-        """Return the JSON of a GET."""
-        return json.loads(self._got(path))
-
-    def metrics(self) -> str:
-        """Return the text for Prometheus."""
-        return self._got("/metrics").decode()
-
-    def _got(self, path: str) -> bytes:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
-            connection.request("GET", path)
-            return connection.getresponse().read()
-
-    def states(self) -> dict[int, str]:
-        """Return the state of each version."""
-        return {int(each["version"]): each["state"] for each in self.get(PATH)["model_version_status"]}
-
-    def wait_for(self, states: dict[int, str]) -> None:
-        deadline = time.monotonic() + LOAD_SECONDS
-        while self.states() != states:
-            if time.monotonic() > deadline:
-                raise FileError(f"the server has the versions {self.states()}, and {states} are expected")
-            time.sleep(0.05)
-
-    def ranks(self) -> dict[int, int]:
-        """Return the process of each rank."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if os.getsid(int(folder.name)) != self.process.pid and not self._is_child(int(folder.name)):
-                    continue
-                variables = (folder / "environ").read_bytes().split(b"\0")
-            except (OSError, ProcessLookupError):
-                continue
-            for each in variables:
-                if each.startswith(b"OMPI_COMM_WORLD_RANK="):
-                    found[int(each.partition(b"=")[2])] = int(folder.name)
-        return found
-
-    def _is_child(self, pid: int) -> bool:
-        """Whether a process is the job's, or a child of one that is."""
-        while pid > 1 and pid != self.process.pid:
-            stat = proc.stat(pid)
-            pid = stat.parent if stat else 0
-        return pid == self.process.pid
-
-    def end(self) -> None:
-        """End by SIGTERM to a rank: mpirun itself would kill the ranks a moment later."""
-        if self.process.poll() is None:
-            os.kill(self.ranks().get(0, self.process.pid), signal.SIGTERM)
-            try:
-                self.process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self.code = self.process.returncode
 
 
 # Measurements
@@ -273,18 +207,15 @@ def requests_of(sizes: Sequence[int], rows: int) -> tuple[list[bytes], list[np.n
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the result of each server by its name."""
-    networks = [NumpyNetwork(options.sizes, seed=seed) for seed in range(1, options.members + 1)]
+    network = NumpyNetwork(options.sizes, seed=1)
     bodies, inputs = requests_of(options.sizes, options.rows)
-    right = [[np.mean([network.predict(each) for network in networks], axis=0)] for each in inputs]
-    if options.members > 1:
-        write_ensemble(networks, folder / "model.npz")
-    else:
-        networks[0].save(str(folder / "model.npz"))
+    right = [[network.predict(each)] for each in inputs]
+    network.save(str(folder / "model.npz"))
     contenders = [(f"{ranks} rank{'s' * (ranks > 1)}", ranks, "model.npz") for ranks in options.ranks]
     if options.onnx:
         from trainers.apps.export.export import write
 
-        write(str(folder / "model.onnx"), networks[0], None)
+        write(str(folder / "model.onnx"), network, None)
         contenders.append(("1 rank, onnxruntime", 1, "model.onnx"))
     found: dict[str, list[dict[str, Any]]] = {}
     for _ in range(options.rounds):
@@ -294,98 +225,42 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 Load(job.port, bodies, options.clients).run(partial(operator.le, 4 * options.clients))  # warm
                 load, end = Load(job.port, bodies, options.clients), time.monotonic() + options.seconds
                 elapsed = load.run(partial(_is_past, end))
-            own = result_of(load, right, elapsed) | {"exit_code": job.code}
+            own = result_of(load, right, elapsed)
             found.setdefault(name, []).append(own)
             print(row(name, own), flush=True)
     return {name: _median(rounds) for name, rounds in found.items()}
 
 
 def _median(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of the numbers, the sums of the outcomes, the worst exit code."""
+    """Return the medians of the numbers, and the sums of the outcomes."""
     numbers = {key: float(np.median([each[key] for each in rounds])) for key in ("per_second", "p50_ms", "p99_ms")}
     outcomes: Counter[str] = sum((Counter(each["outcomes"]) for each in rounds), Counter())
-    codes = [each["exit_code"] for each in rounds]
-    return numbers | {"outcomes": dict(outcomes), "exit_code": max(codes, key=abs), "rounds": list(rounds)}
+    return numbers | {"outcomes": dict(outcomes), "rounds": list(rounds)}
 
 
 def _is_past(end: float, number: int) -> bool:
     return time.monotonic() > end
 
 
-def write_ensemble(networks: Sequence[NumpyNetwork], path: Path) -> None:
-    """Write networks as an ensemble whose members count alike."""
-    config = saved_config(networks[0])
-    members = [SavedMember(number, number, type(each).__name__, config) for number, each in enumerate(networks)]
-    saved = SavedEnsemble(members, {}, Voting(), [1 / len(networks)] * len(networks))
-    ensemble_model.write(str(path), saved, {number: each.state() for number, each in enumerate(networks)})
-
-
-def chaos(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the result of requests during which a rank is killed and a version is replaced."""
-    bodies, inputs = requests_of(options.sizes, options.rows)
-    networks = [NumpyNetwork(options.sizes, seed=seed) for seed in (1, 2)]
-    models = folder / "models"
-    for number, network in enumerate(networks, 1):
-        network.save(str(folder / f"{number}.npz"))
-    (models / "0001").mkdir(parents=True)
-    shutil.copy(folder / "1.npz", models / "0001" / "model.npz")
-    right = [[network.predict(each) for network in networks] for each in inputs]
-    done = threading.Event()
-    given = ["--model", str(models), "--poll-seconds", "0.1", "--max-batch", str(options.max_batch)]
-    with server(3, given, folder, survives=True) as job:
-        load, reached = Load(job.port, bodies, options.clients), [0]
-
-        def trouble() -> None:
-            while reached[0] < options.requests // 4 and not done.is_set():
-                time.sleep(0.001)
-            os.kill(job.ranks()[2], signal.SIGKILL)
-            (models / "0002").mkdir()
-            shutil.copy(folder / "2.npz", models / "0002" / "model.npz")
-            job.wait_for({2: "AVAILABLE", 1: "AVAILABLE"})
-            shutil.rmtree(models / "0001")
-            job.wait_for({2: "AVAILABLE"})
-            done.set()
-
-        def ends(number: int) -> bool:
-            reached[0] = max(reached[0], number)
-            return number >= options.requests
-
-        thread = threading.Thread(target=trouble)
-        thread.start()
-        elapsed = load.run(ends)
-        thread.join()
-        metrics = job.metrics()
-    wanted = ("allreduce_serving_retries_total", "allreduce_serving_ranks ", "allreduce_serving_newest_version")
-    noted = {line.split()[0]: float(line.split()[1]) for line in metrics.splitlines() if line.startswith(wanted)}
-    return result_of(load, right, elapsed) | {"exit_code": job.code, "replaced": done.is_set(), **noted}
-
-
 def row(name: str, result: dict[str, Any]) -> str:
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in result["outcomes"].items())
     times = f"p50 {result['p50_ms']:7.1f} ms  p99 {result['p99_ms']:7.1f} ms"
     speed = f"{result['per_second']:9.1f} requests/s"
-    return f"{name:<22}{speed}  {times}  {outcomes}; exit code {result['exit_code']}"
+    return f"{name:<22}{speed}  {times}  {outcomes}"
 
 
 def is_right(result: dict[str, Any]) -> bool:
-    return (
-        result["exit_code"] == 0 and set(result["outcomes"]) <= {"right", "overload"} and result.get("replaced", True)
-    )
+    return set(result["outcomes"]) <= {"right", "overload"}
 
 
 def _run(options: argparse.Namespace) -> int:
     print(f"{options.clients} clients, {options.rows} rows a request, a network of {_shown(options.sizes)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="serving-") as own:
-        folder = Path(own)
-        if options.chaos:
-            results = {"chaos, 3 ranks": chaos(options, folder)}
-            print(row(*results.copy().popitem()), flush=True)
-        else:
-            results = measure(options, folder)
-            base = next(iter(results.values()))["per_second"]
-            print(f"medians of {options.rounds} rounds:")
-            for name, each in results.items():
-                print(f"{row(name, each)}; {each['per_second'] / base:.2f} x")
+        results = measure(options, Path(own))
+    base = next(iter(results.values()))["per_second"]
+    print(f"medians of {options.rounds} rounds:")
+    for name, each in results.items():
+        print(f"{row(name, each)}; {each['per_second'] / base:.2f} x")
     if options.json:
         outputs.write(options.json, json.dumps({**vars(options), "results": results}, indent=1) + "\n")
     return 0 if all(map(is_right, results.values())) else 1

@@ -1,1 +1,1 @@
-"""The measurements of `benchmarks.compression`: calls, training, and the bits of exact training."""
+"""The measurements of `benchmarks.compression`: calls, and training."""

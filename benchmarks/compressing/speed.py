@@ -1,6 +1,7 @@
-"""Calls: the time, bytes and error of all-reducing the gradients of an MLP by each compression."""
+"""Calls: the time, bytes and error of all-reducing the gradients of dense layers by each compression."""
 
 import argparse
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -16,19 +17,14 @@ from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all_ranks
-from benchmarks.lib import hosts, timing
+from benchmarks.lib import hosts, plot, timing
 from benchmarks.lib.columns import columns
 from benchmarks.lib.outputs import Screen
+from benchmarks.lib.sizes import show
 
 NONE = "none"
 METHODS = (NONE, "bfloat16", "float16", "int8", "float8", "powersgd:4")
-SHAPES: tuple[tuple[int, ...], ...] = (
-    (2048, 784),
-    (2048,),
-    *((2048, 2048), (2048,)) * 2,
-    (10, 2048),
-    (10,),
-)  # 784-2048-2048-2048-10
+WIDTH = 2048  # of a dense layer: its gradients are a matrix of at most WIDTH rows
 BATCH = 32  # rows from which a rank has its gradients
 CALLS = 10  # calls with the same gradients, whose mean result is compared
 
@@ -55,20 +51,13 @@ def compression(name: str, start: int = 0) -> Given:
 
 
 def layers(length: int) -> list[Part]:
-    """Return parts for `length` elements: the layers of the MLP, repeated. The last matrix is cut to whole rows."""
+    """Return parts for `length` elements: the matrices of dense layers, the last one of fewer rows, and a vector."""
     found: list[Part] = []
     start = 0
-    while start < length:
-        for number, shape in enumerate(SHAPES):
-            room = length - start
-            if len(shape) == 2 and room >= shape[1]:
-                part = Part(f"{number}.weight", start, (min(shape[0], room // shape[1]), shape[1]))
-            else:
-                part = Part(f"{number}.bias", start, (min(shape[0], room),))
-            if room:
-                found.append(part._replace(name=f"{len(found)}.{part.name}"))
-                start = part.stop
-    return found
+    while (rows := min((length - start) // WIDTH, WIDTH)) > 0:
+        found.append(Part(f"{len(found)}.weight", start, (rows, WIDTH)))
+        start = found[-1].stop
+    return [*found, *([Part("bias", start, (length - start,))] if start < length else [])]
 
 
 def gradients(parts: list[Part], length: int, rank: int) -> np.ndarray:
@@ -121,16 +110,36 @@ def _distance(found: np.ndarray, mean: np.ndarray) -> float:
     return float(np.linalg.norm(found - mean) / np.linalg.norm(mean))
 
 
-def run(topology: Topology, args: argparse.Namespace, screen: Screen) -> dict[str, Any]:
-    """Measure the methods, print the table, and return the record. Collective."""
+def run(topology: Topology, args: argparse.Namespace, screen: Screen, write: Callable[[dict[str, Any]], None]) -> None:
+    """Measure the methods, print the table, and write the record. Collective."""
     for name in args.methods:
         check(topology, name)
     length = args.size // 4
     parts = layers(length)
-    screen.say(f"# {topology}, {length} float32 of an MLP's gradients, {args.backend}, {args.iters} calls in turns")
+    screen.say(f"# {topology}, gradients of {length} float32, {args.backend}, {args.iters} calls in turns")
     costs = measure(topology, args, parts, gradients(parts, length, topology.rank), screen)
     screen.say(*table(costs))
-    return {"bytes": 4 * length, "costs": [asdict(cost) for cost in costs]}
+    write({"bytes": 4 * length, "costs": [asdict(cost) for cost in costs]})
+
+
+QUANTITIES = (
+    ("milliseconds", lambda cost: cost["median_ms"], "{:.1f}"),
+    ("MB that a rank sends", lambda cost: (cost["bytes_per_rank"] or 0) / 1e6, "{:.2f}"),
+    ("relative error of one call", lambda cost: cost["error"], "{:.1e}"),
+)
+
+
+def figure_of(record: Mapping[str, Any]) -> Any:
+    """Return the picture of a record as a matplotlib Figure: time, bytes and error of each method."""
+    costs = {cost["method"]: cost for cost in record["costs"]}
+    title = f"All-reduce of {show(record['bytes'])} of float32, {place(record)}"
+    return plot.panels(title, {"": ("#1f77b4", costs)}, QUANTITIES)
+
+
+def place(record: Mapping[str, Any]) -> str:
+    """Return where a record was measured, in words."""
+    nodes = record["node_sizes"]
+    return f"{record['ranks']} ranks on {len(nodes)} host{'s' * (len(nodes) != 1)}"
 
 
 def check(topology: Topology, name: str) -> None:

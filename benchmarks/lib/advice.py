@@ -6,7 +6,6 @@ the others, if there are at least two.
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from statistics import geometric_mean
 from typing import NamedTuple
 
@@ -25,14 +24,6 @@ class Range(NamedTuple):
     first: int
     last: int
     backend: str
-
-
-class Crossover(NamedTuple):
-    """Where one backend overtakes another."""
-
-    nbytes: float
-    before: str
-    after: str
 
 
 def times_of(run: Run, memory: str) -> dict[int, dict[str, float]]:
@@ -68,25 +59,6 @@ def ranges(times: Times, tie: float = TIE) -> list[Range]:
         else:
             found.append(Range(size, size, leader))
     return found
-
-
-def crossovers(times: Times, tie: float = TIE) -> list[Crossover]:
-    """Return where the curves of the fastest backends cross, by straight lines between sizes in log-log scale."""
-    found = ranges(times, tie)
-    return [Crossover(_meeting(times, left, right), left.backend, right.backend) for left, right in pairwise(found)]
-
-
-def _meeting(times: Times, left: Range, right: Range) -> float:
-    first, second = left.last, right.first
-    gaps = []
-    for size in (first, second):
-        before, after = times[size].get(left.backend), times[size].get(right.backend)
-        if before is None or after is None:
-            return math.sqrt(first * second)
-        gaps.append(math.log(before / after))
-    rise = gaps[1] - gaps[0]
-    share = min(max(-gaps[0] / rise, 0.0), 1.0) if rise > 0 else 0.5
-    return first * (second / first) ** share
 
 
 def wrong_results(run: Run) -> list[str]:
@@ -200,7 +172,7 @@ def _without_auto(run: Run, own: set[str]) -> str:
         return f'Use "{winners.pop()}": it is the fastest at every size, or within {WORTH - 1:.0%} of it.'
     if sum(map(len, parts.values())) > 2 * MOST_CHOICES:
         return f'Use "{CHOOSER}", which was not measured: the fastest backend changes from size to size.'
-    words = {memory: _in_words(found) for memory, found in parts.items()}
+    words = {memory: in_words(found) for memory, found in parts.items()}
     if len(set(words.values())) == 1:
         return f"Use {next(iter(words.values()))}."
     sentences = (f"{text} for {TITLES[memory]}" for memory, text in words.items())
@@ -212,7 +184,7 @@ def _winners(run: Run, memory: str, own: set[str]) -> list[Range]:
     return ranges({size: here for size, here in times.items() if here}, tie=WORTH)
 
 
-def _in_words(found: Sequence[Range]) -> str:
+def in_words(found: Sequence[Range]) -> str:
     """'"native" up to 32 KiB, "shared" from 64 KiB on'."""
     if len(found) == 1:
         return f'"{found[0].backend}"'

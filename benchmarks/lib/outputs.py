@@ -13,7 +13,7 @@ from tqdm import tqdm
 from allreduce.errors import OptionError
 from allreduce.process.proc import on_terminal
 from allreduce.transport.control import raise_together, root_value
-from benchmarks.lib import plot, report
+from benchmarks.lib import plot
 from trainers.files.model_file import is_special, replacing
 
 STDOUT = "-"
@@ -28,8 +28,7 @@ def problems(options: argparse.Namespace) -> list[str]:
     ]
     if len({os.path.realpath(path) for path in given.values()}) < len(given):
         found.append(f"two outputs go to the same file: {', '.join(f'{o} {p}' for o, p in given.items())}")
-    found += [plot.missing(given["--plot"])] if "--plot" in given else []
-    found += [report.missing()] if "--html" in given else []
+    found += [plot.missing(option, given[option]) for option in ("--plot", "--html") if option in given]
     return [problem for problem in found if problem]
 
 

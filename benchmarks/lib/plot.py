@@ -1,15 +1,20 @@
-"""The picture of a run: busbw and time over size, for allocated and foreign arrays. Needs matplotlib.
+"""The picture of a run: busbw and time over size, for allocated and foreign arrays; and bars. Needs matplotlib.
 
-Each backend has a colour and a mark, the same in every picture and page.
+Each backend has a colour and a mark, the same in every picture and page. Dotted lines: where another backend becomes
+the fastest, which the title names. Dashed: the limit of memory or network.
 """
 
 import io
+import math
+import textwrap
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.advice import Crossover, competing, crossovers, times_of
+from benchmarks.lib.advice import competing, in_words, ranges, times_of
+from benchmarks.lib.limits import limit_of
 from benchmarks.lib.results import COLD, MEMORIES, TITLES, Result, Run
 from benchmarks.lib.sizes import show
 
@@ -29,8 +34,7 @@ COLOURS = {
     "mlx": "#bcbd22",
 }
 _SPARE = ("#7a5195", "#ef5675", "#008080")
-# matplotlib's mark, plotly's mark
-_MARKS = (("o", "circle"), ("s", "square"), ("^", "triangle-up"), ("D", "diamond"), ("v", "triangle-down"))
+_MARKS = ("o", "s", "^", "D", "v")
 
 
 def colour(backend: str) -> str:
@@ -38,15 +42,15 @@ def colour(backend: str) -> str:
     return COLOURS.get(backend) or _SPARE[zlib.crc32(backend.encode()) % len(_SPARE)]
 
 
-def mark(backend: str) -> tuple[str, str]:
-    """Return the backend's mark in matplotlib and in plotly, for readers who can't tell the colours apart."""
+def mark(backend: str) -> str:
+    """Return the backend's mark, for readers who can't tell the colours apart."""
     known = list(COLOURS)
     index = known.index(backend) if backend in known else zlib.crc32(backend.encode())
     return _MARKS[index % len(_MARKS)]
 
 
 def dash(backend: str) -> str:
-    """Return the backend's line in matplotlib: solid or dashed, so that neighbouring curves can be told apart."""
+    """Return the backend's line: solid or dashed, so that neighbouring curves can be told apart."""
     return ("-", "--", "-.", ":")[list(COLOURS).index(backend) % 4 if backend in COLOURS else 1]
 
 
@@ -55,19 +59,19 @@ def width(backend: str) -> float:
     return 2.6 if backend in ("native", "auto") else 1.8
 
 
-NUMBER_WIDTH = 0.02  # of a panel's width
 TITLE_WIDTH = 90  # characters above a panel
+PANELS = 3  # in a row
 ROWS = (("busbw", "bus bandwidth (GB/s)"), ("time_us", "time (us)"))
 
 
-def missing(path: str) -> str | None:
-    """Return why no picture can be drawn to this path, or None."""
+def missing(option: str, path: str) -> str | None:
+    """Return why an option can't draw a picture to this path, or a page with pictures; or None."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
-        return f'--plot needs matplotlib, which can\'t be imported ({error}); pip install ".[bench]" in the checkout'
-    known = FigureCanvasAgg.get_supported_filetypes()
-    return None if kind_of(path) in known else f"--plot {path}: a name that ends in .png, .svg or .pdf is needed"
+        return f'{option} needs matplotlib, which can\'t be imported ({error}); pip install ".[bench]" in the checkout'
+    fits = option == "--html" or kind_of(path) in FigureCanvasAgg.get_supported_filetypes()
+    return None if fits else f"{option} {path}: a name that ends in .png, .svg or .pdf is needed"
 
 
 def kind_of(path: str) -> str:
@@ -93,6 +97,35 @@ def bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequen
     axis.grid(True, axis="x", alpha=0.3)
 
 
+Quantity = tuple[str, Callable[[Any], float], str]  # a heading, the value in a record, and its format
+
+
+def panels(title: str, series: Mapping[str, tuple[str, Mapping[str, Any]]], quantities: Sequence[Quantity]) -> Any:
+    """Return a matplotlib Figure with a panel for each quantity, in which each name has a bar for each series.
+
+    series: label -> its colour, and name -> record.
+    """
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for _, records in series.values() for name in records))
+    lines, height = -(-len(quantities) // PANELS), 0.76 / len(series)
+    figure = Figure(figsize=(14, lines * (1.2 + 0.4 * len(names))), layout="constrained")
+    axes = list(figure.subplots(lines, PANELS, sharey=True, squeeze=False).flat)
+    for axis, (heading, value, text) in zip(axes, quantities, strict=False):
+        for number, (label, (shade, records)) in enumerate(series.items()):
+            places = [names.index(name) + height * (number - (len(series) - 1) / 2) for name in records]
+            values = [value(record) for record in records.values()]
+            style = {"y": places, "height": height, "color": shade, "label": label}
+            bars(axis, names, values, [text.format(each) for each in values], **style)
+        axis.set_title(heading, fontsize=11)
+    for axis in axes[len(quantities) :]:
+        axis.set_axis_off()
+    figure.suptitle(title, fontsize=12, parse_math=False)
+    if len(series) > 1:
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    return figure
+
+
 def draw(run: Run, kind: str = "png") -> bytes:
     """Return the picture as the content of a file. kind: "png", "svg" or "pdf"."""
     return content(figure_of(run), kind)
@@ -111,8 +144,9 @@ def figure_of(run: Run) -> Any:
     for line, (caches, quantity, label) in enumerate(rows):
         for column, memory in enumerate(memory + caches for memory in memories):
             _panel(axes[line][column], run, memory, quantity)
-            title = "\n".join([TITLES[memory], *crossings_in_words(run, memory, TITLE_WIDTH)])
-            axes[line][column].set_title(title if line == 0 or caches else "", fontsize=10, pad=16, parse_math=False)
+            fastest = in_words(ranges(competing(times_of(run, memory)))) if len(run.backends()) > 1 else ""
+            title = "\n".join([TITLES[memory], *textwrap.wrap(fastest, TITLE_WIDTH)])
+            axes[line][column].set_title(title if line == 0 or caches else "", fontsize=10, parse_math=False)
         axes[line][0].set_ylabel(label)
     for last in axes[-1]:
         last.set_xlabel("size")
@@ -142,39 +176,12 @@ def points(run: Run, memory: str, backend: str) -> list[Result]:
     return sorted((each for each in run.of(memory) if each.backend == backend), key=lambda each: each.size)
 
 
-def numbered(run: Run, memory: str, width: float) -> list[tuple[float, Crossover]]:
-    """Return (size, crossover) in ascending order. size: where its number is drawn without overlapping another one.
-
-    width: of a number, as a fraction of the (logarithmic) axis.
-    """
-    sizes = [result.size for result in run.results]
-    factor = (max(sizes) / min(sizes)) ** width
-    found, free = [], 0.0
-    for crossing in crossovers(competing(times_of(run, memory))):
-        place = max(crossing.nbytes, free)
-        found.append((place, crossing))
-        free = place * factor
-    return found
-
-
-def crossings_in_words(run: Run, memory: str, width: int) -> list[str]:
-    """Return the crossovers as lines of about `width` characters: "1: native → shared at 32 KiB, ..."."""
-    lines: list[str] = []
-    for number, each in enumerate(crossovers(competing(times_of(run, memory))), start=1):
-        words = f"{number}: {each.before} → {each.after} at {show(each.nbytes)}"
-        if lines and len(lines[-1]) + len(words) < width:
-            lines[-1] += f",  {words}"
-        else:
-            lines.append(words)
-    return lines
-
-
 def _panel(axis: Any, run: Run, memory: str, quantity: str) -> None:
     for backend in run.backends():
         curve = points(run, memory, backend)
         if curve:
             xs, ys = [each.size for each in curve], [getattr(each, quantity) for each in curve]
-            style = {"marker": mark(backend)[0], "linestyle": dash(backend), "linewidth": width(backend), "ms": 5}
+            style = {"marker": mark(backend), "linestyle": dash(backend), "linewidth": width(backend), "ms": 5}
             axis.plot(xs, ys, color=colour(backend), label=backend, **style)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
@@ -183,10 +190,11 @@ def _panel(axis: Any, run: Run, memory: str, quantity: str) -> None:
     axis.grid(True, which="major", alpha=0.35)
     axis.grid(True, which="minor", axis="y", alpha=0.12)
     axis.yaxis.set_major_formatter("{x:g}")
-    for number, (place, crossing) in enumerate(numbered(run, memory, NUMBER_WIDTH), start=1):
-        axis.axvline(crossing.nbytes, color="#888888", linestyle=":", linewidth=1.2)
-        above = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}  # where no curve is
-        axis.annotate(str(number), (place, 1.01), fontsize=8, color="#555555", annotation_clip=False, **above)
+    for before, after in pairwise(ranges(competing(times_of(run, memory)))):
+        axis.axvline(math.sqrt(before.last * after.first), color="#888888", linestyle=":", linewidth=1.2)
+    limit = limit_of(run) if quantity == "busbw" else None
+    if limit:
+        axis.axhline(limit.busbw, color="#111111", linestyle="--", linewidth=1.2, label=f"limit of the {limit.what}")
 
 
 def _no_ticks() -> Any:

@@ -26,7 +26,6 @@ from allreduce.arrays import dtypes, ops
 from allreduce.transport.control import combine
 from benchmarks.lib.outputs import Screen
 from benchmarks.lib.results import COLD, Result, summarize
-from trainers.callbacks import Callback
 
 PERIOD = 8191  # prime, so that a chunk or segment at a wrong position is detected
 ROWS = 64  # periods compared at a time: they fit into the cache
@@ -223,18 +222,6 @@ def _verify(call: Callable[[np.ndarray], Any], array: np.ndarray, checker: Check
 
 
 # Training steps
-
-
-class Clock(Callback):
-    """Notes when each step of a fit begins."""
-
-    reads_batches = False
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self.begins: list[float] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.begins.append(time.perf_counter())
 
 
 def take_turns(

@@ -106,24 +106,18 @@ def fit(points: Sequence[Point], start: Machine, rounds: int = 60, first: Machin
 
 
 @dataclass(frozen=True)
-class Cell:
-    """The median error of a backend in a range of sizes."""
+class Group:
+    """The median error of some points: of a backend in a range of sizes, or of a place.
 
-    backend: str
-    range: str
+    held_out: of a place, the error of a fit to all other places; None without others. spread: the median of (median /
+    minimum) of the points.
+    """
+
+    name: str
     points: int
     error: float
-
-
-@dataclass(frozen=True)
-class PlaceFit:
-    """The error of the predictions for one place."""
-
-    place: str
-    points: int
-    error: float  # median
-    held_out: float | None  # error of a fit to all other places; None if there are none
-    spread: float  # median of (median / minimum) of the points
+    spread: float
+    held_out: float | None = None
 
 
 def median_error(points: Sequence[Point], machine: Machine) -> float:
@@ -138,27 +132,29 @@ def errors(points: list[Point], machine: Machine) -> dict[str, float]:
     return {name: median_error(some, machine) for name, some in groups.items() if some}
 
 
-def cells(points: Sequence[Point], machine: Machine) -> list[Cell]:
-    """Return the median error of each backend in each range of sizes."""
-    found = []
-    for backend in backends():
-        for name, low, high in RANGES:
-            some = [point for point in points if point.backend == backend and low < point.nbytes <= high]
-            if some:
-                found.append(Cell(backend, name, len(some), median_error(some, machine)))
-    return found
+def by_size(points: Sequence[Point], machine: Machine) -> list[Group]:
+    """Return the error of each backend in each range of sizes."""
+    return [
+        _group(f"{backend} {name}", some, machine)
+        for backend in backends()
+        for name, low, high in RANGES
+        if (some := [point for point in points if point.backend == backend and low < point.nbytes <= high])
+    ]
 
 
-def by_place(points: Sequence[Point], machine: Machine, start: Machine) -> list[PlaceFit]:
+def by_place(points: Sequence[Point], machine: Machine, start: Machine) -> list[Group]:
     """Return for each place the error of the fit, and of a fit to all other places."""
     found = []
     for place in dict.fromkeys(point.place for point in points):
-        some = [point for point in points if point.place == place]
+        here = [point for point in points if point.place == place]
         others = [point for point in points if point.place != place]
-        unseen = median_error(some, fit(others, start, first=machine)) if others else None
-        spread = median(point.spread for point in some)
-        found.append(PlaceFit(place.name, len(some), median_error(some, machine), unseen, spread))
+        held_out = median_error(here, fit(others, start, first=machine)) if others else None
+        found.append(replace(_group(place.name, here, machine), held_out=held_out))
     return found
+
+
+def _group(name: str, points: Sequence[Point], machine: Machine) -> Group:
+    return Group(name, len(points), median_error(points, machine), median(point.spread for point in points))
 
 
 def untouched(points: Sequence[Point], machine: Machine) -> list[str]:
@@ -172,23 +168,20 @@ def untouched(points: Sequence[Point], machine: Machine) -> list[str]:
     return names
 
 
-def lines(points: list[Point], machine: Machine, found: dict[str, float], places: list[PlaceFit]) -> list[str]:
-    """Return the report: the constants, the errors by backend and size, and by place."""
+def lines(points: list[Point], machine: Machine, found: dict[str, float], places: list[Group]) -> list[str]:
+    """Return the report: the constants, and the errors by backend and size, and by place."""
     kept = untouched(points, machine)
     medians = ", ".join(f"{name} {error:.0%}" for name, error in found.items())
     text = [f"# Fitted to {len(points)} times. Median error: {medians}. Constants:"]
     for name, value in asdict(machine).items():
         note = "  (not in these runs: the default)" if name in kept else ""
         text.append(f"#   {name:<12}{value:>12.4g}{note}")
-    rows = [(each.backend, each.range, each.points, f"{each.error:.0%}") for each in cells(points, machine)]
-    text += columns(["backend", "sizes", "points", "median error"], rows, left=(0, 1))
-    unseen = ["-" if each.held_out is None else f"{each.held_out:.0%}" for each in places]
-    about = [
-        (each.place, each.points, f"{each.error:.0%}", held_out, f"{each.spread:.2f}")
-        for each, held_out in zip(places, unseen, strict=True)
-    ]
-    text += columns(["place", "points", "median error", "held out", "median/least"], about)
+    rows = []
+    for each in [*by_size(points, machine), *places]:
+        held_out = "-" if each.held_out is None else f"{each.held_out:.0%}"
+        rows.append((each.name, each.points, f"{each.error:.0%}", held_out, f"{each.spread:.2f}"))
     return [
         *text,
+        *columns(["times", "points", "median error", "held out", "median/least"], rows),
         "# held out: predicted by a fit to all other places; median/least: how much the times themselves scatter",
     ]

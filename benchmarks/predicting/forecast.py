@@ -1,13 +1,10 @@
-"""Training on more ranks: step time, efficiency, saturation and the best backend, as numbers and as a picture."""
+"""Training on more ranks: step time, efficiency, saturation and the best backend."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from allreduce.transport.cost import Machine
-from benchmarks.lib import outputs
-from benchmarks.lib.plot import colour, content, kind_of, mark, width
 from benchmarks.predicting.costs import predict, usable
 from benchmarks.predicting.pipeline import Plan, bubble, placed
 
@@ -149,81 +146,3 @@ def saturation(rows: list[Prediction]) -> int | None:
         if row.ranks > 1 and double.speedup < row.speedup * (1 + GAIN) * double.ranks / row.ranks / 2:
             return row.ranks
     return None
-
-
-MODEL_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff8c00", "#17becf")
-SLOWEST = 30.0  # lines slower than the fastest by more than this factor are cut off
-
-
-def save(path: str, forecasts: list[Forecast], setting: str) -> None:
-    """Draw forecasts into a file."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12.4, 5.2), layout="constrained")
-    axes = figure.subplots(1, 2)
-    figure.suptitle(f"Predicted: {setting}", fontsize=12)
-    _all_reduce(axes[0], forecasts[0])
-    _efficiency(axes[1], forecasts)
-    outputs.write(path, content(figure, kind_of(path)))
-
-
-def _all_reduce(axis: Any, found: Forecast) -> None:
-    rows = found.rows[1:]
-    best = [row.seconds[row.winner] * 1e3 for row in rows]
-    top = max(max(best) * SLOWEST, found.model.step_seconds * 2e3)
-    for name in dict.fromkeys(name for row in rows for name in row.seconds):
-        line = [(row.ranks, row.seconds[name] * 1e3) for row in rows if name in row.seconds]
-        label = name + " (in one node)" * (len(line) < len(rows)) + " (beyond the top)" * (line[-1][1] > top)
-        style = {"color": colour(name), "marker": mark(name)[0], "ms": 4, "lw": width(name)}
-        axis.plot(*zip(*line, strict=True), **style, label=label)
-    axis.axhline(found.model.step_seconds * 1e3, color="#888888", ls=":", lw=1.6, label="computation of a step")
-    axis.set_ylim(min(*best, found.model.step_seconds * 1e3) / 2, top)
-    _ranks(axis, found)
-    axis.set_yscale("log")
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.set_ylabel("all-reduce (ms)")
-    axis.set_title(f"All-reduce of {found.model.title}'s gradients ({found.gradient_bytes / 1e6:.0f} MB)", fontsize=11)
-    _legend(axis)
-
-
-def _efficiency(axis: Any, forecasts: list[Forecast]) -> None:
-    for index, found in enumerate(forecasts):
-        ranks, shade = [row.ranks for row in found.rows], MODEL_COLOURS[index % len(MODEL_COLOURS)]
-        thick = 1.6 + 1.1 * (len(forecasts) - 1 - index)  # so that coinciding lines stay visible
-        axis.plot(ranks, [100 * row.efficiency for row in found.rows], color=shade, lw=thick, label=found.model.title)
-        axis.plot(ranks, [100 * row.efficiency_overlapped for row in found.rows], color=shade, lw=thick * 0.7, ls="--")
-        if found.saturation:
-            at = next(row for row in found.rows if row.ranks == found.saturation)
-            axis.plot(at.ranks, 100 * at.efficiency, "X", color=shade, ms=10)
-    axis.plot([], [], color="#555555", ls="-", label="nothing overlaps")
-    axis.plot([], [], color="#555555", ls="--", label="hidden behind the backward pass")
-    if any(found.saturation for found in forecasts):
-        axis.plot([], [], "X", color="#555555", ls="", label="saturation: twice as many ranks gain < 10 %")
-    _ranks(axis, forecasts[0])
-    axis.set_ylim(0, 104)
-    axis.set_ylabel("scaling efficiency (%)")
-    axis.set_title("Speed per rank, a rank alone = 100 % (best backend)", fontsize=11)
-    _legend(axis)
-
-
-def _legend(axis: Any) -> None:
-    """Draw the legend below the panel, where it hides no line."""
-    axis.legend(fontsize=8.5, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False)
-
-
-def _ranks(axis: Any, found: Forecast) -> None:
-    from matplotlib.ticker import NullLocator
-
-    ranks = [row.ranks for row in found.rows]
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(ranks, [str(each) for each in ranks], rotation=45 if len(ranks) > 8 else 0)
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.grid(True, which="major", alpha=0.35)
-    axis.set_xlabel("ranks")
-    inside = max(row.ranks for row in found.rows if row.nodes == 1)
-    if inside < ranks[-1]:
-        axis.axvline(inside, color="#aaaaaa", ls="-.", lw=1)
-        place = (inside, 0.02)
-        axis.annotate(
-            "one node | several", place, xycoords=("data", "axes fraction"), ha="center", fontsize=8.5, color="#555555"
-        )

@@ -20,6 +20,7 @@ from allreduce.elastic.exchange import Exchange
 from allreduce.topology import Topology
 from benchmarks import serving
 from tests import launch
+from tests.apps.served_job import Job, chaos, server
 from tests.apps.server import Target, request
 from tests.conftest import in_one_job
 from trainers.apps.ensemble import model as ensemble_model
@@ -50,8 +51,9 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_environment")
 def test_a_rank_is_killed_and_a_version_replaced(tmp_path: Path) -> None:
     options = argparse.Namespace(sizes=[8, 16, 4], rows=2, clients=4, max_batch=8, requests=400)
-    result = serving.chaos(options, tmp_path)
+    result = chaos(options, tmp_path)
     assert serving.is_right(result), result
+    assert (result["exit_code"], result["replaced"]) == (0, True)
     assert result["allreduce_serving_ranks"] == 2
     assert result["allreduce_serving_newest_version"] == 2
 
@@ -77,7 +79,7 @@ def test_canary_other_models_and_a_stopped_rank(tmp_path: Path) -> None:
     x = np.ones((1, 4), np.float32)
     answers = [NumpyNetwork([4, 3], seed=number).predict(x)[0] for number in (1, 2)]
 
-    with serving.server(2, given, tmp_path) as job, contextlib.closing(_connection(job)) as connection:
+    with server(2, given, tmp_path) as job, contextlib.closing(_connection(job)) as connection:
         found = [_ask(connection, "", x.tolist())[1]["predictions"][0] for _ in range(40)]
         by_canary = sum(np.allclose(each, answers[1]) for each in found)
         assert 0 < by_canary < 40
@@ -114,7 +116,7 @@ def test_sigterm_answers_what_has_come(tmp_path: Path) -> None:
     given = ["--model", str(tmp_path / "m.npz"), "--max-wait-ms", "60000", "--max-queue", "2", "--answer-seconds", "60"]
     head = f"POST {serving.PREDICT} HTTP/1.1\r\nHost: x\r\nContent-Length: 29\r\n\r\n".encode()
     raw = head + b'{"instances": [[1, 2, 3, 4]]}'
-    with serving.server(1, given, tmp_path) as job, contextlib.ExitStack() as opened:
+    with server(1, given, tmp_path) as job, contextlib.ExitStack() as opened:
         clients = [
             opened.enter_context(socket.create_connection(("127.0.0.1", job.port), timeout=60)) for _ in range(4)
         ]
@@ -156,10 +158,10 @@ def test_votes_that_can_not_be_combined_do_not_end_the_server(tmp_path: Path) ->
     saved = [SavedMember(number, 0, "NumpyNetwork", saved_config(each)) for number, each in enumerate(networks)]
     states = {number: each.state() for number, each in enumerate(networks)}
     ensemble_model.write(str(path), SavedEnsemble(saved, {}, Voting(), [0.5, 0.5]), states)
-    with _server(path) as (server, version):
-        future = server.submit(version, np.zeros((1, 4), np.float32))
+    with _server(path) as (served, version):
+        future = served.submit(version, np.zeros((1, 4), np.float32))
         while not future.done():
-            server._turn()
+            served._turn()
     with pytest.raises(RefusedError, match="member 1 can't vote") as caught:
         future.result()
     assert caught.value.code == 500
@@ -216,7 +218,7 @@ def _is_answer(given: tuple[int, dict], wanted: np.ndarray) -> bool:
     return given[0] == 200 and np.allclose(given[1]["predictions"], wanted, atol=1e-5)
 
 
-def _check_a_stopped_rank(job: serving.Job, connection: http.client.HTTPConnection, x: np.ndarray) -> None:
+def _check_a_stopped_rank(job: Job, connection: http.client.HTTPConnection, x: np.ndarray) -> None:
     """Its batch is dealt once more; it gets no other until it has answered."""
     stopped, before = job.ranks()[1], job.text().count("has not answered")
     os.kill(stopped, signal.SIGSTOP)
@@ -229,7 +231,7 @@ def _check_a_stopped_rank(job: serving.Job, connection: http.client.HTTPConnecti
         os.kill(stopped, signal.SIGCONT)
 
 
-def _connection(job: serving.Job) -> http.client.HTTPConnection:
+def _connection(job: Job) -> http.client.HTTPConnection:
     return http.client.HTTPConnection("127.0.0.1", job.port, timeout=30)
 
 

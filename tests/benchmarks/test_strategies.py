@@ -33,10 +33,8 @@ def test_a_run(mpirun: JobRunner, tmp_path: Path) -> None:
     runs = {each["variant"]: each for each in result["runs"] if not each["slow"]}
     assert set(runs) == set(only.split(";"))
     assert len(result["runs"]) == 2 * len(runs)
-    steps, parameters = 15, 64 * 16 + 16 + 16 * 10 + 10
-    gradients = 4e-6 * parameters * steps  # MB that a worker sends in an epoch; as much comes back
-    for name, times in (("mirrored", 2 * 2 * 2 / 3), ("central storage", 4), ("1 server, sync", 4)):
-        assert runs[name]["megabytes"] == pytest.approx(times * gradients, rel=0.1), name
+    steps = 15
+    assert {each["megabytes"] for each in result["runs"]} == {None}, "one host sends nothing"
     assert sum(runs["1 server, async"]["staleness"]) == 2 * 2 * steps
     for each in result["runs"]:
         assert each["accuracy"] > 0.2  # guessing gives 0.1

@@ -120,10 +120,9 @@ def test_a_page_shows_what_it_is_told_as_text() -> None:
     run.results = [result.__class__(**{**vars(result), "backend": f"{result.backend}{harm}"}) for result in run.results]
     run.machine = {"cpu": harm, "cores": 2, "mpi": harm, harm: harm}
     run.command, run.date, run.skipped = harm, harm, {harm: harm}
-    page = report.page(run).partition("</script>")[2]
+    page = report.page(run)
     assert page.count("alert(1)") > 10
-    assert harm not in page
-    assert "<script>alert" not in page.replace("\\u003c", "<")  # as plotly would read it
+    assert "<script" not in page
 
 
 def test_pictures_take_no_text_for_a_formula(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_core_imports_no_framework() -> None:
     assert done.returncode == 0, done.stderr
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert "numpy" in loaded
-    assert not loaded & {"torch", "jax", "tensorflow", "cupy", "matplotlib", "plotly", "tqdm", "trainers", "benchmarks"}
+    assert not loaded & {"torch", "jax", "tensorflow", "cupy", "matplotlib", "tqdm", "trainers", "benchmarks"}
 
 
 def test_public_names() -> None:

@@ -3,10 +3,8 @@
 import contextlib
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
@@ -17,7 +15,6 @@ from torch.nn import functional  # noqa: E402
 
 import allreduce  # noqa: E402
 from allreduce import errors  # noqa: E402
-from benchmarks.data import images_of  # noqa: E402
 from tests.ranks.pytorch.trained import (  # noqa: E402
     SIZE,
     SMALL_BUCKETS,
@@ -262,16 +259,3 @@ def test_uneven_batches_without_join(world: MPI.Intracomm, flat: allreduce.Topol
     text = raised_everywhere(world, errors.DisagreementError, loop)
     assert "rank 0: averages gradients, after 5 steps" in text
     assert "rank 1: closes the optimizer, after 5 steps" in text
-
-
-def test_the_benchmark_of_data_has_its_images_on_every_node(
-    topology_of: Callable[[Any], allreduce.Topology],
-) -> None:
-    """Its file was in a folder of rank 0 alone, which other nodes do not see."""
-    topology = topology_of(1)
-    with images_of(topology, 3, 8) as path:
-        folder, image = Path(path).parent, np.load(path)
-        assert len(set(topology.world.allgather(path))) == topology.nodes
-        assert len({each.tobytes() for each in topology.world.allgather(image)}) == 1
-    topology.world.Barrier()
-    assert not folder.exists()
