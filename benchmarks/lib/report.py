@@ -20,7 +20,8 @@ pre { font-size: 13px; overflow-x: auto } .bad { color: #b00; font-weight: bold 
 dl { display: grid; grid-template-columns: max-content auto; gap: 0.2em 1.2em } dt { color: #555 } dd { margin: 0 }
 table { border-spacing: 2px; width: 100%; table-layout: fixed; margin-bottom: 1em; font-size: 13px }
 caption, th { text-align: left; color: #555 } th { white-space: nowrap; font-weight: normal }
-th:first-child { width: 14em } td { color: #fff; text-align: center; padding: 4px 0; border-radius: 3px; overflow: hidden }
+th:first-child { width: 14em }
+td { color: #fff; text-align: center; padding: 4px 0; border-radius: 3px; overflow: hidden }
 summary { cursor: pointer; color: #555 } svg { width: 100%; height: auto }
 code { background: #f3f6f9; padding: 0.1em 0.4em } dd, code { overflow-wrap: anywhere; min-width: 0 }
 @media (max-width: 1000px) { body { margin-top: 1em; padding: 0 0.8em }

@@ -1,4 +1,4 @@
-"""Tables with a header (.csv, .tsv, gzipped or not), read a few lines at a time, from any byte to any other."""
+"""Tables with a header (.csv, .tsv, gzipped or not), read a few lines at a time."""
 
 import csv
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +27,6 @@ class Block(NamedTuple):
         return len(self.lines)
 
 
-class Count(NamedTuple):
-    """The rows of a part of a table, and its lines: blank lines are no rows."""
-
-    rows: int
-    lines: int
-
-
 def is_table(path: str) -> bool:
     """Whether a path ends as a table does."""
     return path.removesuffix(".gz").endswith(tuple(ENDINGS))
@@ -44,8 +37,8 @@ class TableFile:
 
     names: of the columns. begin, end: the bytes where the rows begin and end; of a gzipped table, unpacked bytes.
 
-    A cell may be in quotation marks, but no row goes on in the next line. So a part of the rows can be read without the
-    rows before it. Blank lines are skipped; in a .tsv a line of tabs is a row of missing values. Raises DataError, with
+    A cell may be in quotation marks, but no row goes on in the next line, so a piece of rows is parsed without those
+    before it. Blank lines are skipped; in a .tsv a line of tabs is a row of missing values. Raises DataError, with
     the path and the line.
     """
 
@@ -101,35 +94,38 @@ class TableFile:
                 raise DataError(f"{where} has the column {shown(name)} more than once")
         return tuple(names)
 
-    def count(self, start: int, stop: int) -> Count:
-        """Count the rows and lines that begin at byte `start` or after it, and before byte `stop`."""
-        rows = lines = 0
-        blanks = self._blanks.encode()
-        for piece in self._pieces(start, stop):
-            found = piece.split(b"\n")
-            if not found[-1]:
-                found.pop()
-            lines += len(found)
-            rows += sum(1 for line in found if line.strip(blanks))
-        return Count(rows, lines)
+    def blocks(self) -> Iterator[Block]:
+        """Yield all rows, some at a time."""
+        for piece, number in self.pieces():
+            block = self.block(piece, number)
+            if len(block):
+                yield block
 
-    def blocks(self, start: int | None = None, stop: int | None = None, lines: int = 0) -> Iterator[Block]:
-        """Yield the rows that begin at byte `start` or after it, and before byte `stop`; by default all rows.
+    def pieces(self) -> Iterator[tuple[bytes, int]]:
+        """Yield whole lines, about BLOCK bytes at a time, and the number of the line before them: for `block`."""
+        place, number = self.begin, self._header
+        with files.opened(self.path) as (file, _):
+            file.seek(place)
+            while place < self.end:
+                piece = file.read(min(BLOCK, self.end - place))
+                if not piece:
+                    raise DataError(f"{self.path} became shorter while it was read")
+                if not piece.endswith(b"\n"):
+                    piece += self._line_of(file)
+                yield piece, number
+                place += len(piece)
+                number += piece.count(b"\n")
 
-        lines: the number of lines between the header and `start`.
-        """
-        number = self._header + lines
-        for piece in self._pieces(self.begin if start is None else start, self.end if stop is None else stop):
-            texts = self._decoded(piece, number + 1).split("\n")
-            if not texts[-1]:
-                texts.pop()
-            numbers: Sequence[int] = range(number + 1, number + 1 + len(texts))
-            number += len(texts)
-            if not all(map(str.strip, texts)):
-                kept = [(line, text) for line, text in zip(numbers, texts, strict=True) if text.strip(self._blanks)]
-                numbers, texts = [line for line, _ in kept], [text for _, text in kept]
-            if texts:
-                yield self._block([text.removesuffix("\r") for text in texts], numbers)
+    def block(self, piece: bytes, number: int) -> Block:
+        """Return the rows of a piece, perhaps none. number: of the line before it."""
+        texts = self._decoded(piece, number + 1).split("\n")
+        if not texts[-1]:
+            texts.pop()
+        numbers: Sequence[int] = range(number + 1, number + 1 + len(texts))
+        if not all(map(str.strip, texts)):
+            kept = [(line, text) for line, text in zip(numbers, texts, strict=True) if text.strip(self._blanks)]
+            numbers, texts = [line for line, _ in kept], [text for _, text in kept]
+        return self._block([text.removesuffix("\r") for text in texts], numbers) if texts else Block([], [])
 
     def _block(self, texts: list[str], numbers: Sequence[int]) -> Block:
         width, mark = len(self.names), self._delimiter
@@ -174,25 +170,6 @@ class TableFile:
             raise DataError(
                 f"{self.path}, line {line} is not UTF-8 text (byte 0x{piece[error.start]:02x}); save the table as UTF-8"
             ) from error
-
-    def _pieces(self, start: int, stop: int) -> Iterator[bytes]:
-        """Yield whole lines, about BLOCK bytes at a time: the lines that begin in these bytes."""
-        stop = min(stop, self.end)
-        with files.opened(self.path) as (file, _):
-            place = start
-            if start > self.begin:  # whether a line begins at `start` is known from the byte before it
-                file.seek(start - 1)
-                place = start - 1 + len(self._line_of(file))
-            else:
-                file.seek(start)
-            while place < stop:
-                piece = file.read(min(BLOCK, stop - place))
-                if not piece:
-                    raise DataError(f"{self.path} became shorter while it was read")
-                if not piece.endswith(b"\n"):
-                    piece += self._line_of(file)
-                place += len(piece)
-                yield piece
 
     def _line_of(self, file: IO[Any]) -> bytes:
         line: bytes = file.readline(LONGEST_LINE)

@@ -14,7 +14,6 @@ from mpi4py import MPI
 import allreduce
 from tests.training.test_tables import HEADER, people, write
 from trainers import MirroredTrainer, NumpyNetwork, datasets, load_network, network_of
-from trainers.apps.tables import predicting
 from trainers.cli.main import main
 from trainers.errors import ArgumentError, DataError
 
@@ -49,7 +48,6 @@ def test_predictions_of_a_table(
     table: str, folder: Path, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As CSV and as JSON lines, of several tables, with and without a label."""
-    monkeypatch.setattr(predicting, "ROUND", 17)
     monkeypatch.setattr("trainers.datasets.rows.BLOCK", 300)
     data = datasets.load(table, "income")
     rows = people(61, seed=5)
@@ -86,7 +84,7 @@ def test_no_file_is_left_if_the_last_step_fails(
     def refuse(old: str, new: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trainers.apps.tables.predicting.os.replace", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     data = datasets.load(table, "income")
     with (
         MirroredTrainer(network(data), "native", flat) as trainer,
@@ -99,7 +97,7 @@ def test_no_file_is_left_if_the_last_step_fails(
 
 def test_files_of_a_killed_prediction_are_removed_after_a_day(folder: Path, flat: allreduce.Topology) -> None:
     """Not those of another file, or of a prediction that may still run."""
-    stale, others = [".out.csv.0123abcd.7"], [".out.csv.0123abcd.8", ".out_csv.0123abcd.7", ".out.csv.0123abcd"]
+    stale, others = [".out.csv.0123abcd"], [".out.csv.0123abce", ".out_csv.0123abcd", ".out.csv.0123abcd.7"]
     if flat.rank == 0:
         folder.mkdir(exist_ok=True)
         for number, name in enumerate([*others, *stale]):

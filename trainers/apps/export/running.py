@@ -14,30 +14,37 @@ from trainers.files.onnx_graph import INSTALL
 
 ROWS = 1024  # of a batch
 SUM_TOLERANCE = 1e-3  # how far the probabilities of a row may be from 1 in sum, in 16-bit floats
-QUIET = 3  # onnxruntime prints errors, no warnings
-DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
-          "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_,
-          "tensor(string)": np.object_, "tensor(uint8)": np.uint8}  # fmt: skip
+QUIET = 4  # onnxruntime prints nothing: its errors are raised
+NUMBERS = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
+           "tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(int8)": np.int8,
+           "tensor(uint8)": np.uint8}  # fmt: skip
+DTYPES = {**NUMBERS, "tensor(bool)": np.bool_, "tensor(string)": np.object_}
 
 
 def need_onnxruntime() -> Any:
     """Return the package onnxruntime. Raises ExportError if it is not installed."""
-    with needing(f"an export is checked by onnxruntime, which can't be imported ({{}}): {INSTALL}", ExportError):
+    with needing(f"ONNX files are computed by onnxruntime, which can't be imported ({{}}): {INSTALL}", ExportError):
         import onnxruntime
     return onnxruntime
+
+
+def opened(model: str | bytes, threads: int = 1) -> Any:
+    """Return a session of onnxruntime on the CPU. model: a file, or its content. threads: more take the cores of other
+    ranks. Raises ExportError without onnxruntime, and a dozen types of errors of onnxruntime's."""
+    runtime = need_onnxruntime()
+    options = runtime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads, options.inter_op_num_threads = QUIET, threads, 1
+    return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 class Session:
     """An exported model in onnxruntime, on the CPU. model: an onnx.ModelProto. Raises ExportError."""
 
     def __init__(self, model: Any, about: Exported) -> None:
-        runtime = need_onnxruntime()
-        options = runtime.SessionOptions()
-        options.log_severity_level, options.intra_op_num_threads = QUIET, 1  # the ranks have the other cores
+        need_onnxruntime()
         self._about = about
         try:
-            content = model.SerializeToString()
-            self._session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+            self._session = opened(model.SerializeToString())
         except Exception as error:  # of protobuf or onnxruntime
             raise ExportError(f"onnxruntime does not take the exported model: {_first_line(error)}") from error
         self._dtypes = {each.name: DTYPES.get(each.type, np.float32) for each in self._session.get_inputs()}

@@ -34,7 +34,6 @@ from trainers.apps.search.study import (
     Claim,
     Ended,
     Study,
-    failure_of,
     mend,
     optuna,
 )
@@ -376,9 +375,8 @@ class _Search:
 
         def tell() -> None:
             if topology.rank == 0:
-                self._opened().check_sampler()
-                if trial.pruner_error is not None:
-                    raise failure_of("pruner", trial.pruner_error) from trial.pruner_error
+                if trial.failure is not None:
+                    raise trial.failure
                 self._tell(number, state, values, about)
 
         together(topology.world, tell)

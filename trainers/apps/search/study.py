@@ -26,8 +26,6 @@ GRACE_SECONDS = 10  # after which optuna's lock of a killed process is released
 WHY, REPEATS, ATTEMPT, SECONDS, RANKS = "reason", "repeats", "attempt", "seconds", "ranks"  # attributes of a trial
 OF_THE_SEARCH = (WHY, REPEATS, ATTEMPT, SECONDS, RANKS)
 GRID = ("grid_id", "search_space")  # attributes that optuna's GridSampler gives a trial
-OF_SAMPLERS = ("reseed_rng", "infer_relative_search_space", "sample_relative", "sample_independent", "before_trial",
-               "after_trial")  # methods of optuna's samplers  # fmt: skip
 STOPPED, ABOUT = "stopped", "about"  # attributes of the study: its sampler has no other trials; see Study.begin
 DIRECTIONS = ("minimize", "maximize")
 COMPLETE, PRUNED, FAIL = "COMPLETE", "PRUNED", "FAIL"  # how a trial ends; optuna's names
@@ -84,8 +82,6 @@ class Study:
         journal = module.storages.journal
         self._path, self._seed = path, seed
         self._make_sampler: Callable[[int], Any] | None = None
-        self._inner: Any = None  # the sampler, inside of the watched sampler that the study has
-        self._error: Exception | None = None  # of the sampler
         if sampler is None or not isinstance(sampler, module.samplers.BaseSampler):
             self._make_sampler = sampler or (lambda seed: module.samplers.TPESampler(seed=seed))
         lock = journal.JournalFileSymlinkLock(path, grace_period=GRACE_SECONDS)
@@ -107,8 +103,6 @@ class Study:
                 f"{path}: its trials {begun}, and this search is to {', '.join(directions)}; give another file"
             )
         self.study.stop = self._stop  # which samplers call that have tried everything; optuna's needs its own loop
-        if self._make_sampler is None:
-            self._use(sampler)
         if self._make_sampler is None and (not fresh or self.trials()):
             sampler.reseed_rng()  # else it would repeat the points of another part, or of the former job
 
@@ -122,68 +116,35 @@ class Study:
             self._seed_sampler(len(trials))
             if not waiting and self._has_begun_all(trials):
                 return None
-            with self._watched():
+            with failing("sampler"):
                 return self.study.ask()
 
     def _has_begun_all(self, trials: Sequence[Any]) -> bool:
         """Whether trials have begun all points of a sampler that tries every point once: it would repeat one."""
         samplers, running = optuna().samplers, any(trial.state.name == "RUNNING" for trial in trials)
-        if not trials or not isinstance(self._inner, samplers.GridSampler | samplers.BruteForceSampler):
+        if not trials or not isinstance(self.study.sampler, samplers.GridSampler | samplers.BruteForceSampler):
             return False
         if not running:  # the sampler looks again whether it has tried everything, and then stops the study
             last = trials[-1]
-            with self._watched():
+            with failing("sampler"):
                 self.study.sampler.after_trial(self.study, last, last.state, last.values)
             return self.stopped
         grids = [trial.system_attrs for trial in trials if set(GRID) <= trial.system_attrs.keys()]
-        if not grids or not isinstance(self._inner, samplers.GridSampler):
+        if not grids or not isinstance(self.study.sampler, samplers.GridSampler):
             return False
         grid_id, space = GRID
         now = grids[-1][space]  # a job begins when no trial runs, so a trial of this job has the sampler's grid
         begun = {each[grid_id] for each in grids if repr(each[space]) == repr(now)}
         return len(begun) >= math.prod(len({*map(repr, values)}) for values in now.values())
 
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Context manager: an error of the sampler becomes a SearchError."""
-        try:
-            yield
-        except Exception:
-            self.check_sampler()
-            raise
-
-    def check_sampler(self) -> None:
-        """Raise SearchError if the sampler has failed: all trials would."""
-        if self._error is not None:
-            raise failure_of("sampler", self._error) from self._error
-
     def _seed_sampler(self, number: int) -> None:
         if self._make_sampler is None:
             return
-        try:
+        with failing("sampler"):  # the user's function
             made, samplers = self._make_sampler(zlib.crc32(f"{self._seed} {number}".encode())), optuna().samplers
             if isinstance(made, samplers.GridSampler | samplers.QMCSampler):  # all trials follow one order of points
                 made = self._make_sampler(self._seed)
-        except Exception as error:  # of the user's function
-            raise failure_of("sampler", error) from error
-        self._use(made)
-
-    def _use(self, sampler: Any) -> None:
-        """Give the study a sampler, whose errors are kept."""
-
-        def watched(method: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*given: Any, **named: Any) -> Any:
-                try:
-                    return method(*given, **named)
-                except Exception as error:
-                    self._error = error
-                    raise
-
-            return call
-
-        self._inner = sampler
-        methods = {name: staticmethod(watched(getattr(sampler, name))) for name in OF_SAMPLERS}
-        self.study.sampler = type("Watched", (optuna().samplers.BaseSampler,), methods)()
+        self.study.sampler = made
 
     def tell(self, number: int, state: str, values: Sequence[float] | None = None, **attributes: Any) -> Ended:
         """Tell how a trial has ended, unless that was told before; return it. attributes: WHY, SECONDS, RANKS."""
@@ -192,7 +153,7 @@ class Study:
             for name, value in attributes.items():
                 self._storage.set_trial_user_attr(trial_id, name, value)
             told = optuna().trial.TrialState[state]
-            with self._watched():
+            with failing("sampler"):
                 given = list(values) if state == COMPLETE and values else None
                 self.study.tell(number, given, told, skip_if_finished=True)
         return ended(self._storage.get_trial(trial_id))
@@ -266,9 +227,13 @@ class Study:
         return list(self.study.get_trials(deepcopy=False))
 
 
-def failure_of(name: str, error: Exception) -> SearchError:
-    """Return the error of a search whose sampler or pruner has raised `error`. name: "sampler" or "pruner"."""
-    return SearchError(f"the {name} has failed: {type(error).__name__}: {error}")
+@contextlib.contextmanager
+def failing(name: str) -> Iterator[None]:
+    """Context manager: an error of the sampler or pruner becomes a SearchError, for all trials would have it."""
+    try:
+        yield
+    except Exception as error:
+        raise SearchError(f"the {name} has failed: {type(error).__name__}: {error}") from error
 
 
 def counted(trials: Sequence[Any]) -> int:

@@ -10,7 +10,7 @@ from allreduce.elastic.ranks import root_value, together
 from allreduce.topology import Topology
 from trainers.apps.search.study import OF_THE_SEARCH, optuna
 from trainers.arguments import integer_error
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, SearchError
 
 ResultT = TypeVar("ResultT")
 
@@ -28,7 +28,7 @@ class Trial:
         self.number, self.topology = number, topology
         self.params: dict[str, Any] = {}
         self._asked = asked
-        self.pruner_error: Exception | None = None  # on the first rank; it ends the search
+        self.failure: SearchError | None = None  # of the sampler or the pruner, on the first rank: it ends the search
 
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
@@ -52,7 +52,7 @@ class Trial:
             return same.index(True)
 
         row = f"suggest_categorical({name!r}, {listed!r})"
-        self.params[name] = listed[self._ask(row, index)]  # the number of the choice is sent, not the choice
+        self.params[name] = listed[self._suggest(name, row, index)]  # the number of the choice is sent, not the choice
         return self.params[name]
 
     def report(self, value: float, step: int) -> None:
@@ -66,14 +66,7 @@ class Trial:
 
     def should_prune(self) -> bool:
         """Return whether the pruner ends this trial, the same on all ranks, which then raise optuna.TrialPruned."""
-        return bool(self._ask("should_prune()", self._asked_pruner))
-
-    def _asked_pruner(self, asked: Any) -> bool:
-        try:
-            return bool(asked.should_prune())
-        except Exception as error:
-            self.pruner_error = error
-            raise
+        return bool(self._ask("should_prune()", lambda asked: self._kept("pruner", asked.should_prune)))
 
     def set_user_attr(self, key: str, value: Any) -> None:
         """Keep a value with the trial in the study; the first rank's counts. value: JSON-serializable."""
@@ -84,8 +77,18 @@ class Trial:
         self._ask(f"set_user_attr({key!r})", lambda asked: asked.set_user_attr(key, value), error)
 
     def _suggest(self, name: str, row: str, ask: Callable[[Any], Any]) -> Any:
-        self.params[name] = self._ask(row, ask)
+        self.params[name] = self._ask(row, lambda asked: self._kept("sampler", lambda: ask(asked)))
         return self.params[name]
+
+    def _kept(self, name: str, ask: Callable[[], ResultT]) -> ResultT:
+        """Return the result of `ask`, and keep an error of the sampler or pruner. A ValueError is about arguments."""
+        try:
+            return ask()
+        except ValueError:
+            raise
+        except Exception as error:
+            self.failure = SearchError(f"the {name} has failed: {type(error).__name__}: {error}")
+            raise
 
     def _ask(self, row: str, ask: Callable[[Any], ResultT], error: Exception | None = None) -> ResultT:
         """Call `ask` with optuna's trial on the first rank, and return its result on all ranks. Collective.

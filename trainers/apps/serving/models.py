@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from trainers.apps.export.metadata import Exported
-from trainers.apps.export.running import cells_of
+from trainers.apps.export.running import NUMBERS, cells_of, need_onnxruntime, opened
 from trainers.datasets.columns import Columns
-from trainers.errors import ArgumentError, ModelFileError, TrainerError, as_error, explained, needing
+from trainers.errors import ArgumentError, ModelFileError, TrainerError, as_error, explained
 from trainers.files import model_file
 from trainers.replicas.numpy.categories import load_network
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -21,15 +21,6 @@ from trainers.replicas.numpy.network import NumpyNetwork
 ENDINGS = (".npz", ".onnx")
 OTHERS = {  # the kind in a model file -> the module whose `load_model(path)` reads it, imported when it is needed
     "Ensemble": "trainers.apps.ensemble.model",
-}
-DTYPES = {
-    "tensor(float)": "float32",
-    "tensor(double)": "float64",
-    "tensor(float16)": "float16",
-    "tensor(int64)": "int64",
-    "tensor(int32)": "int32",
-    "tensor(int8)": "int8",
-    "tensor(uint8)": "uint8",
 }
 
 
@@ -109,19 +100,16 @@ class OnnxModel(Model):
     kind = "onnx"
 
     def __init__(self, path: str) -> None:
-        runtime = _runtime()
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads = _threads()
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 4
+        need_onnxruntime()
+        threads = os.environ.get("OMP_NUM_THREADS", "")
         try:
-            self._session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            self._session = opened(path, int(threads) if threads.isdecimal() and int(threads) else 1)
             inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
             metadata = self._session.get_modelmeta().custom_metadata_map
         except Exception as error:  # a dozen types of onnxruntime
             raise ModelFileError(f"{path} is not an ONNX file, or it is damaged: {error}") from error
-        numbers = [each.name for each in outputs if each.type in DTYPES]
-        widths = [each.shape[1] for each in outputs if each.type in DTYPES and len(each.shape) == 2]
+        numbers = [each.name for each in outputs if each.type in NUMBERS]
+        widths = [each.shape[1] for each in outputs if each.type in NUMBERS and len(each.shape) == 2]
         self.outputs = widths[-1] if widths and isinstance(widths[-1], int) else None
         if Exported.wrote(metadata):
             about = Exported.read(path, metadata)
@@ -129,13 +117,13 @@ class OnnxModel(Model):
         if self.columns is not None and numbers:
             self._output, self.dtype, self.shape = numbers[-1], np.dtype(np.float32), (self.columns.features,)
             return
-        if len(inputs) != 1 or inputs[0].type not in DTYPES or not numbers:
+        if len(inputs) != 1 or inputs[0].type not in NUMBERS or not numbers:
             found = ", ".join(f"{each.name}: {each.type}" for each in [*inputs, *outputs])
             raise ModelFileError(
                 f"{path}: a model with one input and outputs of numbers is expected, and it has {found}"
             )
         self._input, self._output = inputs[0].name, numbers[-1]
-        self.dtype = np.dtype(DTYPES[inputs[0].type])
+        self.dtype = np.dtype(NUMBERS[inputs[0].type])
         self.shape = tuple(size if isinstance(size, int) else None for size in inputs[0].shape[1:])
 
     def check(self, rows: np.ndarray) -> None:
@@ -219,14 +207,3 @@ def _constants(path: str) -> list[str]:
     names = {os.fsdecode(content[place.end() : place.end() + place[1][0]]) for place in places}
     beside = (os.path.join(os.path.dirname(path), name) for name in sorted(names) if "\0" not in name)
     return [each for each in beside if os.path.isfile(each)]
-
-
-def _threads() -> int:
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() and int(given) else 1
-
-
-def _runtime() -> Any:
-    with needing('.onnx files need onnxruntime ({}): pip install ".[export]" in the checkout'):
-        import onnxruntime
-    return onnxruntime

@@ -1,4 +1,4 @@
-"""Writes predictions of any number of rows to a file, in constant memory: each rank writes its own rows."""
+"""Writes predictions of any number of rows to a file, in constant memory: the ranks take turns, and rank 0 writes."""
 
 import csv
 import io
@@ -6,23 +6,23 @@ import json
 import logging
 import os
 import re
-import secrets
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 
-from allreduce.elastic.ranks import chunk, root_value, segments, together
+from allreduce.elastic.ranks import on_all_ranks, segments, together
 from allreduce.files import writable
 from trainers.apps.tables.streams import Stream, unknown_text
 from trainers.data import Tree, row_count, sliced
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, DataError
+from trainers.files.model_file import replacing
 from trainers.fit.evaluation import ROWS
 from trainers.group import RankGroup
 from trainers.watching.callback import writing
@@ -30,7 +30,6 @@ from trainers.watching.callback import writing
 log = logging.getLogger("trainers")
 
 ENDINGS = (".csv", ".jsonl")
-ROUND = 1 << 17  # rows that a rank predicts between two agreements of the ranks
 STALE_SECONDS = 24 * 3600.0  # after which a temporary file belongs to no prediction that still runs
 DIGITS = 6  # of numbers in the files
 
@@ -53,6 +52,7 @@ class Target:
     """Where predictions go. out: a file that ends in .csv or .jsonl, which is replaced.
 
     Raises ArgumentError if it is none, or can't be written.
+    A context manager, in which rank 0 calls `begin`, `write` and `end`. Without `end` the file is not replaced.
     """
 
     def __init__(self, out: Any) -> None:
@@ -66,20 +66,35 @@ class Target:
         if not writable(os.fspath(out)):
             raise ArgumentError(f"out={out!r} can't be written; give a file in a folder that exists")
         self.path = os.path.realpath(out)  # a link stays one, and its file may have another ending
-        self._folder, self._name = os.path.split(self.path)
+        self._opened = ExitStack()
+        self._file: Any = None
 
-    def aside(self, rank: int, token: str) -> str:
-        """Return the path of a rank's file while it is written."""
-        return os.path.join(self._folder, f".{self._name}.{token}.{rank}")
-
-    def remove_stale(self) -> None:
-        """Remove the files that a killed prediction to this target left a day ago, or longer. Local, on one rank."""
-        left = re.compile(rf"\.{re.escape(self._name)}\.[0-9a-f]{{8}}\.\d+")
+    def begin(self) -> None:
+        """Open a temporary file. Remove those that killed predictions to this target left a day ago, or longer."""
+        folder, name = os.path.split(self.path)
+        left = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}")
         with suppress(OSError):
-            for found in filter(left.fullmatch, os.listdir(self._folder)):
-                path = os.path.join(self._folder, found)
+            for found in filter(left.fullmatch, os.listdir(folder)):
+                path = os.path.join(folder, found)
                 if time.time() - os.stat(path).st_mtime > STALE_SECONDS:
                     os.unlink(path)
+        with writing(self.path):
+            self._file = self._opened.enter_context(replacing(self.path))
+
+    def write(self, texts: Sequence[str]) -> None:
+        with writing(self.path):
+            self._file.write("".join(texts).encode())
+
+    def end(self) -> None:
+        """Give the temporary file the target's name."""
+        with writing(self.path):
+            self._opened.close()
+
+    def __enter__(self) -> "Target":
+        return self
+
+    def __exit__(self, *met: Any) -> None:
+        self._opened.__exit__(*met)
 
 
 class Lines:
@@ -165,101 +180,40 @@ def predict_into(
 def _write(group: RankGroup, model: Predictor, stream: Stream, target: Target, classes: Sequence[str]) -> None:
     """Predict all rows of a stream, and write them to the target. Collective.
 
-    Each rank predicts a run of consecutive rows. It writes them to a temporary file; rank 0 puts these together when
-    all ranks are done. After an error, which all ranks raise, nothing is left, and a file that was there before is
-    unchanged.
+    In each round every rank predicts a piece, and rank 0 writes the lines in order. After an error, which all ranks
+    raise, nothing is left, and a file that was there before is unchanged.
     """
-    comm, rank, ranks = group.comm, group.rank, group.size
-    mine = chunk(stream.units, ranks, rank)
-    own = together(comm, lambda: stream.count(mine.start, mine.stop))
-    counts = group.values(own, "predict: the rows of the ranks")
-    token = root_value(comm, secrets.token_hex(4), "predict: the names of temporary files")
-    aside = target.aside(rank, token)
-    lines = Lines(target.ending, model, classes)
-    shard = _Shard(model, stream.pieces(mine.start, mine.stop), lines, sum(counts[:rank]))
-    try:
-        together(comm, target.remove_stale if rank == 0 else int)
-        names = group.values(together(comm, shard.begin), "predict: the names of the outputs")
-        known = next((each for each in names if each is not None), None)
-        together(comm, lambda: shard.open(aside, known if rank == 0 else []))
-        for done in range(0, max(counts), ROUND):
-            together(comm, partial(shard.write, max(0, min(ROUND, own - done))))
-        together(comm, lambda: shard.end(own))
-        group.on_one(lambda: _join(target, [target.aside(each, token) for each in range(ranks)]))
-        together(comm, lambda: os.unlink(aside) if rank else None)
-    except BaseException:
-        shard.close()
-        raise
+    if len(set(group.values(stream.size, "predict: the size of the data"))) > 1:
+        raise on_all_ranks(DataError("the data change while they are read, or are others on each rank"), group.comm)
+    pieces = islice(stream.pieces(), group.rank, None, group.size)
+    lines, written, begun, ended = Lines(target.ending, model, classes), 0, False, False
+    with target:
+        group.on_one(target.begin)
+        while not ended:
+            outputs = together(group.comm, partial(_predicted, model, pieces))
+            names = None if outputs is None or not len(outputs) else lines.learn(outputs)
+            row = [outputs is None, 0 if outputs is None else len(outputs), names]
+            everyone = group.values(row, "predict: the rows of the ranks")
+            ended, known = all(last for last, *_ in everyone), next((names for *_, names in everyone if names), None)
+            before = written + sum(rows for _, rows, _ in everyone[: group.rank])
+            written += sum(rows for _, rows, _ in everyone)
+            text = "" if names is None else lines.text(before, outputs)
+            texts = group.values(text, "predict: the lines of the ranks")
+            if not begun and (known or ended):
+                lines.names, begun = known or lines.names, True
+                texts.insert(0, lines.header())
+            group.on_one(partial(target.write, texts))
+        group.on_one(target.end)
 
 
-class _Shard:
-    """Predicts the rows of a rank and writes them to its file. Local. first: the number of the first row."""
-
-    def __init__(self, model: Predictor, pieces: Iterator[Any], lines: Lines, first: int) -> None:
-        self._model, self._pieces, self._lines, self._first = model, pieces, lines, first
-        self._written = self._ahead = 0  # rows; ahead: more than were asked for
-        self._waiting: np.ndarray | None = None  # outputs that were not written yet
-        self._path = ""
-        self._file: Any = None
-
-    def begin(self) -> list[str] | None:
-        """Predict the first rows; returns the names of the values in a line, None without rows."""
-        self._waiting = self._predicted()
-        return None if self._waiting is None else self._lines.learn(self._waiting)
-
-    def open(self, path: str, names: list[str] | None) -> None:
-        """Open the file, and write the header with these names; [] for none, None if no rank has rows."""
-        self._path = path
-        with writing(path):
-            self._file = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115, closed by `end`
-            if names != []:
-                self._lines.names = names or self._lines.names
-                self._file.write(self._lines.header())
-
-    def write(self, rows: int) -> None:
-        """Write at least `rows` rows more than those asked for before."""
-        self._ahead -= rows
-        while self._ahead < 0:
-            outputs = self._predicted() if self._waiting is None else self._waiting
-            self._waiting = None
-            if outputs is None:
-                raise DataError("the data changed while it was read: it has fewer rows than before")
-            with writing(self._path):
-                self._file.write(self._lines.text(self._first + self._written, outputs))
-            self._written, self._ahead = self._written + len(outputs), self._ahead + len(outputs)
-
-    def end(self, rows: int) -> None:
-        """Check the number of rows, and close the file."""
-        if self._written != rows:
-            raise DataError(f"the data changed while it was read: {self._written} rows, and {rows} before")
-        with writing(self._path):
-            self._file.close()
-
-    def close(self) -> None:
-        """Close and remove the file."""
-        with suppress(OSError):
-            if self._file is not None:
-                self._file.close()
-            os.unlink(self._path)
-
-    def _predicted(self) -> np.ndarray | None:
-        """Predict the next piece; None if there is none."""
-        x = next(self._pieces, None)
-        if x is None:
-            return None
-        self._model.check(x, None)
-        rows = slice(0, row_count(x))
-        outputs = [self._model.predict(sliced(x, part)) for part in segments(rows, ROWS)]
-        if not isinstance(outputs[0], np.ndarray):
-            raise ArgumentError("predict: the model has several outputs, and out= takes one array: leave out out=")
-        return np.concatenate(outputs)
-
-
-def _join(target: Target, parts: Sequence[str]) -> None:
-    """Put the files of the ranks together in the first one, and give it the target's name."""
-    with writing(target.path):
-        with open(parts[0], "ab") as whole:
-            for path in parts[1:]:
-                with open(path, "rb") as part:
-                    shutil.copyfileobj(part, whole, 1 << 20)
-        os.replace(parts[0], target.path)
+def _predicted(model: Predictor, pieces: Iterator[Callable[[], Any]]) -> np.ndarray | None:
+    """Predict the rows of this rank's next piece, perhaps none; returns None if there is no piece."""
+    piece = next(pieces, None)
+    x = None if piece is None else piece()
+    if x is None or not row_count(x):
+        return None if piece is None else np.empty(0)
+    model.check(x, None)
+    outputs = [model.predict(sliced(x, part)) for part in segments(slice(0, row_count(x)), ROWS)]
+    if not isinstance(outputs[0], np.ndarray):
+        raise ArgumentError("predict: the model has several outputs, and out= takes one array: leave out out=")
+    return np.concatenate(outputs)

@@ -2,17 +2,19 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import IO, Any
 
 import numpy as np
 
-from trainers.data import Tree, cut, row_count, sliced
+from trainers.data import Tree, row_count, sliced
 from trainers.datasets import files
 from trainers.datasets.columns import Columns
 from trainers.datasets.learning import place
-from trainers.datasets.rows import Block, TableFile, is_number, is_table
+from trainers.datasets.rows import TableFile, is_number, is_table
 from trainers.datasets.shards import is_pattern, matching
 from trainers.datasets.table import features
 from trainers.errors import DataError
@@ -24,27 +26,25 @@ FORMATS = ".csv, .tsv, .npy or .npz"
 
 
 class Stream(ABC):
-    """Rows that are read from any unit to any other. units: bytes of a table, or rows of arrays."""
+    """Rows in pieces. size: bytes of a table, or rows of arrays: what the ranks compare."""
 
-    units: int
-
-    def count(self, start: int, stop: int) -> int:
-        """Return the number of rows in the units from `start` to `stop`. Raises DataError."""
-        return stop - start
+    size: int
 
     @abstractmethod
-    def pieces(self, start: int, stop: int) -> Iterator[Any]:
-        """Yield x of the rows in the units from `start` to `stop`, a few rows at a time. Raises DataError."""
+    def pieces(self) -> Iterator[Callable[[], Any]]:
+        """Yield a function for each piece, which returns x of its rows, perhaps of none, and may raise DataError. Each
+        rank reads all pieces, which is quick, and makes rows of its share. Raises DataError."""
 
 
 class Arrays(Stream):
     """Rows of arrays in memory."""
 
     def __init__(self, x: Tree) -> None:
-        self._x, self.units = x, row_count(x)
+        self._x, self.size = x, row_count(x)
 
-    def pieces(self, start: int, stop: int) -> Iterator[Tree]:
-        yield from cut(sliced(self._x, slice(start, stop)), stop - start, PIECE)
+    def pieces(self) -> Iterator[Callable[[], Tree]]:
+        for start in range(0, self.size, PIECE):
+            yield partial(sliced, self._x, slice(start, start + PIECE))
 
 
 def _has_a_word(cells: list[str]) -> bool:
@@ -62,7 +62,7 @@ class TableStream(Stream):
 
     def __init__(self, path: str, columns: Columns | None, features: int | None, unknown: dict[str, int]) -> None:
         self._table = TableFile(path, None if columns is not None else _has_a_word)
-        self.units = self._table.end - self._table.begin
+        self.size = self._table.end - self._table.begin
         self._columns, self._unknown = columns, unknown
         width = len(self._table.names)
         if columns is not None:
@@ -74,26 +74,14 @@ class TableStream(Stream):
                 f"{path} has {width} columns; the model takes {features} numbers a row, and perhaps a label"
             )
 
-    def count(self, start: int, stop: int) -> int:
-        return self._table.count(self._table.begin + start, self._table.begin + stop).rows
+    def pieces(self) -> Iterator[Callable[[], np.ndarray | None]]:
+        for piece, number in self._table.pieces():
+            yield partial(self._encoded, piece, number)
 
-    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        begin, end = self._table.begin + start, self._table.begin + stop
-        try:
-            yield from self._pieces(begin, end, 0)
-        except DataError:
-            if not start:
-                raise
-            lines = self._table.count(self._table.begin, begin).lines  # for the right number in the message
-            for _ in self._pieces(begin, end, lines):
-                pass
-            raise
-
-    def _pieces(self, begin: int, end: int, lines: int) -> Iterator[np.ndarray]:
-        for block in self._table.blocks(begin, end, lines):
-            yield self._encoded(block)
-
-    def _encoded(self, block: Block) -> np.ndarray:
+    def _encoded(self, piece: bytes, number: int) -> np.ndarray | None:
+        block = self._table.block(piece, number)
+        if not len(block):
+            return None
         cells = [block.columns[column] for column in self._places]
         if self._columns is None:
             return np.ascontiguousarray(features(self._table.path, cells, block.lines))
@@ -111,23 +99,25 @@ class ArrayStream(Stream):
             if header.fortran and len(header.shape) > 1:
                 raise DataError(f"{path} is in Fortran's order; save np.ascontiguousarray(x)")
             self._header = header
-        self.units = header.shape[0]
+        self.size = header.shape[0]
 
-    def pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        shape, dtype = self._header.shape[1:], self._header.dtype
-        width = math.prod(shape) * dtype.itemsize
+    def pieces(self) -> Iterator[Callable[[], np.ndarray]]:
+        width = math.prod(self._header.shape[1:]) * self._header.dtype.itemsize
         with self._open() as (_, file):
-            file.seek(start * width, 1)
-            for first in range(start, stop, PIECE):
-                rows = min(PIECE, stop - first)
+            for first in range(0, self.size, PIECE):
+                rows = min(PIECE, self.size - first)
                 content = model_file.read_up_to(file, rows * width)
                 if len(content) < rows * width:
                     raise DataError(f"{self._path} became shorter while it was read")
-                x = np.frombuffer(content, dtype).reshape(rows, *shape)
-                if dtype.kind == "f" and not np.isfinite(x).all():
-                    row = first + int(np.argwhere(~np.isfinite(x))[0][0])
-                    raise DataError(f"{self._path}: row {row} has an element that is not a finite number")
-                yield x.astype(dtype.newbyteorder("="), copy=False)
+                yield partial(self._rows, content, first, rows)
+
+    def _rows(self, content: bytes, first: int, rows: int) -> np.ndarray:
+        dtype = self._header.dtype
+        x = np.frombuffer(content, dtype).reshape(rows, *self._header.shape[1:])
+        if dtype.kind == "f" and not np.isfinite(x).all():
+            row = first + int(np.argwhere(~np.isfinite(x))[0][0])
+            raise DataError(f"{self._path}: row {row} has an element that is not a finite number")
+        return x.astype(dtype.newbyteorder("="), copy=False)
 
     @contextmanager
     def _open(self) -> Iterator[tuple[model_file.ArrayHeader, IO[bytes]]]:
@@ -156,22 +146,10 @@ class Several(Stream):
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = streams
-        self.units = sum(stream.units for stream in streams)
+        self.size = sum(stream.size for stream in streams)
 
-    def _segments(self, start: int, stop: int) -> Iterator[tuple[Stream, int, int]]:
-        before = 0
-        for stream in self._streams:
-            first, last = max(start - before, 0), min(stop - before, stream.units)
-            if first < last:
-                yield stream, first, last
-            before += stream.units
-
-    def count(self, start: int, stop: int) -> int:
-        return sum(stream.count(*segment) for stream, *segment in self._segments(start, stop))
-
-    def pieces(self, start: int, stop: int) -> Iterator[Any]:
-        for stream, *segment in self._segments(start, stop):
-            yield from stream.pieces(*segment)
+    def pieces(self) -> Iterator[Callable[[], Any]]:
+        return chain.from_iterable(stream.pieces() for stream in self._streams)
 
 
 def open_stream(
