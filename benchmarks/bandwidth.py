@@ -41,7 +41,7 @@ arrays from allocate(), which peers do not have. Further columns: backend, min a
 time: before each iteration every rank writes its array and waits in a barrier. The time of an iteration is that of its
 slowest rank; the median over the iterations is shown. The backends take turns, in an order drawn anew for each round,
 so that a drifting machine affects all of them alike. algbw = size / time, busbw = algbw x 2(n-1)/n.
-The page of --html draws the limit of memory (measured by copying) or network (by sending) beside the bandwidths.
+The picture of --plot and --html has the limit of memory (measured by copying) or network (by sending).
 #wrong: elements that differ from the result in float64, on all ranks, after the timing. Exit code 1 if there are any.
 """
 
@@ -73,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="everything, for benchmarks.compare and benchmarks.scaling")
     add("-F", "--csv", "--output_file", metavar="FILE", help="a line for each size, backend and kind of memory")
     add("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")
-    add("--html", metavar="FILE", help="a page with interactive charts, in one file; needs plotly")
+    add("--html", metavar="FILE", help="a page with the picture and all times, in one file; needs matplotlib")
 
 
 def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:

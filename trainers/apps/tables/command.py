@@ -8,7 +8,7 @@ from typing import Any
 
 from allreduce.elastic.ranks import choose_device, together
 from allreduce.topology import Topology
-from trainers.apps.serving.models import Model, load_whole
+from trainers.apps.serving.models import Model, NetworkModel, load_whole
 from trainers.apps.tables.predicting import predict_into
 from trainers.apps.tables.streams import open_stream
 from trainers.cli.command import Command
@@ -16,9 +16,7 @@ from trainers.data import Tree
 from trainers.errors import ArgumentError
 from trainers.files import model_file
 from trainers.group import RankGroup
-from trainers.mirrored import MirroredTrainer
 from trainers.replicas.numpy.categories import NETWORKS, load_network
-from trainers.replicas.numpy.network import NumpyNetwork
 
 ABOUT = """Predict the rows of files by a saved model, on all ranks, in constant memory.
 
@@ -59,27 +57,21 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
     options = together(world.world, lambda: COMMAND.parse(arguments, world.rank == 0, program))
     model = together(world.world, lambda: _loaded(options, world.node_rank))
     begin = time.perf_counter()
-    if isinstance(model, NumpyNetwork):
-        with MirroredTrainer(model, topology=world) as trainer:
-            path = trainer.predict(options.data, options.out)
-    else:
-        path = _Predicting(model, world).files(options)
+    path = _Predicting(model, world).files(options)
     if world.rank == 0:
         print(f"predictions: {path} ({time.perf_counter() - begin:.1f} s)", flush=True)
 
 
-def _loaded(options: argparse.Namespace, node_rank: int) -> NumpyNetwork | Model:
-    """Return the model of --load: a network that a trainer takes, else any model that answers. Raises ModelFileError,
-    ArgumentError for a model that does not compute on the device, and UnavailableError or ArgumentError if a package is
-    missing. node_rank: chooses the GPU."""
+def _loaded(options: argparse.Namespace, node_rank: int) -> Model:
+    """Return the model of --load. Raises ModelFileError, ArgumentError for a model that does not compute on the device,
+    and UnavailableError or ArgumentError if a package is missing. node_rank: chooses the GPU."""
     path = options.load
-    if not path.endswith(".onnx") and model_file.read_header(path)[0] in NETWORKS:
-        if options.device == "cuda":
-            choose_device(node_rank)
-        return load_network(path, options.device)
-    if options.device != "cpu":
+    if options.device == "cpu":
+        return load_whole(path)
+    if path.endswith(".onnx") or model_file.read_header(path)[0] not in NETWORKS:
         raise ArgumentError(f"--device {options.device}: {path} is computed on the CPU: leave out --device")
-    return load_whole(path)
+    choose_device(node_rank)
+    return NetworkModel(load_network(path, options.device))
 
 
 class _Predicting:
