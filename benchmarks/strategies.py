@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from allreduce.errors import OptionError
 from allreduce.machine import identify
@@ -126,7 +127,7 @@ class Bench:
     def run(self, variant: Variant, slow: bool) -> Outcome:
         chosen = self._options(variant)
         servers = spread(all_values(self._world.world, self._world.node_index, "learn the nodes"), variant.servers)
-        comm = self._world.world.Split(0, self._world.rank in servers)
+        comm = MPI.Intracomm(self._world.world.Split(0, self._world.rank in servers))
         with Topology(comm, self._chosen.ranks_per_node or None, self._world.timeout) as topology:
             network = self._network(chosen, slow)
             with options.make_trainer(chosen, network, topology, variant.servers) as trainer:

@@ -197,7 +197,7 @@ def _write(group: RankGroup, model: Predictor, stream: Stream, target: Target, c
             ended, known = all(last for last, *_ in everyone), next((names for *_, names in everyone if names), None)
             before = written + sum(rows for _, rows, _ in everyone[: group.rank])
             written += sum(rows for _, rows, _ in everyone)
-            text = "" if names is None else lines.text(before, outputs)
+            text = "" if outputs is None or names is None else lines.text(before, outputs)
             texts = group.values(text, "predict: the lines of the ranks")
             if not begun and (known or ended):
                 lines.names, begun = known or lines.names, True

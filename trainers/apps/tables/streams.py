@@ -111,7 +111,7 @@ class ArrayStream(Stream):
                     raise DataError(f"{self._path} became shorter while it was read")
                 yield partial(self._rows, content, first, rows)
 
-    def _rows(self, content: bytes, first: int, rows: int) -> np.ndarray:
+    def _rows(self, content: bytearray, first: int, rows: int) -> np.ndarray:
         dtype = self._header.dtype
         x = np.frombuffer(content, dtype).reshape(rows, *self._header.shape[1:])
         if dtype.kind == "f" and not np.isfinite(x).all():
