@@ -21,6 +21,7 @@ from allreduce.arrays.chunks import chunk
 from allreduce.arrays.dtypes import BFLOAT16
 from allreduce.transport.control import combine, raise_together
 from trainers.options.average import AVERAGE, LocalSGD, OuterSGD
+from trainers.state.sharded import Flat
 
 BLOCK = 1 << 16  # elements that an outer step updates at a time: its arrays fit the cache
 COUNT = "count the inner steps of a round"
@@ -45,15 +46,6 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
-
-
-class Memory(NamedTuple):
-    """Flat arrays of one length and dtype (float32 or float64): `start` and `delta` of the module's docstring, and the
-    outer momentum, or None. `delta` should be memory that the backend allocated."""
-
-    start: Any
-    momentum: Any
-    delta: Any
 
 
 class Part(NamedTuple):
@@ -109,12 +101,13 @@ class Rounds:
     options: valid. comm: for the counts, used where the reductions run. arrays: this rank's parameters, 1-D, one after
         the other as long as `memory`. averaged: the number of elements at the end that are averaged without the outer
         optimizer (statistics of batch norm).
-    reduce: reduce(span) averages `memory.delta[span]` over the ranks, in place; collective.
+    backend: averages. memory: 1-D memory for the changes, float32 or float64, which the backend has allocated.
     submit: submit(work, name) runs the work after all earlier work, in one order on all ranks, perhaps in a thread.
 
-    done: the number of outer steps, the same on all ranks. active: the number of ranks that took part in the last
-    average with `active=True`. error: an error of this rank; the next average raises it on all ranks instead.
-    steps: the mean over the ranks of the inner steps that were averaged.
+    start, delta: as in the module's docstring; momentum: of the outer optimizer, or None. Arrays of all elements.
+    done: the number of outer steps, the same on all ranks. bytes: that this rank has averaged. active: the number of
+    ranks that took part in the last average with `active=True`. error: an error of this rank; the next average raises
+    it on all ranks instead. steps: the mean over the ranks of the inner steps that were averaged.
     begun: whether steps were counted since all ranks had the same parameters.
     """
 
@@ -123,18 +116,20 @@ class Rounds:
         options: LocalSGD,
         comm: MPI.Intracomm,
         arrays: Sequence[Any],
-        memory: Memory,
-        reduce: Callable[[slice], object],
+        backend: Callable[[Any, str], object],
+        memory: Flat,
         submit: Submit = Done,
         averaged: int = 0,
     ) -> None:
-        self.options, self.memory = options, memory
-        self._comm, self._arrays, self._reduce, self._submit = comm, arrays, reduce, submit
-        length = len(memory.start)
+        self.options, self.delta = options, memory.tensor
+        self.start = _zeros_like(self.delta)
+        self.momentum = _zeros_like(self.delta) if options.outer_sgd.momentum else None
+        self._comm, self._arrays, self._backend, self._memory, self._submit = comm, arrays, backend, memory, submit
+        length = len(self.delta)
         self.fragments = [
             self._fragment(chunk(length, options.fragments, at), length - averaged) for at in range(options.fragments)
         ]
-        self.done = self.active = 0
+        self.done = self.active = self.bytes = 0
         self.steps = 0.0
         self.error: Exception | None = None
         self._flight: Flight | None = None
@@ -149,8 +144,8 @@ class Rounds:
             for start, stop in _blocks(at, at + len(array), span, trained):
                 here, own = slice(start, stop), slice(start - at, stop - at)
                 outer = self.options.outer_sgd if start < trained else AVERAGE
-                momentum = self.memory.momentum[here] if outer.momentum else None
-                parts.append(Part(array[own], self.memory.start[here], momentum, self.memory.delta[here], outer))
+                momentum = self.momentum[here] if outer.momentum else None
+                parts.append(Part(array[own], self.start[here], momentum, self.delta[here], outer))
             at += len(array)
         return Fragment(span, parts)
 
@@ -210,12 +205,14 @@ class Rounds:
             fragment.total = total
             if not total:
                 continue
-            delta, factor = self.memory.delta[fragment.span], own * self._comm.size / total
+            delta, factor = self.delta[fragment.span], own * self._comm.size / total
             if factor == 0:
                 delta[...] = 0  # a multiplication by 0 would keep NaN
             elif factor != 1:
                 delta *= factor
-            self._reduce(fragment.span)
+            part = self._memory.part(fragment.span.start, fragment.span.stop)
+            part.run_on_array(partial(self._backend, part.array, "mean"))
+            self.bytes += part.array.nbytes
 
     def finish(self, active: bool = True) -> None:
         """Take the outer step of the next fragment, and mix its parameters; begin its average if it has not begun.
@@ -292,7 +289,8 @@ class Rounds:
 
     def _arrays_by_name(self) -> dict[str, Any]:
         found = {f"parameters {number}": array for number, array in enumerate(self._arrays)}
-        return found | {name: array for name, array in self.memory._asdict().items() if array is not None}
+        own = {"start": self.start, "momentum": self.momentum, "delta": self.delta}
+        return found | {name: array for name, array in own.items() if array is not None}
 
     @property
     def _digest(self) -> int:
@@ -319,9 +317,15 @@ class Rounds:
 
     def load(self, momentum: Any, done: int) -> None:
         """Set the outer momentum, a 1-D array or None (zeros), and the number of outer steps. Local."""
-        if self.memory.momentum is not None:
-            gpu.write(self.memory.momentum, 0 if momentum is None else momentum)
+        if self.momentum is not None:
+            gpu.write(self.momentum, 0 if momentum is None else momentum)
         self.done = done
+
+
+def _zeros_like(array: Any) -> Any:
+    found = array * 0
+    found[...] = 0  # where `array` has NaN
+    return found
 
 
 def on_host(array: Any) -> np.ndarray:

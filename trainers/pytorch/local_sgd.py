@@ -18,7 +18,7 @@ from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, root_value, together
 from trainers.errors import NotFiniteError
-from trainers.local_sgd.rounds import Memory, Rounds
+from trainers.local_sgd.rounds import Rounds
 from trainers.pytorch.buckets import GradientError, allocate_flat
 from trainers.pytorch.options import AGAIN
 from trainers.pytorch.owners import Closure, TorchOwners
@@ -68,28 +68,20 @@ class LocalSteps(TorchOwners):
             parts.append(Part(name, start, tuple(each.shape)))
             start += each.numel()
         backend.describe(delta.array, parts)
-        momentum = torch.zeros_like(delta.tensor) if local.outer_sgd.momentum else None
-        memory = Memory(torch.zeros_like(delta.tensor), momentum, delta.tensor)
         self._spans = {part.name: slice(part.start, part.stop) for part in parts}
         # the elements of a dense tensor in the order of its memory, without a copy
         flat = [each.detach().as_strided((each.numel(),), (1,)) for each in trained.values()]
         self._placed = Placed(list(trained.values()), flat)
-        self._backend, self._delta, self._sent = backend, delta.array, 0
+        self._delta = delta.array
         self._futures: list[Future] = []  # of averages that have not been counted in the reducer's clock
-        self.rounds = Rounds(local, self.reducer.comm, flat, memory, self._average, self._submit)
+        self.rounds = Rounds(local, self.reducer.comm, flat, backend, delta, self._submit)
         if isinstance(before, LocalSteps):
-            self.rounds.load(before.rounds.memory.momentum, before.rounds.done)
+            self.rounds.load(before.rounds.momentum, before.rounds.done)
             self.taken = before.taken
 
     @property
     def steps(self) -> int:
         return self.taken
-
-    def _average(self, span: slice) -> None:
-        """Average elements of `delta`. Collective, in the queue."""
-        part = self._delta[span]
-        self._backend(part, "mean")
-        self._sent += part.nbytes
 
     def _submit(self, work: Callable[[], object], name: str) -> Future:
         self._futures.append(self.reducer.submit(work, name))
@@ -106,7 +98,7 @@ class LocalSteps(TorchOwners):
     def report(self, backend: str) -> Report:
         sizes = tuple(self._delta[fragment.span].nbytes for fragment in self.rounds.fragments)
         report, done = super().report(backend), self.rounds.done
-        return replace(report, averages=done, bytes=self._sent, buckets=sizes)
+        return replace(report, averages=done, bytes=self.rounds.bytes, buckets=sizes)
 
     # A step
 
@@ -221,22 +213,22 @@ class LocalSteps(TorchOwners):
 
     def _replicated(self) -> tuple[Mapping[str, Any], Mapping[str, Parameter]]:
         """Return the parameters after the last outer step. Local."""
-        return {name: self.rounds.memory.start[span] for name, span in self._spans.items()}, {}
+        return {name: self.rounds.start[span] for name, span in self._spans.items()}, {}
 
     def _copy_from(self, root: int) -> None:
         super()._copy_from(root)
         self.rounds.rewind()
 
     def _shared(self) -> list[Tensor]:
-        memory = self.rounds.memory
-        return [memory.start] if memory.momentum is None else [memory.start, memory.momentum]
+        start, momentum = self.rounds.start, self.rounds.momentum
+        return [start] if momentum is None else [start, momentum]
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """End the round; return this rank's state_dict of the plain optimizer, with the outer momentum. Collective."""
         self.end_round()
-        momentum = self.rounds.memory.momentum
+        momentum = self.rounds.momentum
         outer = {} if momentum is None else {"momentum": momentum.clone()}
         return {**self.plain.state_dict(), KEY: outer}
 
@@ -248,20 +240,20 @@ class LocalSteps(TorchOwners):
         self.rounds.restart()
 
     def _load_own(self, state: dict[str, Any] | None) -> None:
-        comm, memory = self.reducer.comm, self.rounds.memory
+        comm, momentum = self.reducer.comm, self.rounds.momentum
         load_root_state(comm, self.plain, state)
         together(comm, lambda: None if state is None else self.plain.load_state_dict(state))
         given = together(comm, lambda: self._given_momentum(state) if comm.rank == 0 else None)
         if not root_value(comm, given is not None, "learn whether there is an outer momentum"):
             self.rounds.load(None, self.rounds.done)
-        elif memory.momentum is not None:
+        elif momentum is not None:
             if given is not None:
-                memory.momentum.copy_(given)
-            broadcast_tensors(comm, [memory.momentum])
+                momentum.copy_(given)
+            broadcast_tensors(comm, [momentum])
 
     def _given_momentum(self, state: dict[str, Any] | None) -> Tensor | None:
         """Return the outer momentum in a state_dict. Raises OptionError if it is of another model. Local."""
-        found, own = (state or {}).get(KEY, {}).get("momentum"), self.rounds.memory.momentum
+        found, own = (state or {}).get(KEY, {}).get("momentum"), self.rounds.momentum
         if found is not None and own is not None and found.shape != own.shape:
             sizes = f"{tuple(found.shape)}, and this one's {tuple(own.shape)}"
             raise OptionError(f"the outer momentum in this state_dict is of another model: its shape is {sizes}")

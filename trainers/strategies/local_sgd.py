@@ -25,11 +25,12 @@ from allreduce.transport.control import all_values, combine, together
 from trainers.backends import allocate_own
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.local_sgd.rounds import Done, Memory, Rounds, Submit, on_host
+from trainers.local_sgd.rounds import Done, Rounds, Submit, on_host
 from trainers.options.average import LocalSGD
 from trainers.replica import attach, changing_entries, check_divisible, copied, snapshot_of
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
 from trainers.state.owners import INNER
+from trainers.state.sharded import Flat
 from trainers.strategies.interface import EpochRun
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.rule import FLAGS, WEIGHT, StepOptions
@@ -55,7 +56,7 @@ class LocalOwners(StepOwners):
         return dict.fromkeys(changing_entries(self._replica), "each rank keeps that of its own inner steps")
 
     def shared_state(self) -> Arrays:
-        momentum = self._rounds.memory.momentum
+        momentum = self._rounds.momentum
         return {} if momentum is None else {OUTER: np.array(on_host(momentum))}
 
     def local_state(self) -> Arrays:
@@ -164,12 +165,9 @@ class LocalMirrored(Mirrored):
         free = not local.delay and replica.gradient_dtype == dtype
         delta = self._gradients if free else self.core.allocate(length, dtype)
         self.core.describe(delta)
-        start = delta.copy()
-        memory = Memory(start, start * 0 if local.outer_sgd.momentum else None, delta)
         self._messages = self.group.topology.private()
-        self._rounds = Rounds(
-            local, self._messages, [self._parameters], memory, self._average, self._submit(), length - self._trained
-        )
+        given = local, self._messages, [self._parameters], self._backend, Flat(delta, delta)
+        self._rounds = Rounds(*given, self._submit(), length - self._trained)
         self.core.owners = LocalOwners(self.core, self.steps, self._rounds)
 
     def _bind(self) -> None:
@@ -188,10 +186,6 @@ class LocalMirrored(Mirrored):
             notices.once(self.group.rank, f"parameters are averaged after inner steps, not during them: {error}")
             self._queue = worker.queue(name)
         return self._queue.submit
-
-    def _average(self, span: slice) -> None:
-        """Average elements of `delta` over the ranks. Collective; may run in the queue's thread."""
-        self._backend(self.rounds.memory.delta[span], op="mean")
 
     @property
     def rounds(self) -> Rounds:
@@ -319,7 +313,7 @@ class LocalMirrored(Mirrored):
     # Recovery after failures: all ranks go back to the parameters after the last outer step, at the last meeting
 
     def pieces(self) -> list[Piece]:
-        state, start = snapshot_of(self.replica, {}), self.rounds.memory.start[: self._trained]
+        state, start = snapshot_of(self.replica, {}), self.rounds.start[: self._trained]
         state["parameters"] = start.astype(state["parameters"].dtype)
         state |= {RATES: np.array(self.replica.learning_rates), **self.owners.shared_state()}
         return [Piece(self.steps, self.steps, 0, 1, {}, state, self.rounds.done)]
@@ -337,7 +331,7 @@ class LocalMirrored(Mirrored):
             self._infos = []
 
     def load_state(self, step: int, state: Arrays) -> None:
-        momentum, outer = state.get(OUTER), self.rounds.memory.momentum
+        momentum, outer = state.get(OUTER), self.rounds.momentum
         if momentum is not None and outer is not None and momentum.shape != outer.shape:
             raise ModelFileError(f"the outer momentum is of another model: {momentum.shape}, and here {outer.shape}")
         if self._infos:

@@ -26,7 +26,8 @@ from trainers.errors import ArgumentError, CheckpointError, DivergedError, Model
 from trainers.files import checkpoint as files
 from trainers.files import model_file
 from trainers.fit.checkpointing import Saver
-from trainers.local_sgd.rounds import Memory, Rounds, on_host
+from trainers.local_sgd.rounds import Rounds, on_host
+from trainers.state.sharded import Flat
 from trainers.watching.history import History
 
 SIZE = MPI.COMM_WORLD.size
@@ -331,13 +332,12 @@ def test_steps_before_an_error_count_in_the_next_average(flat: allreduce.Topolog
     """The error of one rank in the middle of an average, after which all ranks go on."""
     failing: list[Exception] = [OSError("in an average")]
 
-    def average(_: slice) -> None:
+    def average(array: np.ndarray, op: str) -> None:
         if failing:
             raise failing.pop()
 
-    parameters = np.zeros(4)
-    memory = Memory(np.zeros(4), None, np.zeros(4))
-    rounds = Rounds(LocalSGD(2), flat.private(), [parameters], memory, average)
+    parameters, delta = np.zeros(4), np.zeros(4)
+    rounds = Rounds(LocalSGD(2), flat.private(), [parameters], average, Flat(delta, delta))
     parameters += 1.0
     rounds.count_step()
     with pytest.raises(OSError, match="in an average"):
@@ -354,14 +354,16 @@ def test_a_round_goes_on_from_a_file(kind: str, flat: allreduce.Topology, monkey
         there = fake_cupy.install(monkeypatch).asarray
 
     def rounds(value: float) -> tuple[Rounds, list[Any]]:
-        arrays = [there(np.full(4, value, dtype)), *(there(np.full(4, value, np.float32)) for _ in range(3))]
+        parameters, delta = there(np.full(4, value, dtype)), there(np.full(4, np.nan, np.float32))
         options = LocalSGD(3, outer="diloco")
-        return Rounds(options, flat.private(), arrays[:1], Memory(*arrays[1:]), lambda span: None), arrays
+        made = Rounds(options, flat.private(), [parameters], lambda array, op: None, Flat(delta, delta))
+        made.load(there(np.full(4, value, np.float32)), 0)
+        return made, [parameters, made.start, made.momentum]
 
     (begun, arrays), (other, found) = rounds(1.5), rounds(2.0)
     begun.count_step()
     other.load_state(model_file.unpack(model_file.pack(begun.state())))
-    assert [on_host(array).tolist() for array in found[:3]] == [on_host(array).tolist() for array in arrays[:3]]
+    assert [on_host(array).tolist() for array in found] == [on_host(array).tolist() for array in arrays]
     assert (other.left, other.begun) == (2, True)
     other.load(np.full(4, 3, np.float32), 1)
     assert on_host(found[2]).tolist() == [3] * 4
@@ -406,7 +408,7 @@ def test_load_and_edit_begin_a_round_there(flat: allreduce.Topology, folder: Pat
         trainer.save(path)
         fitted(trainer, epochs=2)
         trainer.edit(lambda: replica.parameters.__imul__(0.5))
-        assert np.array_equal(trainer.strategy.rounds.memory.start, replica.parameters)
+        assert np.array_equal(trainer.strategy.rounds.start, replica.parameters)
         trainer.load(path)
         fitted(trainer, epochs=2)
         again = trainer.parameters_sha256()
@@ -480,3 +482,16 @@ def test_an_outer_momentum_of_another_model(flat: allreduce.Topology) -> None:
         state = trainer.replica.state() | {"trainer.outer_momentum": np.zeros(3)}
         with pytest.raises(ModelFileError, match="outer momentum is of another model"):
             trainer.strategy.load_state(0, state)
+
+
+def test_memory_of_a_gpu_that_the_backend_can_not_read(flat: allreduce.Topology) -> None:
+    """The changes are then copied to the backend's array, and the averages back; here by arrays of the host."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+    parameters, sent = torch.ones(5), np.zeros(5, np.float32)
+    memory = Flat(sent, torch.zeros(5), torch.from_numpy(sent))
+    with allreduce.create("ring", flat) as backend:
+        rounds = Rounds(LocalSGD(2, fragments=2), flat.private(), [parameters], backend, memory)
+        parameters += float(flat.rank)
+        rounds.count_step()
+        rounds.end()
+    assert parameters.tolist() == [1 + (SIZE - 1) / 2] * 5
