@@ -395,7 +395,7 @@ class AllReduce:
         return trees.rebuild(array, self._on_arrays("stack", structure, arrays))
 
     def _stack(self, array: Any, tree: str = "") -> Any:
-        table = array.get() if gpu.is_gpu_array(array) else array
+        table = gpu.on_host(array)
         masked = isinstance(table, np.ma.MaskedArray)  # which is refused, as in other calls
         if isinstance(table, np.ndarray | np.generic | int | float | complex) and not masked:
             mine = np.asarray(table)

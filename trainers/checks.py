@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.arrays import dtypes
+from allreduce.arrays.gpu import on_host
 from allreduce.backend import AllReduce
 from allreduce.errors import DivergenceError
 from allreduce.transport import processes, tables
@@ -225,7 +226,7 @@ class SameData:
         if not self._left or gradients.size < LEAST_LENGTH:
             return
         self._left -= 1
-        content = _on_host(gradients[:: max(1, gradients.size // SAMPLES)]).tobytes()
+        content = on_host(gradients[:: max(1, gradients.size // SAMPLES)]).tobytes()
         mine = zlib.crc32(content)
         varied = content != content[: gradients.itemsize] * (len(content) // gradients.itemsize)
         numbers = np.array([mine, -mine, varied], np.int64)
@@ -340,7 +341,7 @@ class GradientCheck:
         squares, row, most = 0.0, self.row, self._most[number]
         for at, (_, start, size) in enumerate(spans, self._first_spans[number]):
             for begin in range(start, start + size, BLOCK):
-                block = _wide(gradients[begin : min(begin + BLOCK, start + size)])
+                block = on_host(gradients[begin : min(begin + BLOCK, start + size)]).astype(np.float64)
                 good = np.isfinite(block) & (np.abs(block) <= most)
                 if good.all():
                     squares += float(np.dot(block, block))
@@ -419,7 +420,7 @@ def overflow(comm: MPI.Intracomm, gradients: Any, length: int, dtype: np.dtype) 
     bound = largest(dtype) * (1 - float(ml_dtypes.finfo(dtype).eps))
     for begin in range(0, length, BLOCK):
         end = min(begin + BLOCK, length)
-        sums = np.zeros(end - begin) if gradients is None else np.abs(_wide(gradients[begin:end]))
+        sums = np.zeros(end - begin) if gradients is None else np.abs(on_host(gradients[begin:end]).astype(np.float64))
         wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, sums), CHECK_GRADIENTS)
         over = np.flatnonzero(sums > bound)
         if over.size:
@@ -432,7 +433,7 @@ def overflowed(comm: MPI.Intracomm, averages: Any, element: Callable[[int], int]
 
     averages: this rank's part of the averages, 1-D. element: maps an index in it to the index in the whole array.
     """
-    bad = np.flatnonzero(~np.isfinite(_on_host(averages)))
+    bad = np.flatnonzero(~np.isfinite(on_host(averages)))
     none = np.iinfo(np.int64).max
     first = combine(comm, np.array([element(int(bad[0])) if bad.size else none]), CHECK_GRADIENTS, MPI.MIN)[0]
     return -1 if first == none else int(first)
@@ -470,12 +471,3 @@ def _squares(gradients: Any) -> float:
         return float(sum(float(block.dot(block)) for block in wide))
     with np.errstate(all="ignore"):
         return float(gradients.dot(gradients))
-
-
-def _wide(block: Any) -> np.ndarray:
-    """Return a block on the host, in float64."""
-    return _on_host(block).astype(np.float64)
-
-
-def _on_host(array: Any) -> np.ndarray:
-    return array.get() if hasattr(array, "get") else array

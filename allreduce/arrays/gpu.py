@@ -33,6 +33,11 @@ def write(array: Any, values: Any) -> None:
     array[...] = cupy().asarray(values) if is_gpu_array(array) else values
 
 
+def on_host(array: Any) -> np.ndarray:
+    """Return an array of NumPy unchanged, or a copy of an array of CuPy. Local."""
+    return array.get() if is_gpu_array(array) else array
+
+
 _device: int | None = None  # the GPU that this process uses; see `choose_device`
 
 

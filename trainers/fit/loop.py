@@ -48,7 +48,7 @@ def reduce_left_out_step(strategy: Strategy, share: float, flags: tuple[float, .
     """
     metrics = len(strategy.replica.metrics)
     measured = strategy.measured
-    own = (measured.get() if gpu.is_gpu_array(measured) else measured)[:metrics].astype(np.float64)
+    own = gpu.on_host(measured)[:metrics].astype(np.float64)
     sums = np.zeros(metrics + 1 + len(flags))
     if np.isfinite(own).all():
         sums[: metrics + 1] = [*own, share]

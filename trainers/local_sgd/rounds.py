@@ -323,19 +323,14 @@ class Rounds:
 
 
 def _zeros_like(array: Any) -> Any:
-    found = array * 0
+    found = array - array
     found[...] = 0  # where `array` has NaN
     return found
 
 
-def on_host(array: Any) -> np.ndarray:
-    """Return an array of NumPy, or a copy of an array of CuPy."""
-    return array.get() if hasattr(array, "get") else array
-
-
 def _copied(array: Any) -> np.ndarray:
     """Return a copy as files can have it: in NumPy's memory, bfloat16 as float32."""
-    array = on_host(array)
+    array = gpu.on_host(array)
     return np.array(array, np.float32 if array.dtype == BFLOAT16 else array.dtype)
 
 

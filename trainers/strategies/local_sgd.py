@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from allreduce import notices
+from allreduce.arrays.gpu import on_host
 from allreduce.call.queue import Queue, Worker
 from allreduce.elastic.standby import JOINED
 from allreduce.errors import UnavailableError
@@ -25,7 +26,7 @@ from allreduce.transport.control import all_values, combine, together
 from trainers.backends import allocate_own
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.local_sgd.rounds import Done, Rounds, Submit, on_host
+from trainers.local_sgd.rounds import Done, Rounds, Submit
 from trainers.options.average import LocalSGD
 from trainers.replica import attach, changing_entries, check_divisible, copied, snapshot_of
 from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt

@@ -1,6 +1,6 @@
 """CheckDivergence: compares the bits of the replicas every N steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from allreduce import notices
 from allreduce.transport.control import root_value
 from trainers.checks import LEARNING_RATES, MAJORITY, Compared, Source, check_equal, options_error
 from trainers.errors import ArgumentError
+from trainers.replica import parameter_slices
 from trainers.state.adopt import mirror
 from trainers.watching.callback import Callback, Logs
 
@@ -108,19 +109,12 @@ def _compared(replica: Any, apart: Mapping[str, str]) -> Compared:
         if name in apart:
             continue
         if name == "parameters":
-            held |= _cut(array, replica.shapes)
+            slices = parameter_slices(replica)
+            held |= {part: array[each] for part, each in zip(replica.shapes, slices, strict=True)}
+            if (rest := array[slices[-1].stop if slices else 0 :]).size:
+                held[name] = rest
         else:
             held[name] = np.asarray(array)
     if LEARNING_RATES not in apart:
         held[LEARNING_RATES] = ", ".join(map(repr, replica.learning_rates))
     return held
-
-
-def _cut(parameters: np.ndarray, shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
-    """Cut the flat parameters into the named arrays of the replica; the rest, if any, is "parameters"."""
-    held, start = {}, 0
-    for name, shape in shapes.items():
-        end = start + int(np.prod(shape))
-        held[name] = parameters[start:end]
-        start = end
-    return held | ({"parameters": parameters[start:]} if start < parameters.size else {})

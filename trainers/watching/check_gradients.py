@@ -1,6 +1,5 @@
 """CheckGradients: finds NaN and infinite gradients before they are averaged, and names the ranks that have them."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ from trainers import checks
 from trainers.arguments import name_error
 from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.errors import ArgumentError, NotFiniteError
+from trainers.replica import parameter_slices
 from trainers.watching.callback import Callback, Logs
 
 
@@ -97,10 +97,9 @@ class CheckGradients(Callback):
 
 def _spans(replica: Any) -> list[Span]:
     """Return the span of each parameter in the flat gradients. Statistics to be averaged may follow them."""
-    spans, start = [], 0
-    for name, shape in replica.shapes.items():
-        spans.append(Span(name, start, math.prod(shape)))
-        start += spans[-1].size
+    slices = parameter_slices(replica)
+    spans = [Span(name, each.start, each.stop - each.start) for name, each in zip(replica.shapes, slices, strict=True)]
+    start = slices[-1].stop if slices else 0
     if start < replica.gradient_length:
         spans.append(Span("statistics" if spans else "parameters", start, replica.gradient_length - start))
     return spans

@@ -62,8 +62,7 @@ class Meter(Callback):
 
     def _host(self, first: int = 0) -> np.ndarray:
         """The rows of the epoch so far, from `first` on, on the host."""
-        rows = self._rows[first : self._done]
-        return rows.get() if gpu.is_gpu_array(rows) else rows
+        return gpu.on_host(self._rows[first : self._done])
 
     def last(self) -> np.ndarray:
         """The values of the last step of the epoch that was taken, on the host; NaN where none was."""

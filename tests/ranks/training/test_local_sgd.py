@@ -14,6 +14,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.dtypes import parse
+from allreduce.arrays.gpu import on_host
 from allreduce.call.call import Call
 from allreduce.call.queue import Worker
 from allreduce.errors import DisagreementError, UnavailableError
@@ -26,7 +27,7 @@ from trainers.errors import ArgumentError, CheckpointError, DivergedError, Model
 from trainers.files import checkpoint as files
 from trainers.files import model_file
 from trainers.fit.checkpointing import Saver
-from trainers.local_sgd.rounds import Rounds, on_host
+from trainers.local_sgd.rounds import Rounds
 from trainers.state.sharded import Flat
 from trainers.watching.history import History
 
