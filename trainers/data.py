@@ -55,13 +55,10 @@ def as_data(given: Sequence[Any], lists: bool = False) -> Data:
     """Return a pair (x, y) or a triple (x, y, weights) as Data. Raises TypeError for anything else, and ArgumentError
     if the weights are no numbers."""
     if not isinstance(given, tuple | list) or len(given) not in (2, 3):
-        raise TypeError(f"{_kind_text(given)}, not a pair (x, y) or a triple (x, y, weights)")
+        count = f" of {len(given)}" if isinstance(given, tuple | list) else ""
+        raise TypeError(f"a {type(given).__name__}{count}, not a pair (x, y) or a triple (x, y, weights)")
     x, y, *weights = given
     return as_arrays(x, lists), as_arrays(y, lists), *map(_as_weights, weights)
-
-
-def _kind_text(given: Any) -> str:
-    return f"a {type(given).__name__}" + (f" of {len(given)}" if isinstance(given, tuple | list) else "")
 
 
 def _as_weights(given: Any) -> np.ndarray:
@@ -135,13 +132,10 @@ def rows_error(data: Data) -> str:
         return "x or y is a dict without arrays; give an array, or a tuple or a dict of arrays"
     lengths = {len(array) if array.ndim else -1 for _, array in arrays}
     if len(lengths) != 1 or -1 in lengths:
-        return f"{_shapes(arrays)}; they must have the same number of rows, one for each sample"
+        *first, last = [f"{name} has shape {array.shape}" for name, array in arrays]
+        shapes = f"{', '.join(first)} and {last}" if first else last
+        return f"{shapes}; they must have the same number of rows, one for each sample"
     return weights_error(data[2]) if len(data) > 2 else ""
-
-
-def _shapes(arrays: list[tuple[str, Any]]) -> str:
-    *first, last = [f"{name} has shape {array.shape}" for name, array in arrays]
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def weights_error(weights: np.ndarray) -> str:

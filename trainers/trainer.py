@@ -257,8 +257,13 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         return self._evaluate(source.to_evaluate(self.strategy, "evaluate", Given.of(x, y, sample_weight)), ema)
 
     def _check_ema(self, call: str, ema: Any) -> None:
-        if ema is not None or self.replica.average:
-            self.group.enter(f"{call}: ema={ema!r}", self._ema_error(ema))
+        """Raise ArgumentError on all ranks if `ema`, an argument of this call, is invalid on any. Collective."""
+        if ema is None and not self.replica.average:
+            return
+        text = flag_error("ema", ema, optional=True)
+        if ema and not text and not self.replica.average:
+            text = "ema=True: there is no average of the parameters; fit(..., transforms=[EMA(0.999)]) keeps one"
+        self.group.enter(f"{call}: ema={ema!r}", ArgumentError(text) if text else None)
 
     @recoverable
     def predict(self, x: Any, out: Any = None, *, ema: bool | None = None) -> Any:
@@ -509,16 +514,6 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             raise
         replica.use_parameters()
         owners.share_parameters()
-
-    def _ema_error(self, ema: Any) -> ArgumentError | None:
-        """Return the error if `ema`, an argument of `evaluate` or `predict`, is invalid, or None. Local."""
-        if text := flag_error("ema", ema, optional=True):
-            return ArgumentError(text)
-        if ema and not self.replica.average:
-            return ArgumentError(
-                "ema=True: there is no average of the parameters; fit(..., transforms=[EMA(0.999)]) keeps one"
-            )
-        return None
 
     def _keep_rows(self, batches: BatchSource) -> None:
         """Keep copies of the first rows of a fit, on which an export is checked. Local."""

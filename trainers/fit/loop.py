@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -265,7 +265,8 @@ class Fit:
             if self.looks:
                 self.strategy.owners.end_round()
             with self.strategy.clock.span("epoch"):
-                log.info("epoch %d of %d: %s", number + 1, self._epochs, _in_words(at.logs))
+                words = ", ".join(f"{name} {value:.6g}" for name, value in at.logs.items() if isinstance(value, float))
+                log.info("epoch %d of %d: %s", number + 1, self._epochs, words)
                 self.keep_error(lambda: self.callbacks.epoch_end(number, at.logs))
                 self._agree(f"after epoch {number + 1}")
             at.stage = SAVE
@@ -641,7 +642,3 @@ class Fit:
         last = number + 1 == self._epochs or self.strategy.stop_training
         if saver.due_after(number + 1) or last:
             self._save(number + 1)
-
-
-def _in_words(logs: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value:.6g}" for name, value in logs.items() if isinstance(value, float))

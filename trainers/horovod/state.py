@@ -40,16 +40,12 @@ def broadcast_optimizer_state(
         )
     state = broadcast_object(optimizer.state_dict() if rank() == root_rank else None, root_rank)
     if not state["state"]:
-        _give_gradients(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
     if rank() != root_rank:
         optimizer.load_state_dict(state)
-
-
-def _give_gradients(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
 
 def broadcast_object(

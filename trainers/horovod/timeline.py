@@ -55,12 +55,7 @@ def from_environment(rank: int) -> None:
     path = os.environ.get(VARIABLE, "DYNAMIC")
     if path != "DYNAMIC" and _timeline is None:
         start(path, rank)
-        atexit.register(_write_at_the_end)
-
-
-def _write_at_the_end() -> None:
-    if _timeline is not None:
-        _timeline.write()
+        atexit.register(stop)
 
 
 def start(file_path: str, rank: int, mark_cycles: bool = False) -> None:

@@ -11,7 +11,7 @@
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -19,6 +19,7 @@ from mpi4py import MPI
 from allreduce.arrays import gpu
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.dtypes import BFLOAT16
+from allreduce.call.queue import Future
 from allreduce.transport.control import combine, raise_together
 from trainers.options.average import AVERAGE, LocalSGD, OuterSGD
 from trainers.state.sharded import Flat
@@ -26,16 +27,6 @@ from trainers.state.sharded import Flat
 BLOCK = 1 << 16  # elements that an outer step updates at a time: its arrays fit the cache
 COUNT = "count the inner steps of a round"
 NUMBERS = "numbers"  # the entry of a state that holds its counts
-
-
-class Waitable(Protocol):
-    """A submitted call, such as allreduce.call.queue.Future."""
-
-    def wait(self) -> None:
-        """Wait for the call to end, and raise its error."""
-
-
-Submit = Callable[[Callable[[], object], str], Waitable]
 
 
 class Done:
@@ -46,6 +37,9 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+Submit = Callable[[Callable[[], object], str], Future | Done]
 
 
 class Part(NamedTuple):
@@ -92,7 +86,7 @@ class Flight(NamedTuple):
 
     fragments: list[Fragment]
     weights: list[float]
-    future: Waitable
+    future: Future | Done
 
 
 class Rounds:

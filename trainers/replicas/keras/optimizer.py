@@ -99,7 +99,10 @@ class Optimizer(FlatOptimizer):
     on_host = staticmethod(array_of)
 
     def write(self, part: Slices | None, entries: Mapping[str, list[np.ndarray]]) -> None:
-        state = self.whole if part is None else State(self.new_optimizer(), [self._flat_variable(single(part))])
+        state = self.whole
+        if part is not None:
+            zeros = np.zeros(single(part).stop - single(part).start, self._dtype)
+            state = State(self.new_optimizer(), [keras.Variable(zeros, dtype=self._dtype, name="slice")])
         for name, variables in (state.slots | state.others).items():
             for variable, array in zip(variables, entries[name], strict=True):
                 assign(variable, array)
@@ -109,9 +112,6 @@ class Optimizer(FlatOptimizer):
         """Return a new Keras optimizer like this one, without state."""
         plain = self.whole.optimizer
         return type(plain).from_config(plain.get_config())
-
-    def _flat_variable(self, part: slice) -> Any:
-        return keras.Variable(np.zeros(part.stop - part.start, self._dtype), dtype=self._dtype, name="slice")
 
     @property
     def learning_rates(self) -> list[float]:

@@ -72,7 +72,8 @@ class SoftmaxCrossEntropy(Loss):
         return self._xp.asarray(y)
 
     def predict(self, z: Any) -> None:
-        self._softmax(z)
+        z -= z.max(axis=1, keepdims=True)  # the largest exponent is 0, so nothing overflows
+        z /= self._exponentials(z)
 
     def measure(self, z: Any, y: Any, values: Any, weights: Any = None) -> None:
         values[1] = (z.argmax(axis=1) == y).sum()
@@ -86,10 +87,6 @@ class SoftmaxCrossEntropy(Loss):
     def derive(self, z: Any, y: Any, factor: Any) -> None:
         z[self._rows[: len(y)], y] -= 1  # probabilities minus one-hot labels
         z *= factor
-
-    def _softmax(self, z: Any) -> None:
-        z -= z.max(axis=1, keepdims=True)  # the largest exponent is 0, so nothing overflows
-        z /= self._exponentials(z)
 
     def _exponentials(self, z: Any) -> Any:
         self._xp.exp(z, out=z)

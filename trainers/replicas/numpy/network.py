@@ -146,7 +146,6 @@ class NumpyNetwork(FlatReplica):
             size = cls._length(sizes, names)  # checked before memory is allocated for these sizes
             if config or state["parameters"].size != size:
                 raise ArgumentError(f"{state['parameters'].size} parameters, sizes {sizes}, {config or 'nothing else'}")
-            cls._check_saved(sizes, names, state)
             network = cls(sizes, **names, optimizer=optimizer, device=device)
         except (TypeError, KeyError, OverflowError, ArgumentError) as error:
             raise ModelFileError(f"{path} describes no network that this version supports: {error!r}") from error
@@ -158,10 +157,6 @@ class NumpyNetwork(FlatReplica):
     def _length(cls, sizes: list[int], names: dict[str, Any]) -> int:
         """Return the number of parameters of a network of these sizes and names. Raises ArgumentError or KeyError."""
         return length_of(sizes)
-
-    @classmethod
-    def _check_saved(cls, sizes: list[int], names: dict[str, Any], state: dict[str, np.ndarray]) -> None:
-        """Raise ArgumentError or KeyError if a saved state does not fit a network of these sizes and names."""
 
     def scale_input(self, shift: Any, scale: Any) -> None:
         """Scale the input: the network computes on (x - shift) * scale. shift, scale: scalars, or one number per

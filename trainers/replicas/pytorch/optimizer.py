@@ -95,13 +95,10 @@ class TorchOptimizer(FlatOptimizer):
         else:
             self.restrict(part)
         with self._without(still):
-            self._step(part)
-
-    def _step(self, part: Slices | None) -> None:
-        if part is None:
-            self._user.step()
-            return
-        step_like(self._user, self._own)
+            if part is None:
+                self._user.step()
+            else:
+                step_like(self._user, self._own)
 
     @contextmanager
     def _without(self, still: np.ndarray) -> Iterator[None]:

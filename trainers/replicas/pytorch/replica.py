@@ -123,8 +123,12 @@ class TorchReplica(FlatReplica):
         self._parameters, self._placed = None, Placed([], [])
 
     def _use(self, buffer: Tensor) -> None:
+        """Make views of the gradient buffer with the parameters' shapes and strides."""
         self._buffer = buffer
-        self._lay_out()
+        self._optimizer.bind(self._parameters, buffer, self.cuts)
+        self._views = views(buffer, [*self._trained, *self._statistics])
+        for parameter in self._trained:
+            parameter.grad = None  # it is a view of the buffer that was bound before
 
     @torch.no_grad()
     def _move_parameters(self, flat: Tensor) -> None:
@@ -399,13 +403,6 @@ class TorchReplica(FlatReplica):
         """Return the buffers that are not averaged."""
         named, averaged = self.module.named_buffers(), {id(each) for each in self._statistics}
         return {f"module.{name}": each for name, each in named if id(each) not in averaged}
-
-    def _lay_out(self) -> None:
-        """Make views of the gradient buffer with the parameters' shapes and strides."""
-        self._optimizer.bind(self._parameters, self._buffer, self.cuts)
-        self._views = views(self._buffer, [*self._trained, *self._statistics])
-        for parameter in self._trained:
-            parameter.grad = None  # it is a view of the buffer that was bound before
 
     def _check_replaced(self) -> None:
         """Raise ArgumentError if the module no longer has its parameters in the memory of `bind`."""
