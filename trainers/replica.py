@@ -7,7 +7,7 @@ import itertools
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, final
 
@@ -352,10 +352,15 @@ class Replica(ABC):
         load_saved(self, path, *model_file.read(path, type(self).__name__))
 
 
+def consecutive(shapes: Iterable[Sequence[int]]) -> list[slice]:
+    """Return the slices of arrays of these shapes in flat memory, one after the other."""
+    ends = itertools.accumulate(map(math.prod, shapes), initial=0)
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+
 def parameter_slices(replica: Replica) -> list[slice]:
     """Return the slice of each parameter in the flat ones, in the order of `shapes`."""
-    ends = itertools.accumulate(map(math.prod, replica.shapes.values()), initial=0)
-    return [slice(*pair) for pair in itertools.pairwise(ends)]
+    return consecutive(replica.shapes.values())
 
 
 def slices_of(part: Slices) -> tuple[slice, ...]:

@@ -3,8 +3,6 @@
 With slices the ranks can divide the update: each has only the optimizer state of its own slice.
 """
 
-import itertools
-import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainers.errors import ArgumentError
-from trainers.replica import Replica, Slices, check_buffers, clipped, put, reserved, slices_of
+from trainers.replica import Replica, Slices, check_buffers, clipped, consecutive, put, reserved, slices_of
 from trainers.transforms.average import read
 
 
@@ -22,9 +20,8 @@ class Layout:
 
     def __init__(self, shapes: Iterable[Sequence[int]]) -> None:
         self._shapes = [tuple(shape) for shape in shapes]
-        ends = list(itertools.accumulate(map(math.prod, self._shapes), initial=0))
-        self.parts = [slice(*pair) for pair in itertools.pairwise(ends)]
-        self.length = ends[-1]
+        self.parts = consecutive(self._shapes)
+        self.length = self.parts[-1].stop if self.parts else 0
 
     def views(self, flat: Any) -> list[Any]:
         """Return the arrays in `flat`: views of NumPy memory, or slices of a JAX array."""

@@ -30,6 +30,13 @@ def converted(module: nn.Module, x: Tree) -> Any:
     return program.model_proto
 
 
+def called(module: nn.Module, x: Tree) -> Any:
+    """Return a module's output for these inputs: module(x), module(a, b) of a tuple, or module(image=a) of a dict."""
+    if isinstance(x, dict):
+        return module(**x)
+    return module(*x) if isinstance(x, tuple) else module(x)
+
+
 class _Flat(nn.Module):
     """A module that takes the arrays of a tree one by one, and returns those of its output in the order of `leaves`."""
 
@@ -39,10 +46,7 @@ class _Flat(nn.Module):
 
     def forward(self, *arrays: Any) -> tuple[Any, ...]:
         rest = iter(arrays)
-        x = mapped(lambda _: next(rest), self.structure)
-        if isinstance(x, dict):
-            return _flat(self.module(**x))
-        return _flat(self.module(*x) if isinstance(x, tuple) else self.module(x))
+        return _flat(called(self.module, mapped(lambda _: next(rest), self.structure)))
 
 
 def _flat(output: Any) -> tuple[Any, ...]:

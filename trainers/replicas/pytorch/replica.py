@@ -445,17 +445,12 @@ class TorchReplica(FlatReplica):
 
     def _output(self, x: Tree) -> Any:
         """Return the module's output for these rows; with precision="bfloat16" computed by autocast, as float32."""
-        if not self._low:
-            return self._call(x)
-        with torch.autocast(self.device, torch.bfloat16):
-            output = self._call(x)
-        return _each(lambda tensor: tensor.float() if tensor.dtype == torch.bfloat16 else tensor, output)
-
-    def _call(self, x: Tree) -> Any:
         inputs = mapped(self._input, x)
-        if isinstance(inputs, dict):
-            return self.module(**inputs)
-        return self.module(*inputs) if isinstance(inputs, tuple) else self.module(inputs)
+        if not self._low:
+            return graphs.called(self.module, inputs)
+        with torch.autocast(self.device, torch.bfloat16):
+            output = graphs.called(self.module, inputs)
+        return _each(lambda tensor: tensor.float() if tensor.dtype == torch.bfloat16 else tensor, output)
 
     def stage(self, rows: Data) -> Data:
         x, y, *weights = rows
