@@ -116,8 +116,8 @@ class Rounds:
         averaged: int = 0,
     ) -> None:
         self.options, self.delta = options, memory.tensor
-        self.start = _zeros_like(self.delta)
-        self.momentum = _zeros_like(self.delta) if options.outer_sgd.momentum else None
+        self.start: Any = _zeros_like(self.delta)
+        self.momentum: Any = _zeros_like(self.delta) if options.outer_sgd.momentum else None
         self._comm, self._arrays, self._backend, self._memory, self._submit = comm, arrays, backend, memory, submit
         length = len(self.delta)
         self.fragments = [
