@@ -26,7 +26,7 @@ from allreduce import kernels
 from allreduce.arrays.workspace import Workspace
 
 PIECE = 32 * 1024  # elements with numbers from one place of the table of random numbers
-CACHED = 16 * 1024  # elements that NumPy works on at a time
+CACHED = 64 * 1024  # elements that NumPy works on at a time
 BLOCK = 256  # elements with one scale
 FLOAT = np.dtype(np.float32)
 BITS = np.dtype(np.int32)
