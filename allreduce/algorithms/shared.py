@@ -255,11 +255,14 @@ class Shared(TwoPhase):
         self._grow_staging(buffer.nbytes)
         for piece in segments(slice(0, buffer.size), self._staging.shape[1] // buffer.itemsize):
             part = buffer[piece]
-            staged = self._staging[:, : part.nbytes].view(part.dtype)
-            np.copyto(staged[self.rank], part)
+            everyone, mine = list(self._staging[:, : part.nbytes].view(part.dtype)), self.owned(part.size)
+            copy, everyone[self.rank] = everyone[self.rank], part  # this rank's chunk stays where it is
+            for span in (slice(0, mine.start), slice(mine.stop, part.size)):
+                np.copyto(copy[span], part[span])
             self._fence()
-            self._reduce_in_place(list(staged), op)
-            np.copyto(part, staged[self.rank])
+            self._reduce_in_place(everyone, op)
+            for span in (slice(0, mine.start), slice(mine.stop, part.size)):
+                np.copyto(part[span], copy[span])
 
     def _grow_staging(self, nbytes: int) -> None:
         """Make the staging buffer large enough for arrays of `nbytes`, up to STAGING_BYTES. Collective."""

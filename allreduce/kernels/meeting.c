@@ -39,9 +39,20 @@ static int64_t now(void)
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
+static int64_t number(const Meeting *meeting, int64_t sequence)
+{
+    return meeting->fingerprint | (sequence & SEQUENCE_MASK);
+}
+
+/* Whether this rank has entered this rendezvous before, and was told that another rank is late. */
+static int entered(const Meeting *meeting, int64_t sequence)
+{
+    return meeting->rows[sequence & 1][meeting->rank] == number(meeting, sequence);
+}
+
 static int enter(const Meeting *meeting, int64_t sequence)
 {
-    int64_t *row = meeting->rows[sequence & 1], mine = meeting->fingerprint | (sequence & SEQUENCE_MASK), end = 0;
+    int64_t *row = meeting->rows[sequence & 1], mine = number(meeting, sequence), end = 0;
     int yields = meeting->spin < 0;
     int64_t longest = yields ? -meeting->spin : meeting->spin;
     __atomic_store_n(row + meeting->rank, mine, __ATOMIC_RELEASE); /* after all that this rank has written before */
@@ -97,10 +108,13 @@ typedef struct {
 static int enter_and_sum(const Sum *sum, int64_t sequence, void *array)
 {
     int64_t size = sum->meeting.size, copies = sum->copies;
-    void *const *outs = sum->addresses, *const *parts = outs + copies + size * (sequence & 1);
+    void *const *outs = sum->addresses, *parts[size];
+    memcpy(parts, outs + copies + size * (sequence & 1), sizeof parts);
     if (copies == 0) {
         outs = &array, copies = 1;
-        memcpy(parts[sum->meeting.rank], array, sum->nbytes);
+        if (!entered(&sum->meeting, sequence)) /* else others may be reading the copy */
+            memcpy(parts[sum->meeting.rank], array, sum->nbytes);
+        parts[sum->meeting.rank] = array; /* is in this core's caches; the copy is for the others */
     }
     if (!enter(&sum->meeting, sequence))
         return 0;
