@@ -69,7 +69,7 @@ SKIPPED = {
     "mpirun -n 2 python -m benchmarks.training_step": "minutes; test_pytorch.py runs it",
     "mpirun -n 2 python -m tests.torch_backend.pytorch_suite": "minutes; torch_backend/test_jobs.py runs some",
     "mpirun -n 3 --oversubscribe python -m pytest": "the tests run it",
-    "mpirun -n 3 python -m tests.sequences": "minutes; test_sequences.py runs some",
+    "mpirun -n 3 python -m tests.sequences": "minutes; test_composition.py runs some",
     "mpirun -n 6 python scripts/torch_pipeline.py": "half a minute each; torch_backend/stages_job.py trains so",
     "mpirun -n 4 allreduce bench": "the package need not be installed; processes/test_commands.py runs it",
     "mpirun -n 4 python -m trainers --device cuda": "a GPU",

@@ -1,4 +1,4 @@
-"""Random sequences of calls on backends with random features, each checked against an equal plain backend.
+"""Random sequences of calls on backends with random features, checked against NumPy and an equal plain backend.
 
     mpirun -n 3 python -m tests.sequences [--seed 1] [--sequences 100] [--calls 14] [--seconds 600] [--verbose]
 
@@ -40,11 +40,13 @@ def run(comm: MPI.Intracomm, seed: int, given: argparse.Namespace) -> tuple[Coun
     sequence = Composition(comm, seed, folder, given.verbose)
     if given.verbose and comm.rank == 0:
         print(sequence, flush=True)
+    sequence.watch()
     failure = None
     try:
         sequence.run(given.calls)
     except FailureError as error:
         failure = error
+    sequence.ended = True
     if failure is not None and comm.rank == 0:
         traceback.print_exception(failure.__cause__ or failure)
         print(f"FAILED: {sequence}: {failure}", *sequence.log, sep="\n   ", flush=True)

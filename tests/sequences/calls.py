@@ -5,10 +5,12 @@ import os
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 HANG_SECONDS = float(os.environ.get("SEQUENCE_HANG_SECONDS", "120"))  # of one call
@@ -27,6 +29,9 @@ class Calls:
         self.draw = random.Random(seed)
         self.log: list[str] = []
         self.calls: Counter[str] = Counter()
+        self.ended = False
+        self._running = ("", float("inf"))  # the call, and when it hangs
+        self._flags = np.zeros(3, np.int64)
 
     def note(self, text: str) -> None:
         self.log.append(text)
@@ -36,22 +41,39 @@ class Calls:
     def call(self, name: str, action: Callable[[], Any]) -> tuple[Any, Exception | None]:
         """Return the result or the error of a call, which must be of the same kind on all ranks."""
         self.calls[name] += 1
-        watch = threading.Timer(HANG_SECONDS, self._hangs, [name])
-        watch.daemon = True
-        watch.start()
+        self._running = name, time.monotonic() + HANG_SECONDS
         result: Any = None
         error: Exception | None = None
         try:
             result = action()
         except Exception as met:
             error = met
-        ends = self.comm.allgather(("", "") if error is None else (type(error).__name__, str(error)))
-        watch.cancel()
-        if len({kind for kind, _ in ends}) > 1:
-            raise FailureError(f"{name} ended differently on the ranks: {ends}") from error
-        if error is not None:
+        failed = self.any(error is not None)
+        self._running = "", float("inf")
+        if failed:
+            ends = self.comm.allgather(("", "") if error is None else (type(error).__name__, str(error)))
+            if len({kind for kind, _ in ends}) > 1:
+                raise FailureError(f"{name} ended differently on the ranks: {ends}") from error
             self.note(f"  -> {ends[0][0]}: {ends[0][1][:200]}")
         return result, error
+
+    def any(self, holds: bool, number: int = 0) -> bool:
+        """Return whether a condition holds on any rank, or the ranks have different numbers. Collective."""
+        self._flags[:] = holds, number, -number
+        self.comm.Allreduce(MPI.IN_PLACE, self._flags, MPI.MAX)  # thousands of times, so without pickle
+        return bool(self._flags[0] or self._flags[1] != -self._flags[2])
+
+    def watch(self) -> None:
+        """End the job if a call takes too long: a thread that looks now and then, until `ended`."""
+
+        def look() -> None:
+            while not self.ended:
+                time.sleep(1)
+                name, end = self._running
+                if time.monotonic() > end:
+                    self._hangs(name)
+
+        threading.Thread(target=look, daemon=True).start()
 
     def _hangs(self, name: str) -> None:
         print(f"HANGS: {self} in {name}", *self.log, sep="\n   ", file=sys.__stderr__, flush=True)
@@ -64,14 +86,13 @@ class Calls:
             raise FailureError(f"{name}: {type(error).__name__}: {error}") from error
         return result
 
-    def refused(self, name: str, action: Callable[[], Any], *errors: str) -> None:
-        _, error = self.call(name, action)
-        self.check(type(error).__name__ in errors, f"{name} met {error!r}, not {' or '.join(errors)}")
-
-    def check(self, holds: bool, text: str) -> None:
-        """Check a condition on all ranks."""
-        found = self.comm.allgather("" if holds else f"rank {self.rank}: {text}")
-        if any(found):
+    def check(self, holds: bool, text: str | Callable[[], str], number: int = 0) -> None:
+        """Check a condition on all ranks, and that they have the same number. Collective."""
+        if self.any(not holds, number):
+            shown = text if isinstance(text, str) else text()
+            found = self.comm.allgather("" if holds else f"rank {self.rank}: {shown}")
+            if not any(found):
+                raise FailureError(f"the ranks have different bits: {shown}")
             raise FailureError(next(filter(None, found)))
 
     def pick(self, *choices: Any) -> Any:

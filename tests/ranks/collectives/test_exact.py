@@ -1,7 +1,6 @@
 """exact=True: the bits of sums depend on nothing but the data, with every backend, division into nodes and slices."""
 
 import itertools
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -87,18 +86,6 @@ def test_terms_have_the_same_bits_on_any_ranks(dtype: str, made: Callable[..., A
                     assert part.tobytes() == expected[own].tobytes(), (name, way)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_scattered_terms_of_few_elements(shape: str, made: Callable[..., Any]) -> None:
-    """The backend that "auto" selects may own the same slice as "auto" on some ranks only."""
-    with made("auto", shape) as reduce:
-        for length in range(1, SIZE + 2):
-            out = reduce.allocate(length, "float16")
-            term = np.arange(length, dtype="float16") + RANK
-            part = reduce.sum_terms([term], out, "sum", SIZE, "reduce_scatter")
-            expected = SIZE * np.arange(length) + SIZE * (SIZE - 1) / 2
-            assert part.tolist() == expected[reduce.owned(length)].tolist()
-
-
 @several
 @pytest.mark.parametrize("name", ["shared", "ring", "auto"])
 def test_buckets_of_described_parts_have_the_bits_of_the_whole(name: str, made: Callable[..., Any]) -> None:
@@ -144,25 +131,6 @@ def test_special_values(name: str, dtype: str, made: Callable[..., Any]) -> None
                 array[:5] = [-0.0 if first else 0.0, -0.0, np.nan if last else 5, RANK, -RANK]
                 reduce(array, op)
                 assert array[:5].tobytes() == np.array([0, 0, np.nan, *ends], array.dtype).tobytes()
-
-
-@several
-@pytest.mark.parametrize("name", ["ring", "shared"])
-def test_sparse_rows(name: str, made: Callable[..., Any]) -> None:
-    """Each rank's rows are one term, whatever rank brings them."""
-    table = [(np.arange(n, 300, n + 1), values(n, "float32", len(range(n, 300, n + 1)) * 40)) for n in range(SIZE)]
-    with made(name) as reduce:
-        results = []
-        for shift in range(SIZE):
-            indices, rows = table[(RANK + shift) % SIZE]
-            found, sums = reduce.sparse(indices, rows.reshape(-1, 40), 300, "mean")
-            everywhere_equal(found, "indices")
-            results.append(everywhere_equal(sums, "rows"))
-        assert len(set(results)) == 1
-        dense = np.zeros((300, 40))
-        for indices, rows in table:
-            dense[indices] += rows.reshape(-1, 40) / SIZE
-        np.testing.assert_allclose(sums, dense[found], rtol=1e-6, atol=1e-7)
 
 
 def test_bad_input(flat: allreduce.Topology) -> None:
@@ -214,18 +182,3 @@ def test_ranks_that_differ(made: Callable[..., Any], flat: allreduce.Topology) -
             refuse(partial(reduce, array, "sum"))
             reduce.sum_terms(ones, out, "mean", SIZE)
             assert (out == 1).all()
-
-
-@several
-def test_values_that_must_not_be_rounded_are_summed_exactly(made: Callable[..., Any]) -> None:
-    """`exact`, by which trainers sum metrics and flags, has the bits of exact=True too."""
-    terms = [values(number, "float64", 1000, spread=60) for number in range(SIZE)]
-    sums = np.array([math.fsum(column) for column in zip(*terms, strict=True)])
-    for name in ("ring", "reduce_to_one"):
-        with made(name) as reduce:
-            own = terms[RANK].copy()
-            reduce(own, "sum")
-            other = terms[RANK].copy()
-            reduce(other, "sum", lossless=True)
-            assert everywhere_equal(other, name) == own.tobytes()
-            assert np.abs(other - sums).max() < 1e-15

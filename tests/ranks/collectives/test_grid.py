@@ -1,6 +1,5 @@
 """The test grid of the design on every backend, topology and dtype; see grid.py."""
 
-import functools
 import itertools
 import zlib
 from collections.abc import Callable, Generator
@@ -171,23 +170,6 @@ def test_zeros_and_nans_have_the_same_bits_on_all_ranks(reduce: AllReduce, world
             if len(set(world.allgather(array.tobytes()))) > 1:
                 differ.append((value, length, op))
     assert not differ
-
-
-@every_place
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "bool"] if SIZE <= 3 else ["bool"])  # many ranks take long
-def test_small_integers_and_truth_values(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
-    """As NumPy's functions on arrays of this dtype: sums wrap around, and sums of truth values are "or"."""
-    wrong = []
-    for length in (1, SIZE, 1001):
-        sides = [np.random.default_rng(rank).integers(0, 256, length).astype("uint8") for rank in range(SIZE)]
-        sides = [(side > 128 if dtype == "bool" else side.view(dtype)) for side in sides]
-        for array in (reduce.allocate(length, dtype), np.empty(length, dtype)):
-            for op, function in {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}.items():
-                array[:] = sides[world.rank]
-                reduce(array, op)
-                if not np.array_equal(array, functools.reduce(function, sides)):
-                    wrong.append((length, op))
-    assert not wrong
 
 
 @every_place

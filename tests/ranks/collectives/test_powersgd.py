@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import Part, PowerSGD, errors
+from allreduce import Part, PowerSGD, errors, notices
 from allreduce.backend import AllReduce
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised, raised_everywhere
@@ -51,31 +51,6 @@ def described(reduce: AllReduce, dtype: str = "float32") -> np.ndarray:
     array = reduce.allocate(LENGTH, dtype)
     reduce.describe(array, PARTS)
     return array
-
-
-@several
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(("name", "nodes"), CASES)
-def test_original_is_sent_plus_error(name: str, nodes: Any, dtype: str, topology_of: Any) -> None:
-    """After each call the sum of all results and all errors is that of all gradients; others are not compressed."""
-    options = PowerSGD(2, start_powerSGD_iter=2)
-    with allreduce.create(name, topology_of(nodes), compress=options) as reduce:
-        assert reduce.lossy
-        array = described(reduce, dtype)
-        sent = np.zeros(LENGTH)
-        given = np.zeros(LENGTH)
-        op, factor = ("mean", size) if dtype == "float32" else ("sum", 1)
-        for step in range(6):
-            array[:] = gradient(step, dtype=dtype)
-            reduce(array, op)
-            same_bits(array)
-            right = mean(step, dtype) * (size / factor)
-            sent += array.astype(float) * factor
-            given += right * factor
-            np.testing.assert_allclose(sent + total(residual(reduce)), given, atol=2e-4)
-            for exact in (slice(0, 3), slice(2403, 2463), slice(3663, LENGTH)):
-                np.testing.assert_allclose(array[exact], right[exact], rtol=1e-5, atol=1e-5)
-            assert (np.abs(array - right).max() > 0.01) == (step >= 2)  # the first two are not compressed
 
 
 def reference(parts: list[np.ndarray], start: np.ndarray) -> np.ndarray:
@@ -157,23 +132,6 @@ def test_a_rank_without_state(flat: allreduce.Topology) -> None:
 
 
 @several
-@pytest.mark.parametrize("warm", [1, 5])
-@pytest.mark.parametrize("name", ["ring", "shared"])
-def test_errors_that_were_loaded_before_a_warm_up(name: str, warm: int, flat: allreduce.Topology) -> None:
-    with allreduce.create(name, flat, compress=PowerSGD(2, start_powerSGD_iter=warm)) as reduce:
-        array, given, sent = described(reduce), np.zeros(LENGTH), np.zeros(LENGTH)
-        loaded = gradient(99)
-        loaded[:3] = loaded[2403:2463] = loaded[3663:] = 0
-        reduce.load_state({"0/residual": loaded})
-        given += total(loaded)
-        for step in range(3):
-            array[:] = gradient(step)
-            reduce(array, "mean")
-            given, sent = given + mean(step) * size, sent + array.astype(float) * size
-        np.testing.assert_allclose(sent + total(residual(reduce)), given, atol=1e-3)
-
-
-@several
 @pytest.mark.parametrize("name", ["ring", "shared"])
 def test_not_finite(name: str, flat: allreduce.Topology) -> None:
     with allreduce.create(name, flat, compress=PowerSGD(2, start_powerSGD_iter=0)) as reduce:
@@ -201,7 +159,8 @@ def test_not_finite(name: str, flat: allreduce.Topology) -> None:
 
 
 @several
-def test_arrays_that_are_not_compressed(flat: allreduce.Topology, caplog: Any) -> None:
+def test_arrays_that_are_not_compressed(flat: allreduce.Topology, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "_said", set())
     with allreduce.create("ring", flat, compress=PowerSGD(2, start_powerSGD_iter=0)) as reduce:
         vector = gradient(0)
         reduce(vector, "mean")

@@ -60,29 +60,18 @@ def test_a_refused_thread_leaves_the_other_one_its_result(reduce: AllReduce, kin
     assert (found == (expected[:, None] if kind == "stack" else expected.sum())).all()
 
 
-def test_values(reduce: AllReduce) -> None:
-    for _ in range(2):
-        given = tree()
-        arrays = given["a"][0], given["b"]
-        assert "int32" in raised(errors.UnsupportedOpError, partial(reduce, given, "mean"))
-        reduce(given, "sum")
-        ranks = sum(range(size))
-        assert given["a"][0] is arrays[0]
-        assert given["b"] is arrays[1]
-        np.testing.assert_array_equal(given["a"][0], np.arange(24).reshape(4, 6) * size + ranks)
-        np.testing.assert_array_equal(given["a"][1], (np.arange(24).reshape(4, 6) * size + ranks)[::-1, ::2])
-        np.testing.assert_array_equal(given["b"][0], np.full(3, ranks))
-        assert given["pair"].x == ranks + size
-    held = {key: id(value) for key, value in reduce._packed.items()}
+def test_the_tree_and_its_memory_stay(reduce: AllReduce) -> None:
     given = tree()
-    reduce.broadcast(given, root=size - 1)
-    np.testing.assert_array_equal(given["a"][0], np.arange(24).reshape(4, 6) + size - 1)
-    assert given["b"][0].tolist() == [size - 1] * 3
+    arrays = given["a"][0], given["b"]
+    assert "int32" in raised(errors.UnsupportedOpError, partial(reduce, given, "mean"))
+    reduce(given, "sum")
+    assert given["a"][0] is arrays[0]
+    assert given["b"] is arrays[1]
+    held = {key: id(value) for key, value in reduce._packed.items()}
+    reduce(tree(), "sum")
     found = reduce.stack(tree())
     assert list(found) == list(tree())
     assert isinstance(found["pair"], Pair)
-    assert found["pair"].x.tolist() == list(range(1, size + 1))
-    assert found["a"][1].shape == (size, 4, 3)
     assert found["pair"].y.shape == (size, 0, 2)
     assert found["b"][1] is None
     reduce([], "sum")
