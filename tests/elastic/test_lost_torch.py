@@ -72,6 +72,7 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
     from trainers import checks
     from trainers.callbacks import CheckDivergence
     from trainers.pytorch import MirroredOptimizer
+    from trainers.pytorch.sharded import PARAMETER
     from trainers.state.backup import Backup
 
     class Found:
@@ -91,13 +92,12 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
         MirroredOptimizer(plain, model, topology=topology, **options) as optimizer,
     ):
         sharded = optimizer._parts.owners
-        backup = sharded.shards.backup = Backup(sharded.reducer.comm, 0, [[0, sharded._starts[-1]]])
+        sharded.shards.backup = Backup(sharded.reducer.comm, 0, [[0, sharded._held[-1].stop]])
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-        whole = sharded.assemble(topology.world, backup.pieces())
-        assert whole is not None
-        assert whole.steps == 1
-        assert all((each == 7).all() for each in whole.parameters)
+        steps, state = sharded.backed_up(topology.world)
+        assert steps == 1
+        assert all((each[PARAMETER] == 7).all() for each in state)
 
 
 @pytest.mark.jobs

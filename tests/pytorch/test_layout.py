@@ -9,7 +9,8 @@ pytest.importorskip("torch")
 
 from allreduce.arrays.chunks import chunk
 from trainers.options.buckets import plan_buckets
-from trainers.pytorch.buckets import blocks, split
+from trainers.pytorch.buckets import held_by
+from trainers.replicas.pytorch.division import split
 from trainers.state.adopt import select
 
 SINGLE, DOUBLE = ("float32", 4), ("float64", 8)
@@ -54,14 +55,18 @@ def test_pieces_cover_each_element_once(ranks: int) -> None:
     buckets, _ = plan_buckets(SIZES, 64, 4096)
     owners: dict[tuple[str, int], int] = {}
     offsets: dict[tuple[str, int], int] = {}
+    places: list[int] = []
     for rank in range(ranks):
-        owned = [chunk(bucket.stop - bucket.start, ranks, rank) for bucket in buckets]
-        for piece in blocks(buckets, owned, step=64):
-            assert 0 < piece.stop - piece.start <= 64
-            for at in range(piece.start, piece.stop):
-                assert (piece.dtype, at) not in owners
-                owners[piece.dtype, at] = piece.parameter
-                offsets[piece.dtype, at] = piece.offset + at - piece.start
+        owned = [[chunk(bucket.stop - bucket.start, ranks, rank)] for bucket in buckets]
+        for held in held_by(buckets, owned, [()] * len(buckets), most=64):
+            places += range(held.start, held.stop)
+            for block in held.blocks:
+                assert 0 < block.stop - block.start <= 64
+                for at in range(block.start, block.stop):
+                    assert (held.dtype, at) not in owners
+                    owners[held.dtype, at] = held.parameter
+                    offsets[held.dtype, at] = held.offset + at - held.blocks[0].start
+    assert sorted(places) == list(range(sum(bucket.stop - bucket.start for bucket in buckets)))
     for bucket in buckets:
         for slot in bucket.slots:
             for at in range(slot.start, slot.stop):
@@ -74,17 +79,17 @@ def test_pieces_cover_each_element_once(ranks: int) -> None:
 def test_nodes_of_different_size_cut_in_the_same_places(nodes: tuple[int, int]) -> None:
     buckets, _ = plan_buckets(SIZES, 64, 4096)
     owned = {
-        (size, rank): [chunk(bucket.stop - bucket.start, size, rank) for bucket in buckets]
+        (size, rank): [[chunk(bucket.stop - bucket.start, size, rank)] for bucket in buckets]
         for size in nodes
         for rank in range(size)
     }
-    cuts = [[owned[each][at].start for each in owned] for at in range(len(buckets))]
+    cuts = [[owned[each][at][0].start for each in owned] for at in range(len(buckets))]
     of_nodes = [
         {
-            piece
+            (*held[:5], *map(str, held.blocks))
             for (nodes_size, _), mine in owned.items()
             if nodes_size == size
-            for piece in blocks(buckets, mine, 64, cuts)
+            for held in held_by(buckets, mine, cuts, 64)
         }
         for size in nodes
     ]
@@ -95,7 +100,7 @@ def test_pieces_of_nodes_of_different_sizes_fit_together() -> None:
     """The pieces of two nodes that have lost a rank each, unless both have lost the same elements."""
     halves, thirds = [[slice(0, 6), slice(6, 12)], [slice(0, 4), slice(4, 8), slice(8, 12)]]
     cuts = sorted({each.start for each in halves + thirds})
-    offers = lambda ranks: [[(5, 5, 0, *ends) for ends in split(mine, cuts)] for mine in ranks]  # noqa: E731
+    offers = lambda ranks: [[(5, 5, 0, each.start, each.stop) for each in split(mine, cuts)] for mine in ranks]  # noqa: E731
     assert split(slice(4, 4), cuts) == []
     assert select(offers(halves), 12) is not None
     found = select(offers([halves[0], *thirds[1:]]), 12)

@@ -24,7 +24,6 @@ from trainers.pytorch.local_sgd import LocalSteps
 from trainers.pytorch.optimizer_group import DROPPED, OptimizerGroup, group_of
 from trainers.pytorch.options import Options, check_arguments, check_still_fit, describe, split_frozen
 from trainers.pytorch.owners import TorchOwners
-from trainers.pytorch.recovery import announce_policy, regroup
 from trainers.pytorch.reducer import Reducer
 from trainers.pytorch.report import Clock
 from trainers.pytorch.sharded import ShardedOptimizer
@@ -35,6 +34,8 @@ from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.division import TENSORS, division_of
 from trainers.replicas.pytorch.replica import Buffers
 from trainers.state.backup import kept_copies
+
+POLICY = "failed ranks (ULFM): MirroredOptimizer continues on the remaining ranks, and raises RankLostError"
 
 
 class Assembly:
@@ -62,7 +63,8 @@ class Assembly:
         group = group_of(given)
         self._make(given or group.topology, group)
         self.source = checks.Source(options.divergence.source, self.topology.world)
-        announce_policy(self.topology)
+        if ulfm.in_force() and self.topology.size > 1:
+            notices.once(self.topology.rank, POLICY)
         warn_of_threads(self.topology)
 
     # Creation
@@ -162,11 +164,11 @@ class Assembly:
     # In use
 
     def usable(self) -> AbstractContextManager[None]:
-        """Context manager of a collective call: see recovery.surviving. Raises ClosedError when this is closed."""
+        """As OptimizerGroup.surviving, for a collective call. Raises ClosedError when this is closed."""
         if self.closed:
             raise ClosedError("this MirroredOptimizer is closed; make a new one to continue")
         check_still_fit(self.optimizer, self.trained, self.frozen)
-        return self.reducer.guard()
+        return self.reducer.group.surviving()
 
     # The end
 
@@ -184,8 +186,8 @@ class Assembly:
                     raise
                 ok = False
             if ulfm.in_force() and not group.topology.finished(ok):
-                lost = regroup(group)  # other ranks may still have to do their last step
-                if self.owners.kept.lost:
+                lost = group.regroup()  # other ranks may still have to do their last step
+                if self.owners.lost:
                     raise lost
                 continue
             self.closed = True

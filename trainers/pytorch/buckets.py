@@ -1,14 +1,14 @@
 """The memory of buckets of gradients, and the work on each bucket.
 
-In this order: (1) the blocks of buckets that a rank updates; (2) the memory, on the model's device and where the
+In this order: (1) the elements of buckets that a rank updates; (2) the memory, on the model's device and where the
 backend reduces it; (3) gradients as views of this memory, and buckets of them, which are averaged; (4) marks that
 detect edits of this memory.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +25,10 @@ from trainers import checks
 from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.options.buckets import Bucket
 from trainers.replicas.pytorch.devices import Host
+from trainers.replicas.pytorch.division import split
 from trainers.replicas.pytorch.tensors import TORCH, as_array, as_tensor, shaped
 from trainers.state.dealing import Share
-from trainers.state.sharded import Flat, Region
+from trainers.state.sharded import Flat
 
 
 class GradientError(AllReduceError, RuntimeError):
@@ -42,56 +43,46 @@ def changed(name: str, now: Tensor, shape: tuple[int, ...], dtype: torch.dtype) 
     )
 
 
-class Block(NamedTuple):
-    """Elements [start, stop) of the buffer of `dtype`; they are the elements of one parameter from `offset` on."""
+class Held(NamedTuple):
+    """Elements [start, stop) of the buckets, one bucket after the other, that this rank updates. They belong to one
+    parameter: its elements from `offset` on are `blocks` of the buffer of `dtype`; a gap may follow."""
 
-    parameter: int
-    dtype: str
     start: int
     stop: int
+    parameter: int
+    dtype: str
     offset: int
+    blocks: list[slice]
 
 
-def blocks(
-    buckets: Sequence[Bucket], owned: Sequence[slice], step: int, cuts: Sequence[Sequence[int]] | None = None
-) -> list[Block]:
-    """Return the blocks that this rank updates: its part of each bucket, split at parameter boundaries and at `cuts`.
+def held_by(
+    buckets: Sequence[Bucket], owned: Sequence[Sequence[slice]], cuts: Sequence[Sequence[int]], most: int
+) -> list[Held]:
+    """Return the elements that this rank updates, in order: its parts of each bucket, split at parameter boundaries and
+    at `cuts`.
 
-    owned: for each bucket, the slice that this rank owns, relative to the bucket.
-    step: the largest number of elements in a block.
+    owned: for each bucket, the slices that this rank owns, relative to the bucket. most: the number of elements in a
+        block.
     cuts: for each bucket, the starts of all ranks' parts, relative to the bucket. Nodes of different sizes own
         different parts, and a kernel may treat the last elements of a block differently. So all ranks split at the same
         positions, to get the same bits.
     """
-    result = []
-    for bucket, mine, inside in zip(buckets, owned, cuts or [()] * len(buckets), strict=True):
-        for slot in bucket.slots:
-            for begin, end in split(mine, inside):
-                low, high = max(bucket.start + begin, slot.start), min(bucket.start + end, slot.stop)
-                for at in range(low, high, step):
-                    result.append(Block(slot.parameter, bucket.dtype, at, min(at + step, high), at - slot.start))
-    return result
-
-
-def split(mine: slice, cuts: Iterable[int]) -> list[tuple[int, int]]:
-    """Return (begin, end) of each part of a slice between the cuts inside of it; [] for an empty slice."""
-    return list(pairwise(sorted({mine.start, mine.stop, *(at for at in cuts if mine.start < at < mine.stop)})))
+    held, first = [], 0
+    for bucket, parts, inside in zip(buckets, owned, cuts, strict=True):
+        begins = [slot.start - bucket.start for slot in bucket.slots]
+        for each in (piece for part in parts for piece in split(part, [*inside, *begins])):
+            slot, start = bucket.slots[bisect_right(begins, each.start) - 1], bucket.start + each.start
+            blocks = split(slice(start, min(bucket.start + each.stop, slot.stop)), (), most)
+            place = first + each.start, first + each.stop
+            held.append(Held(*place, slot.parameter, bucket.dtype, start - slot.start, blocks))
+        first += bucket.stop - bucket.start
+    return held
 
 
 def spans_of(bucket: Bucket) -> list[slice]:
     """Return the slice of the bucket that each tensor occupies, with the gap after it."""
     starts = [slot.start - bucket.start for slot in bucket.slots]
     return [slice(*ends) for ends in pairwise([*starts, bucket.stop - bucket.start])]
-
-
-def whole_tensors(buckets: Sequence[Bucket], owned: Sequence[Sequence[slice]]) -> list[Block]:
-    """Return a block for each tensor of this rank that has elements. owned: see DenseBucket."""
-    return [
-        Block(slot.parameter, bucket.dtype, slot.start, slot.stop, 0)
-        for bucket, parts in zip(buckets, owned, strict=True)
-        for slot, span in zip(bucket.slots, spans_of(bucket), strict=True)
-        if span in parts and slot.start < slot.stop
-    ]
 
 
 def allocate_flat(backend: AllReduce, length: int, dtype: str, device: Host, shared: Any = None) -> Flat:
@@ -203,7 +194,8 @@ class DenseBucket:
 
     layout: the bucket's. memory: its part of the buffer. gradients: the gradients of all parameters. share: the part
     that this rank updates, if it gets the averages of this part only; None for all averages.
-    parameters: the indices of the bucket's parameters. owned: the slices of the bucket whose averages this rank gets.
+    parameters: the indices of the bucket's parameters. share: its parts are the slices of which this rank gets the
+    averages. gather: gathers those of all ranks on every rank, if they are divided; collective.
 
     In each step call `prepare`, and in the queue `weigh`, `check` (if gradients are checked) and `reduce`.
     """
@@ -214,13 +206,10 @@ class DenseBucket:
         self.layout, self.memory = layout, memory
         self.parameters = [slot.parameter for slot in layout.slots]
         self._gradients = [gradients[number] for number in self.parameters]
-        self.nbytes, self.length = memory.array.nbytes, memory.array.size
-        self.owned = (slice(0, self.length),) if share is None else share.parts
-        self._share = Share(self.owned) if share is None else share
-        self.region = Region(layout.dtype, layout.start, layout.stop, self._share)
-        self.kind = "all_reduce" if share is None else "reduce_scatter"
-        self._sum = backend.bind(memory.array, "mean", self.kind)
-        self._gather = None if share is None else backend.bind(memory.array, kind="all_gather")
+        self.share = Share([slice(0, memory.array.size)]) if share is None else share
+        self.nbytes = memory.array.nbytes
+        self._sum = backend.bind(memory.array, "mean", "all_reduce" if share is None else "reduce_scatter")
+        self.gather = None if share is None else memory.gathering(backend, share)
         self._dtype = dtypes.parse(layout.dtype)
         self._sent = backend.compression.sent(self._dtype)
 
@@ -255,28 +244,18 @@ class DenseBucket:
 
     def reduce(self) -> None:
         """Average the gradients over the ranks, in the part that this rank owns. Collective."""
-        self.memory.run_on_array(self._reduce, writes=self.owned)
+        self.memory.run_on_array(self._reduce, writes=self.share.parts)
 
     def _reduce(self) -> None:
         self._sum()
-        self._share.deliver(self.memory.array)
-
-    def gather(self) -> None:
-        """Gather the averages of all parts on every rank. Collective."""
-        assert self._gather is not None
-        self.memory.gather(self._share, self._gather)
+        self.share.deliver(self.memory.array)
 
     def overflowed(self, comm: MPI.Intracomm) -> int:
         """The first element whose average is not finite on some rank; -1 for none. Collective."""
-        averages = [self.memory.array[span] for span in self.owned]
-        starts = list(accumulate((part.size for part in averages), initial=0))
-
-        def element(index: int) -> int:
-            at = bisect_right(starts, index) - 1
-            return self.owned[at].start + index - starts[at]
-
-        joined = averages[0] if len(averages) == 1 else np.concatenate([self.memory.array[:0], *averages])
-        return checks.overflowed(comm, joined, element)
+        array, parts = self.memory.array, self.share.parts
+        averages = np.concatenate([array[:0], *(array[part] for part in parts)])
+        places = np.concatenate([np.arange(0), *(np.arange(part.start, part.stop) for part in parts)])
+        return checks.overflowed(comm, averages, lambda index: int(places[index]))
 
 
 class Marks:

@@ -161,7 +161,7 @@ class LocalSteps(TorchOwners):
         if self.options.on_bad == "raise":
             self.rounds.error = self.rounds.error or NotFiniteError(text)
         else:
-            self.kept.skipped += 1
+            self.skipped += 1
             notices.log.warning("allreduce: %s; this rank leaves the step out", text)
 
     def _check_memory(self) -> None:

@@ -198,7 +198,7 @@ class MirroredOptimizer(Optimizer):
         self._parts.reducer.joining = True
         try:
             yield
-            with self._parts.reducer.guard():
+            with self._parts.reducer.group.surviving():
                 self._parts.owners.join_others()
         finally:
             self._parts.reducer.joining = False
@@ -270,7 +270,7 @@ class MirroredOptimizer(Optimizer):
     @property
     def steps_skipped(self) -> int:
         """The number of steps that all ranks have left out, with SkipNotFinite."""
-        return self._parts.owners.kept.skipped
+        return self._parts.owners.skipped
 
     @property
     def closed(self) -> bool:

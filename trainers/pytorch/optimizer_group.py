@@ -1,9 +1,9 @@
-"""The MirroredOptimizers on the same ranks: one worker runs the calls of all of them."""
+"""The MirroredOptimizers on the same ranks: one worker runs the calls of all of them, and all survive a failed rank."""
 
 import gc
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,10 @@ from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.call.queue import Queue, Worker
-from allreduce.errors import ClosedError, OptionError, UnavailableError
+from allreduce.elastic.retry import Commit, recover, retry
+from allreduce.errors import ClosedError, OptionError, RankLostError, UnavailableError
 from allreduce.topology import Topology
+from allreduce.transport import ulfm
 from allreduce.transport.control import all_values, combine, on_all, on_all_ranks
 from allreduce.transport.processes import world_ranks
 
@@ -46,7 +48,7 @@ class OptimizerGroup:
         self._newest = self._count = 0
         self.members: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._queues: dict[int, Queue] = {}  # of the members
-        self.replaced = False  # whether a rank has failed, and a group of the remaining ranks has replaced this one
+        self._replaced = False  # whether a rank has failed, and a group of the remaining ranks has replaced this one
         self._failures = 0  # failed backward passes, and failed queues of members that have left
         self._resources: dict[int, ExitStack] = {}
 
@@ -150,16 +152,81 @@ class OptimizerGroup:
         """Keep the resources of a dropped member until all ranks have dropped it. Local."""
         self._resources[number] = resources
 
-    def revoke(self) -> None:
-        """End every wait of all ranks in the topologies of this group and of its members. Local."""
-        for topology in {self.topology, *(own.topology for own in self.members.values())}:
-            topology.revoke()
+    # Failures
 
-    def replace(self, successor: "OptimizerGroup") -> None:
-        """After a failure: replace this group by `successor`, that of the remaining ranks. Local."""
-        self.replaced = True
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Context manager: when a rank fails, create the members again, and raise a RankLostError. Collective.
+
+        Only where MPI lets jobs continue without a rank (ULFM); otherwise the error is raised as it is.
+        """
+        try:
+            yield
+        except Exception as error:
+            if ulfm.lost(error) is None or self._replaced:  # replaced: an inner block has recovered already
+                raise
+            for topology in {self.topology, *(own.topology for own in self.members.values())}:
+                topology.revoke()  # ends the waits of all other ranks
+            self.topology.finished(False)
+            raise self.regroup() from error
+
+    def regroup(self) -> RankLostError:
+        """Create the members again on the remaining ranks, in a new group. Returns the error that reports the failure.
+
+        Collective over the remaining ranks, which have agreed that a rank has failed (Topology.finished). Replicated
+        parameters and state come from a rank that has done the most steps. Those of a sharded update come from the
+        pieces of all ranks and their backups (copies=2).
+        """
+        members = {number: member for number, member in sorted(self.members.items()) if not member.closed}
+        before = world_ranks(self.topology.world)  # asked now: the recovery frees this communicator
+        newest = partial(recover, repair=partial(_newest_states, members))
+        successor = retry(newest(self.topology), partial(_rebuilt, members), newest)
+        self._replaced = True
         _groups.pop(self.key, None)
         _groups[successor.key] = successor
+        left = world_ranks(successor.topology.world)
+        failed = tuple(rank for rank, number in enumerate(before) if number not in left)
+        error = _error_of(failed, len(before), members)
+        for member in members.values():
+            member.owners.recovered = None
+        return error
+
+
+def _newest_states(members: dict[int, Any], topology: Topology) -> Commit:
+    """Receive the newest state of each optimizer. Returns a function that loads these states, locally. Collective.
+
+    Nothing is changed before that function runs. Otherwise a rank would have neither the old nor the new state if the
+    sender failed halfway.
+    """
+    comm = topology.private()
+    everyone = all_values(comm, sorted(members), "continue without a failed rank")
+    commits: list[Commit] = []
+    for number, member in sorted(members.items()):
+        on_every_rank = all(number in numbers for numbers in everyone)
+        commits.append(member.owners.newest(comm) if on_every_rank else member.drop)
+    topology.release(comm)
+    return lambda: [commit() for commit in commits]
+
+
+def _rebuilt(members: dict[int, Any], topology: Topology) -> OptimizerGroup:
+    """Return a new group with all members created again. Collective; can be called again for the same members."""
+    group = OptimizerGroup(topology)
+    for _, member in sorted(members.items()):
+        if not member.closed:
+            member.rebuild(group)
+    return group
+
+
+def _error_of(failed: tuple[int, ...], size: int, members: dict[int, Any]) -> RankLostError:
+    """The error that reports the failed ranks. size: the number of ranks before the failure."""
+    ranks, left = f"rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))} of {size}", size - len(failed)
+    steps = max((each.owners.steps for each in members.values()), default=0)
+    text = f"{ranks} failed; {left} continue{'s' * (left == 1)} after step {steps}"
+    if any(each.owners.lost for each in members.values()):
+        text += ". Slices of a sharded update are lost: load model and optimizer from the last checkpoint"
+    error = RankLostError(text)
+    error.lost = failed
+    return error
 
 
 def _overlap_pays(topology: Topology) -> bool:

@@ -5,7 +5,6 @@ trainers.pytorch.local_sgd it takes steps of its own, and the ranks average thei
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,10 +23,10 @@ from trainers.pytorch.reducer import Reducer
 from trainers.pytorch.report import Report
 from trainers.pytorch.state import (
     broadcast_state,
-    broadcast_state_dict,
     broadcast_tensors,
     comparable,
     load_root_state,
+    receive,
 )
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.replica import Buffers
@@ -38,25 +37,15 @@ from trainers.transforms import clip
 Closure = Callable[[], Any]
 
 
-@dataclass
-class Kept:
-    """The facts that owners keep when others replace them after a failure.
-
-    skipped: the number of steps that were left out. lost: parts of the state could not be recovered.
-    recovered: during a recovery, the complete state of all ranks.
-    """
-
-    skipped: int = 0
-    lost: bool = False
-    recovered: Any = None
-
-
 class TorchOwners(Owners):
     """All ranks update all parameters by averaged gradients.
 
     plain: the user's optimizer, of `model`. trained: its parameters by name. reducer: averages their gradients.
     buffers: restores the model's buffers when a step is left out. before: the owners before a failure.
     The constructor is collective.
+
+    skipped: the number of steps that were left out. lost: whether parts of the state could not be recovered.
+    recovered: during a recovery, the complete state of all ranks.
     """
 
     def __init__(
@@ -73,7 +62,9 @@ class TorchOwners(Owners):
         self.plain, self.model, self.trained, self.options = plain, model, trained, options
         self.reducer, self.buffers, self.kernels = reducer, buffers, fused.Kernels(plain)
         self._test_kernels()
-        self.kept: Kept = Kept() if before is None else before.kept
+        self.skipped: int = 0 if before is None else before.skipped
+        self.lost: bool = before is not None and before.lost
+        self.recovered: Any = None if before is None else before.recovered
 
     @property
     def steps(self) -> int:
@@ -146,7 +137,7 @@ class TorchOwners(Owners):
     def _end_step(self) -> None:
         """End a step: count it, restore buffers when it was left out, and compare replicas when due. Collective."""
         reducer, every, left_out = self.reducer, self.options.divergence.every, self.reducer.leaves_out()
-        self.kept.skipped += left_out
+        self.skipped += left_out
         if left_out:
             self.buffers.restore()
             self.set_steps(reducer.steps + 1)
@@ -180,8 +171,11 @@ class TorchOwners(Owners):
         return norm
 
     def squares(self) -> float:
-        rows = sum(square(each.coalesce().values()) for each in self._sparse_averages())
-        return sum(map(square, self._averages())) + rows
+        return self._dense_squares() + sum(square(each.coalesce().values()) for each in self._sparse_averages())
+
+    def _dense_squares(self) -> float:
+        """Return the sum of the squares of the averages of all dense gradients. Collective."""
+        return sum(map(square, self._averages()))
 
     def _averages(self) -> list[Tensor]:
         """Return the averages of the dense gradients that this rank is to read. Local."""
@@ -255,19 +249,12 @@ class TorchOwners(Owners):
     def newest(self, comm: MPI.Intracomm) -> Commit:
         """Receive the newest state of the ranks of `comm`; returns a function that loads it, locally. Collective."""
         everyone = all_values(comm, self.steps, "continue without a failed rank")
-        root = everyone.index(max(everyone))
-        own = [*self.model.parameters(), *self.model.buffers()]
-        received = [each.detach().clone() for each in own]
-        broadcast_tensors(comm, received, root)
-        state, receives = broadcast_state_dict(comm, self.plain, root), comm.rank != root
+        steps, own = max(everyone), [*self.model.parameters(), *self.model.buffers()]
+        load = receive(comm, own, self.plain, everyone.index(steps))
 
-        @torch.no_grad()
         def commit() -> None:
-            for here, there in zip(own, received, strict=True):
-                here.copy_(there)
-            if receives:
-                self.plain.load_state_dict(state)
-            self.reducer.steps = max(everyone)
+            load()
+            self.reducer.steps = steps
 
         return commit
 

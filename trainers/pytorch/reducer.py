@@ -26,11 +26,9 @@ from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
 from allreduce.call.queue import Future, Queue
 from allreduce.transport import ulfm
-from allreduce.transport.control import raise_together, together
-from allreduce.transport.wait import waiting
+from allreduce.transport.control import everywhere, raise_together, together
 from trainers.checks import GradientCheck, SameData
-from trainers.errors import NotFiniteError
-from trainers.options.buckets import InOrder, plan_buckets
+from trainers.options.buckets import Submissions, plan_buckets
 from trainers.pytorch.buckets import (
     DenseBucket,
     Gradient,
@@ -42,9 +40,8 @@ from trainers.pytorch.buckets import (
 from trainers.pytorch.hooks import CLOSED, refuse, take_over
 from trainers.pytorch.optimizer_group import OptimizerGroup
 from trainers.pytorch.options import Options
-from trainers.pytorch.recovery import surviving
 from trainers.pytorch.report import Clock
-from trainers.pytorch.rows import Rows
+from trainers.pytorch.rows import Rows, combined
 from trainers.pytorch.sparse import SparseBucket
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.tensors import DTYPES, version_of
@@ -80,7 +77,7 @@ class Reducer:
 
     state: LOCAL: this rank's gradients may not be averaged yet. SCATTERED: averages in this rank's part of each bucket,
         meaningless values elsewhere. AVERAGED: averages everywhere. While SCATTERED, read only the slices
-        `bucket.owned` of dense buckets; `.grad` of a sparse parameter is averaged whole.
+        `bucket.share.parts` of dense buckets; `.grad` of a sparse parameter is averaged whole.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class Reducer:
         tensors: bool,
     ) -> None:
         self._queue, self.during, self.comm, self.group, self.number = queue, during, comm, group, number
-        self.device, self.guard = devices.device_of(trained.values()), partial(surviving, group)
+        self.device = devices.device_of(trained.values())
         self.ranks, self._same_data = comm.size, SameData(backend)  # also known after close()
         averaged = {} if options.local else trained
         dense = [(name, each) for name, each in averaged.items() if id(each) not in sparse]
@@ -122,7 +119,6 @@ class Reducer:
         self.dense = [DenseBucket(*part) for part in parts]
         self.sparse = [SparseBucket(index, *named, backend) for index, named in enumerate(rows, len(dense))]
         self.buckets: list[DenseBucket | SparseBucket] = [*self.dense, *self.sparse]
-        self.bucket_of = {index: at for at, bucket in enumerate(self.buckets) for index in bucket.parameters}
         self.sizes = tuple(bucket.nbytes for bucket in self.dense)
         self._reduces_to = SCATTERED if scatter else AVERAGED
         self.names, self._all = [name for name, _ in dense + rows], list(trained.values())
@@ -142,7 +138,7 @@ class Reducer:
         self._used_by_others: list[Gradient] = []  # of parameters that other ranks have used, and this one has not
         self._backward: Backward | None = None  # the current backward, or one that raised
         self._versions: list[int] = []
-        self._marks = Marks(self.flats, self.plan, [bucket.owned for bucket in self.dense], self.device)
+        self._marks = Marks(self.flats, self.plan, [bucket.share.parts for bucket in self.dense], self.device)
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
             for index, (_, each) in enumerate(dense + rows)
@@ -240,10 +236,10 @@ class Reducer:
             launch_all([backward])
             self.finish(backward)
 
-    def gather(self, error: GradientError | None) -> None:
-        """Go from SCATTERED to AVERAGED. Runs in the queue. error: this rank's, raised on all ranks."""
-        raise_together(self.comm, error)
+    def gather(self) -> None:
+        """Go from SCATTERED to AVERAGED. Runs in the queue."""
         for bucket in self.dense:
+            assert bucket.gather is not None
             bucket.gather()
         self._become(AVERAGED)
 
@@ -286,14 +282,20 @@ class Reducer:
             future.finish(error)
             return future
 
-    def run_in_queue(self, name: str, work: Callable[[], ResultT]) -> ResultT:
-        """Run `work` in the queue on all ranks, and return its result. Collective."""
+    def run_in_queue(self, name: str, work: Callable[[], ResultT], reads: bool = False) -> ResultT:
+        """Run `work` in the queue on all ranks, and return its result. Collective.
+
+        reads: it reads the averages, so take the edits of them first; all ranks raise the error of any rank.
+        """
+        error = self.take_edits() if reads else None
         self.abandon()
         results: list[ResultT] = []
         crossing = self.device.crossing()
 
         def inside() -> None:
             with crossing.running():
+                if reads:
+                    raise_together(self.comm, error)
                 results.append(work())
 
         crossing.submitted()
@@ -397,25 +399,24 @@ class Reducer:
         self._marks.clear()
 
 
-class Backward:
+class Backward(Submissions):
     """The reduction of the gradients of one backward pass.
 
     `arrived` is called for each gradient, then `finish`; or `abandon`, when autograd raised. In any case every bucket
-    is launched, in the same order on every rank, since other ranks wait for it. With the last bucket the ranks exchange
-    which parameters they have used and whether there was an error. All of them raise the same error, so a backward pass
-    fails on all ranks or on none.
+    is submitted, in the same order on every rank, since other ranks wait for it. With the last bucket the ranks
+    exchange which parameters they have used and whether there was an error. All of them raise the same error, so a
+    backward pass fails on all ranks or on none.
     """
 
     def __init__(self, reducer: Reducer, call: str) -> None:
+        super().__init__(bucket.parameters for bucket in reducer.buckets)
         self.reducer, self._call = reducer, call
-        self.order = InOrder(bucket.parameters for bucket in reducer.buckets)
         self._crossings = [reducer.device.crossing() for _ in reducer.buckets]
         self._error: Exception | None = None
         self.failures = reducer.group.failures
-        self._flags = np.zeros(1 + len(reducer.bucket_of), np.uint8)
+        self._flags = np.zeros(1 + len(self.bucket_of), np.uint8)
         self.used = self._flags[1:]  # after `_exchange_flags`: for each parameter, whether any rank has a gradient
         self.unused: list[int] = []  # parameters without a gradient on this rank
-        self.futures: list[Future] = []
         self.task = -1  # autograd's number of this backward pass
         self.launched_all = False  # `launch_all` has been called
         self._ending: weakref.ref | None = None  # the callback at the end of autograd, which only autograd keeps alive
@@ -432,23 +433,17 @@ class Backward:
         """True while autograd runs. If backward raises, autograd drops the callback without calling it."""
         return self._ending is not None and self._ending() is not None
 
-    def arrived(self, index: int) -> None:
-        """The gradient of a parameter is complete: launch the next buckets that are complete now."""
-        self._crossings[self.reducer.bucket_of[index]].mark_writer()
-        if not self.order.arrived(index):
-            raise GradientError(
-                f"{self.reducer.names[index]} received its gradient twice in one backward, so it may be half "
-                "reduced; use torch.utils.checkpoint with use_reentrant=False, or buckets=Buckets(overlap=False)"
-            )
-        self.launch()
-
-    def launch(self, rest: bool = False) -> None:
-        """Submit the next buckets that are complete. rest: all buckets that were not submitted yet."""
-        for bucket in self.order.next_buckets(rest):
-            self._launch(bucket)
+    def arrived(self, parameter: int) -> bool:
+        self._crossings[self.bucket_of[parameter]].mark_writer()
+        if super().arrived(parameter):
+            return True
+        raise GradientError(
+            f"{self.reducer.names[parameter]} received its gradient twice in one backward, so it may be half "
+            "reduced; use torch.utils.checkpoint with use_reentrant=False, or buckets=Buckets(overlap=False)"
+        )
 
     @torch.no_grad()
-    def _launch(self, bucket: int) -> None:
+    def submit(self, bucket: int) -> Future:
         """Submit the reduction of a bucket. Its error is raised later, on all ranks."""
         try:
             self.unused += self.reducer.buckets[bucket].prepare()
@@ -458,7 +453,7 @@ class Backward:
         count = len(self._crossings)
         last = bucket + 1 == count
         call = f"{self._call}, bucket {bucket + 1} of {count}"
-        self.futures.append(self.reducer.submit(partial(self._reduce, bucket, last, self.reducer.clock.now()), call))
+        return self.reducer.submit(partial(self._reduce, bucket, last, self.reducer.clock.now()), call)
 
     def _reduce(self, bucket: int, last: bool, submitted: float) -> None:
         """Reduce a bucket; after the last one, exchange the flags. Runs in the queue. submitted: time of `launch`."""
@@ -473,55 +468,38 @@ class Backward:
 
     def _exchange_flags(self) -> None:
         """Exchange errors and used parameters, apart from the gradients, which may be compressed. Collective."""
-        reducer, flags = self.reducer, self._flags
-        flags[1:] = 1
-        flags[1 + np.array(self.unused, dtype=np.intp)] = 0
-        flags[0] = self._error is not None
-        if reducer.comm.size > 1:
-            with waiting(reducer.comm, "exchange errors and used parameters of backward"):
-                reducer.comm.Allreduce(MPI.IN_PLACE, flags, MPI.MAX)
-        if flags[0]:
-            reducer.group.failed()
-            raise_together(reducer.comm, self._error)
-        if reducer.check is not None:
-            try:
-                overflowed = lambda number: reducer.buckets[number].overflowed(reducer.comm)  # noqa: E731
-                reducer.check.finish(reducer.comm, overflowed, may_leave_out=not reducer.in_closure)
-            except NotFiniteError:
+        reducer, comm = self.reducer, self.reducer.comm
+        self.used[:] = 1
+        self.used[self.unused] = 0
+        try:
+            combined(comm, self._flags, self._error, "exchange errors and used parameters of backward")
+            if reducer.check is not None:
+                overflowed = lambda number: reducer.buckets[number].overflowed(comm)  # noqa: E731
+                reducer.check.finish(comm, overflowed, may_leave_out=not reducer.in_closure)
+        except Exception as error:
+            if everywhere(error, comm):
                 reducer.group.failed()
-                raise
+            raise
 
     def _ended(self) -> None:
         """Called when autograd ends: all optimizers of this backward submit all buckets before any of them waits.
 
         The order of the optimizers may differ between ranks; waiting in the first would delay the others.
         """
-        with self.reducer.guard():
+        with self.reducer.group.surviving():
             if not self.launched_all:
                 launch_all([other for other in _running if other.task == self.task])
             self.reducer.finish(self)
 
-    def finish(self) -> None:
-        """Launch the remaining buckets, and wait for all of them. Raises the same error on all ranks.
-
-        KeyboardInterrupt is raised at once; `abandon` then waits for the rest.
-        """
-        self.launch(rest=True)
-        errors = []
-        for future, crossing in zip(self.futures, self._crossings, strict=True):
-            try:
-                future.wait()
-            except Exception as error:
-                errors.append(error)
+    def finished(self) -> None:
+        for crossing in self._crossings:
             crossing.wait_on_stream()
         self._ending = None
         _running.discard(self)
-        if errors:
-            raise errors[0]
 
     def abandon(self) -> None:
         """End an average that autograd began before it raised. The ranks that wait for it raise a GradientError."""
-        if not self.order.ended:
+        if not self.ended:
             self._error = self._error or GradientError(
                 "backward raised on this rank after some of its gradients had been sent to the other ranks, so these "
                 "averages are invalid. Let the error end the job, or use Buckets(overlap=False)"

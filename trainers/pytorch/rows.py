@@ -22,6 +22,20 @@ def rows_error(number: Any) -> OptionError | None:
     return OptionError(f"rows() takes the number of rows of this rank's batch, a number >= 0, got {number!r}")
 
 
+def combined(
+    comm: MPI.Intracomm, numbers: np.ndarray, error: Exception | None, what: str, op: MPI.Op = MPI.MAX
+) -> np.ndarray:
+    """All-reduce small numbers in place, the first of which tells whether a rank has an error; return the others.
+    Collective. error: this rank's, raised on all ranks."""
+    numbers[0] = error is not None
+    if comm.size > 1:
+        with waiting(comm, what):
+            comm.Allreduce(MPI.IN_PLACE, numbers, op)
+    if numbers[0]:
+        raise_together(comm, error)
+    return numbers[1:]
+
+
 class Rows:
     """The rows of one step on all ranks. They are added up in the queue, before gradients are averaged.
 
@@ -54,13 +68,9 @@ class Rows:
         return self._mine * self._comm.size / self._total if self._total else 0.0
 
     def _count(self) -> None:
-        bad = self._error is not None
-        found = np.array([0 if bad else self._mine, self._active, bad], dtype=np.float64)
-        if self._comm.size > 1:
-            with waiting(self._comm, "count the rows of a step"):
-                self._comm.Allreduce(MPI.IN_PLACE, found, MPI.SUM)
-        if found[2]:
-            raise_together(self._comm, self._error)
-        self._total, self._ranks = float(found[0]), int(found[1])
+        mine = self._mine if self._error is None else 0
+        numbers = np.array([0, mine, self._active], np.float64)
+        total, ranks = combined(self._comm, numbers, self._error, "count the rows of a step", MPI.SUM)
+        self._total, self._ranks = float(total), int(ranks)
         if self._ranks and not self._total:
             raise on_all_ranks(OptionError(NO_ROWS), self._comm)

@@ -5,11 +5,11 @@ once, divided among the ranks. `trainers.state.sharded` divides; here are PyTorc
 """
 
 import copy
-from bisect import bisect_right
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,18 +21,10 @@ from allreduce.backend import AllReduce
 from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, raise_together
-from allreduce.transport.wait import waiting
-from trainers.pytorch.buckets import (
-    Block,
-    Gradient,
-    allocate_flat,
-    blocks,
-    changed,
-    split,
-    whole_tensors,
-)
+from trainers.pytorch.buckets import Gradient, Held, allocate_flat, changed, held_by
 from trainers.pytorch.owners import Closure, TorchOwners, square
 from trainers.pytorch.reducer import SCATTERED
+from trainers.pytorch.rows import combined
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.division import optimizer_on, step_like
 from trainers.replicas.pytorch.optimizer import block_on
@@ -48,15 +40,7 @@ EDITING = "edit parameters inside of `with optimizer.editing():`, which copies r
 SCALARS = {"step", "eta", "mu", "mu_product"}  # state entries that are scalars even for a 0-d parameter
 
 
-Span = tuple[int, int, list[int]]  # the start and stop of a slice that this rank owns, and its blocks, by number
-
-
-class FullState(NamedTuple):
-    """The complete parameters and state of a sharded optimizer after `steps` steps; lists indexed by parameter."""
-
-    steps: int
-    parameters: list[Tensor]
-    state: list[dict[str, Any]]
+FullState = tuple[int, list[dict[str, Any]]]  # after how many steps; of each parameter, perhaps with its value
 
 
 class ShardedOptimizer(TorchOwners):
@@ -79,35 +63,26 @@ class ShardedOptimizer(TorchOwners):
         group_of = {id(each): at for at, group in enumerate(plain.param_groups) for each in group["params"]}
         self._groups = [group_of[id(each)] for each in reducer.parameters]
         self.sparse_parameters = {bucket.name: bucket.parameter for bucket in reducer.sparse}  # updated by every rank
-        owned = [bucket.owned for bucket in reducer.dense]
-        starts = all_values(comm, [each[0].start for each in owned if each], "learn where all ranks' slices begin")
         allocate = partial(allocate_flat, backend, device=reducer.device)
         versions = partial(_versions, reducer.gradients)
-        regions = [bucket.region for bucket in reducer.dense]
-        self.shards = ShardedParameters(backend, comm, regions, allocate, reducer.device.kind, versions, copies)
+        shares, device = [bucket.share for bucket in reducer.dense], reducer.device.kind
+        self.shards = ShardedParameters(backend, comm, reducer.plan, shares, allocate, device, versions, copies)
         flats = {dtype: memory.tensor for dtype, memory in self.shards.flats.items()}
         self._placed = Placed(reducer.parameters, [each.view_of(flats) for each in reducer.gradients])
         self._writes = not self.shards.shared or backend.topology.node_rank == 0
         self._move_in()
-        if tensors:
-            self._cuts: list[list[int]] = [[] for _ in owned]
-            self.blocks = whole_tensors(reducer.plan, owned)
-        else:
-            self._cuts = [sorted(set(of_bucket)) for of_bucket in zip(*starts, strict=True)]  # the same on all ranks
-            chunks = [each[0] for each in owned]
-            self.blocks = blocks(reducer.plan, chunks, block_on(reducer.device.kind), self._cuts)
-        self._parts = [self._view(flats, each) for each in self.blocks]
-        self._grads = [self._view(reducer.flats, each) for each in self.blocks]
+        most = sys.maxsize if tensors else block_on(device)
+        self._held = held_by(reducer.plan, [share.parts for share in shares], self.shards.cuts, most)
+        self._parts = [self._blocks(flats, each) for each in self._held]
+        self._grads = [self._blocks(reducer.flats, each) for each in self._held]
         self._updated: set[int] = set()  # indices of parameters that any rank has updated before
         self._dtypes: list[set[torch.dtype]] = [set() for _ in plain.param_groups]  # of the averaged parameters
         for group, parameter in zip(self._groups, reducer.parameters, strict=True):
             self._dtypes[group].add(parameter.dtype)
         parts: dict[int, list[Tensor]] = {id(each): [] for each in reducer.parameters}
-        for block, part in zip(self.blocks, self._parts, strict=True):
-            parts[id(reducer.parameters[block.parameter])].append(part)
+        for held, own in zip(self._held, self._parts, strict=True):
+            parts[id(reducer.parameters[held.parameter])] += own
         self.optimizer = optimizer_on(plain, parts)
-        self._starts = list(accumulate((bucket.stop - bucket.start for bucket in reducer.plan), initial=0))
-        self._spans = self._divided()
         self.load()
         self.keep(reducer.steps)
 
@@ -127,11 +102,11 @@ class ShardedOptimizer(TorchOwners):
         self.shards.fence()
         self.shards.accept_edits()
 
-    def _view(self, flats: Mapping[str, Tensor], block: Block) -> Tensor:
-        """Return a block of memory that is laid out like the gradients: 1-D, or with the parameter's shape. Local."""
+    def _blocks(self, flats: Mapping[str, Tensor], held: Held) -> list[Tensor]:
+        """Return blocks of memory that is laid out like the gradients: 1-D, or with the parameter's shape. Local."""
         if self._tensors:
-            return self.reducer.gradients[block.parameter].view_of(flats)
-        return flats[block.dtype][block.start : block.stop]
+            return [self.reducer.gradients[held.parameter].view_of(flats) for _ in held.blocks]
+        return [flats[held.dtype][block] for block in held.blocks]
 
     def _fused_option(self, at: int, begun: bool) -> dict[str, Any]:
         """Return {"fused": True} if the user named no implementation, the fused one works, and all states exist.
@@ -183,19 +158,12 @@ class ShardedOptimizer(TorchOwners):
         moved: whether parameters left the flat memory (the same on all ranks); they are moved back. error: why this
             rank can't update; raised on all ranks.
         """
-        comm = self.reducer.comm
         if moved:
             self._move_in()
         if error is None and (text := self.shards.edit_error(EDITING)):
             error = OptionError(text)
         used = [each.grad is not None for each in self.reducer.parameters]
-        found = np.array([error is not None, *used], np.uint8)
-        if comm.size > 1:
-            with waiting(comm, "begin an update"):
-                comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
-        if found[0]:
-            raise_together(comm, error)
-        return found[1:]
+        return combined(self.reducer.comm, np.array([0, *used], np.uint8), error, "begin an update")
 
     def share(self) -> None:
         reducer = self.reducer
@@ -211,28 +179,22 @@ class ShardedOptimizer(TorchOwners):
 
     def synchronize(self) -> None:
         self.reduce()
-        if self.reducer.state == SCATTERED:
-            work = partial(self.reducer.gather, self.reducer.take_edits())
-            self.reducer.clock.communicate(partial(self.reducer.run_in_queue, "gathers gradients", work))
+        reducer = self.reducer
+        if reducer.state == SCATTERED:
+            reducer.clock.communicate(partial(reducer.run_in_queue, "gathers gradients", reducer.gather, reads=True))
 
-    def squares(self) -> float:
+    def _dense_squares(self) -> float:
         reducer = self.reducer
         if reducer.state != SCATTERED:
-            return super().squares()
+            return super()._dense_squares()
         own = sum(map(square, self._averages())) if self.shards.tells else 0.0
-        add = partial(self._add_up, own, reducer.take_edits())
-        squares = reducer.clock.communicate(partial(reducer.run_in_queue, "adds up squares of gradients", add))
-        return squares + sum(square(each.coalesce().values()) for each in self._sparse_averages())
-
-    def _add_up(self, own: float, error: Exception | None) -> float:
-        """Return the sum over the ranks. Runs in the queue. error: this rank's, raised on all ranks."""
-        raise_together(self.reducer.comm, error)
-        return sum_over_ranks(self.reducer.comm, own)
+        add = partial(sum_over_ranks, reducer.comm, own)
+        return reducer.clock.communicate(partial(reducer.run_in_queue, "adds up squares of gradients", add, reads=True))
 
     def _averages(self) -> list[Tensor]:
         if self.reducer.state != SCATTERED:
             return super()._averages()
-        return self._grads  # not the gaps between them, in which a NaN would stay
+        return [grad for own in self._grads for grad in own]  # not the gaps between them, in which a NaN would stay
 
     def set_steps(self, steps: int) -> None:
         self.shards.extend(steps)
@@ -252,15 +214,17 @@ class ShardedOptimizer(TorchOwners):
     def keep(self, step: int) -> None:
         """Back up this rank's slices as the state after `step` steps. Runs in the queue."""
         if self.shards.backup is not None:
-            self.shards.backup.keep(step, lambda memory: [self._piece(each, True, memory) for each in self._spans])
+            numbers = range(len(self._held))
+            self.shards.backup.keep(step, lambda memory: [self._piece(each, True, memory) for each in numbers])
 
     def update_blocks(self, used: np.ndarray) -> None:
         """Update this rank's blocks. Local.
 
         used: for each parameter, whether any rank has a gradient; the other parameters are not changed.
         """
-        for block, part, grad in zip(self.blocks, self._parts, self._grads, strict=True):
-            part.grad = grad if used[block.parameter] else None
+        for held, own, grads in zip(self._held, self._parts, self._grads, strict=True):
+            for part, grad in zip(own, grads, strict=True):
+                part.grad = grad if used[held.parameter] else None
         now = {int(index) for index in np.flatnonzero(used)}
         new = {self._groups[index] for index in now - self._updated}
         self.replace_kernels()  # a loaded state may have set fused=True again
@@ -293,58 +257,40 @@ class ShardedOptimizer(TorchOwners):
 
         Besides the result a rank needs memory for the state of one parameter: pieces are packed and sent one by one.
         """
-        spans = self._divided(by_parameter=True)
-        pieces = [Piece(0, 0, start, stop, {}, {}) for start, stop, _ in spans]
-        comm = self.reducer.comm
-        whole = self._assembled(comm, pieces, lambda number: self._piece(spans[number], with_parameters=False))
+        pieces = [Piece(0, 0, each.start, each.stop, {}, {}) for each in self._held]
+        whole = self._assembled(self.reducer.comm, pieces, partial(self._piece, with_parameters=False))
         assert whole is not None
-        return self._filled(state, whole.state)
+        return self._filled(state, whole[1])
 
-    def _divided(self, by_parameter: bool = False) -> list[Span]:
-        """The slices that this rank owns. Local.
-
-        A slice is a part of a bucket. All ranks split at the same elements, so that slices of uneven nodes match.
-        by_parameter: split between parameters too.
-        """
-        spans: list[Span] = []
-        for first, bucket, cuts in zip(self._starts, self.reducer.dense, self._cuts, strict=False):
-            borders = [slot.start - bucket.layout.start for slot in bucket.layout.slots] if by_parameter else []
-            for part in bucket.owned:
-                spans += [(first + begin, first + end, []) for begin, end in split(part, [*cuts, *borders])]
-        starts = [start for start, *_ in spans]
-        for number, block in enumerate(self.blocks):
-            at = self.reducer.bucket_of[block.parameter]
-            element = self._starts[at] + block.start - self.reducer.plan[at].start
-            spans[bisect_right(starts, element) - 1][2].append(number)
-        return spans
-
-    def _piece(self, span: Span, with_parameters: bool, memory: Arrays | None = None) -> Piece:
-        """Pack [parameter, offset, values] of each block of a slice into a piece. Local.
+    def _piece(self, number: int, with_parameters: bool, memory: Arrays | None = None) -> Piece:
+        """Pack the parameter, and [offset, values] of each block of `_held[number]`, into a piece. Local.
 
         with_parameters: the values are the optimizer's state and the parameters, else the state alone. memory: where
             the bytes are kept; see trainers.replica.snapshot_of.
         """
-        start, stop, numbers = span
-        entries = []
-        for block, part in ((self.blocks[number], self._parts[number]) for number in numbers):
+        held, entries = self._held[number], []
+        for block, part in zip(held.blocks, self._parts[number], strict=True):
             parameter = {PARAMETER: part.detach()} if with_parameters else {}
-            entries.append([block.parameter, block.offset, parameter | self.optimizer.state.get(part, {})])
-        return Piece(0, 0, start, stop, {}, {DATA: pack(entries, memory=memory, name=f"{DATA} from {start}")})
-
-    def assemble(self, comm: MPI.Intracomm, pieces: list[Piece]) -> FullState | None:
-        """Return the newest parameters and state that the pieces of all ranks cover, or None. Collective."""
-        return self._assembled(comm, pieces, pieces.__getitem__)
+            offset = held.offset + block.start - held.blocks[0].start
+            entries.append([offset, parameter | self.optimizer.state.get(part, {})])
+        data = pack([held.parameter, entries], memory=memory, name=f"{DATA} from {held.start}")
+        return Piece(0, 0, held.start, held.stop, {}, {DATA: data})
 
     @torch.no_grad()
     def _assembled(self, comm: MPI.Intracomm, pieces: list[Piece], piece: Callable[[int], Piece]) -> FullState | None:
-        """As `assemble`. piece: piece(index) returns a piece of this rank with its content, when it is to be sent."""
-        selection = select_newest(comm, pieces, self._starts[-1])
+        """Return the newest state that the pieces of all ranks cover, or None. Collective.
+
+        piece: piece(index) returns a piece of this rank with its content, when it is to be sent.
+        """
+        length = sum(bucket.stop - bucket.start for bucket in self.reducer.plan)
+        selection = select_newest(comm, pieces, length)
         if selection is None:
             return None
         parameters = self.reducer.parameters
         state: list[dict[str, Any]] = [{} for _ in parameters]
         for found in fetch_pieces(comm, selection, piece):
-            for at, offset, values in unpack(found.rest[DATA])[0]:
+            at, blocks = unpack(found.rest[DATA])[0]
+            for offset, values in blocks:
                 if self._tensors:
                     state[at] = {key: as_state(value, parameters[at]) for key, value in values.items()}
                 else:
@@ -353,31 +299,32 @@ class ShardedOptimizer(TorchOwners):
             for own, parameter in zip(state, parameters, strict=True):
                 sliced = {key: value for key, value in own.items() if isinstance(value, Tensor) and value.dim()}
                 own |= {key: shaped(value, 0, parameter).to(parameter.device) for key, value in sliced.items()}
-        return FullState(
-            selection.step, [own.pop(PARAMETER, each) for own, each in zip(state, parameters, strict=True)], state
-        )
+        return selection.step, state
 
     def newest(self, comm: MPI.Intracomm) -> Commit:
-        load, state = super().newest(comm), self._newest_parts(comm)
+        load, state = super().newest(comm), self.backed_up(comm)
 
         @torch.no_grad()
         def commit() -> None:
             load()
-            self.kept.lost = state is None
+            self.lost = state is None
             if state is None:
                 return
-            self.kept.recovered, self.reducer.steps = state, state.steps
-            for here, there in zip(self.reducer.parameters, state.parameters, strict=True):
-                here.copy_(there)
-            self.plain.load_state_dict(self._filled(self.plain.state_dict(), state.state))
+            self.recovered, (self.reducer.steps, found) = state, state
+            for parameter, own in zip(self.reducer.parameters, found, strict=True):
+                parameter.copy_(own.get(PARAMETER, parameter))
+            self.plain.load_state_dict(self._filled(self.plain.state_dict(), found))
 
         return commit
 
-    def _newest_parts(self, comm: MPI.Intracomm) -> FullState | None:
+    def backed_up(self, comm: MPI.Intracomm) -> FullState | None:
         """Return the complete state from the parts and backups of all ranks, or None. Collective."""
-        if any(all_values(comm, self.kept.recovered is not None, "continue without a failed rank")):
-            return self.kept.recovered  # all ranks loaded it before a second failure, so all have it
-        return None if self.shards.backup is None else self.assemble(comm, self.shards.backup.pieces())
+        if any(all_values(comm, self.recovered is not None, "continue without a failed rank")):
+            return self.recovered  # all ranks loaded it before a second failure, so all have it
+        if self.shards.backup is None:
+            return None
+        pieces = self.shards.backup.pieces()
+        return self._assembled(comm, pieces, pieces.__getitem__)
 
     def _filled(self, state: Mapping[str, Any], gathered: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the plain optimizer's state_dict with `gathered` as the state of the sharded parameters. Local."""
@@ -386,23 +333,26 @@ class ShardedOptimizer(TorchOwners):
             for packed, group in zip(state["param_groups"], self.plain.param_groups, strict=True)
             for number, parameter in zip(packed["params"], group["params"], strict=True)
         }
-        held = [(numbers[each], own) for each, own in zip(self.reducer.parameters, gathered, strict=True) if own]
-        return {**state, "state": dict(sorted([*state["state"].items(), *held], key=lambda each: each[0]))}
+        held = [(numbers[each], own) for each, own in zip(self.reducer.parameters, gathered, strict=True)]
+        held = [(number, {key: own[key] for key in own if key != PARAMETER}) for number, own in held]
+        found = [*state["state"].items(), *(each for each in held if each[1])]
+        return {**state, "state": dict(sorted(found, key=lambda each: each[0]))}
 
     @torch.no_grad()
     def load(self) -> None:
         """Take the sharded parameters' state out of the user's optimizer, and keep this rank's slices of it. Local."""
         self.optimizer.state.clear()
         self._updated = {at for at, each in enumerate(self.reducer.parameters) if self.plain.state.get(each)}
-        parts: dict[int, list[tuple[Block, Tensor]]] = {}
-        for block, part in zip(self.blocks, self._parts, strict=True):
-            parts.setdefault(block.parameter, []).append((block, part))
-        for at, parameter in enumerate(self.reducer.parameters):
+        parts: list[list[tuple[int, Tensor]]] = [[] for _ in self.reducer.parameters]  # with their offsets
+        for held, own in zip(self._held, self._parts, strict=True):
+            offsets = accumulate((part.numel() for part in own), initial=held.offset)
+            parts[held.parameter] += zip(offsets, own, strict=False)
+        for parameter, of_parameter in zip(self.reducer.parameters, parts, strict=True):
             for key, value in self.plain.state.pop(parameter, {}).items():
                 flat = None if self._tensors else _flat_entry(key, value, parameter)
-                for block, part in parts.get(at, []):
-                    span = slice(block.offset, block.offset + block.stop - block.start)
-                    self.optimizer.state[part][key] = copy.deepcopy(value) if flat is None else flat[span].clone()
+                for offset, part in of_parameter:
+                    own_value = copy.deepcopy(value) if flat is None else flat[offset : offset + part.numel()].clone()
+                    self.optimizer.state[part][key] = own_value
 
 
 def _versions(gradients: Sequence[Gradient]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Compares the models and optimizers of all ranks, and broadcasts those of one rank."""
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from allreduce.elastic.retry import Commit
 from allreduce.errors import DisagreementError, OptionError
 from allreduce.transport.chunked import broadcast
 from allreduce.transport.control import all_values, raise_together, root_value, together
@@ -77,12 +78,28 @@ def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[Tensor], root: int 
 
 def broadcast_state(comm: MPI.Intracomm, optimizer: Optimizer, root: int = 0) -> None:
     """Copy the state and the hyperparameters of the root's optimizer to all ranks. Collective."""
-    state = broadcast_state_dict(comm, optimizer, root)
-    together(comm, lambda: None if comm.rank == root else optimizer.load_state_dict(state))
+    together(comm, receive(comm, [], optimizer, root))
 
 
-def broadcast_state_dict(comm: MPI.Intracomm, optimizer: Optimizer, root: int = 0) -> dict[str, Any]:
-    """Broadcast the state_dict of the root's optimizer and return it; the root's tensors are not copied. Collective."""
+def receive(comm: MPI.Intracomm, tensors: Sequence[Tensor], optimizer: Optimizer, root: int) -> Commit:
+    """Receive tensors, and the state and hyperparameters of the optimizer, of the root. Returns a function that loads
+    them, locally; nothing is changed before. Collective."""
+    received = [each.detach().clone() for each in tensors]
+    broadcast_tensors(comm, received, root)
+    state, receives = _state_dict(comm, optimizer, root), comm.rank != root
+
+    @torch.no_grad()
+    def commit() -> None:
+        for here, there in zip(tensors, received, strict=True):
+            here.copy_(there)
+        if receives:
+            optimizer.load_state_dict(state)
+
+    return commit
+
+
+def _state_dict(comm: MPI.Intracomm, optimizer: Optimizer, root: int) -> dict[str, Any]:
+    """Return the state_dict of the root's optimizer, whose tensors are not copied on the root. Collective."""
     tensors: list[Tensor] = []
 
     def plain() -> Any:

@@ -8,12 +8,14 @@ S. Rajbhandari et al.: ZeRO: Memory optimizations toward training trillion param
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple
+from itertools import accumulate, chain
+from typing import Any
 
 from mpi4py import MPI
 
 from allreduce.backend import AllReduce
+from allreduce.transport.control import all_values
+from trainers.options.buckets import Bucket
 from trainers.state.backup import Backup
 from trainers.state.dealing import Share
 from trainers.state.owners import NodeMemory
@@ -63,56 +65,54 @@ class Flat:
             self.staged.copy_(self.tensor)
         return self.array
 
-    def gather(self, share: Share, all_gather: Callable[[], object]) -> None:
-        """Gather the parts that the ranks own of this memory. Collective. share: this rank's. all_gather: gathers the
-        chunks of `array`."""
+    def gathering(self, backend: AllReduce, share: Share) -> Callable[[], None]:
+        """Return a function that gathers the parts that the ranks own of this memory. Collective, as the function.
+        share: this rank's."""
+        array, all_gather = self.array, backend.bind(self.array, kind="all_gather")
 
         def work() -> None:
-            share.collect(self.array)
+            share.collect(array)
             all_gather()
 
-        self.run_on_array(work, reads=share.parts)
-
-
-class Region(NamedTuple):
-    """Elements [start, stop) of the flat memory of a dtype, and the share of them that this rank updates."""
-
-    dtype: str
-    start: int
-    stop: int
-    share: Share
+        return partial(self.run_on_array, work, reads=share.parts)
 
 
 class ShardedParameters:
-    """Flat parameters in regions, each divided among the ranks.
+    """Flat parameters, laid out in buckets, each divided among the ranks.
 
     If the ranks of each node together own every element, they share one memory: each rank writes its parts, and reads
     all. Otherwise, on a GPU, and where a node lacks room, each rank has memory of its own, and the parts are gathered.
 
-    backend: reduces the gradients, which are laid out alike, and gathers. comm: of all ranks. regions: in order,
-    perhaps with gaps. allocate: allocate(length, dtype, shared=array) returns a Flat, of new memory if the array is
-    None. device: "cpu" or "cuda". versions: returns how often each parameter was edited in place, by name; or None.
-    copies: 2 to keep each part on another rank too. The constructor is collective.
+    backend: reduces the gradients, which are laid out alike, and gathers. comm: of all ranks. buckets: in order,
+    perhaps with gaps. shares: of each, the part that this rank updates. allocate: allocate(length, dtype, shared=array)
+    returns a Flat, of new memory if the array is None. device: "cpu" or "cuda". versions: returns how often each
+    parameter was edited in place, by name; or None. copies: 2 to keep each part on another rank too. The constructor is
+    collective.
 
-    flats: the memory, by dtype. shared: whether the ranks of a node share it. one_copy: whether all ranks do, so that
-        parameters can't differ. tells: whether this rank is to send facts about its parts; if not, a rank of node 0
-        owns the same elements. backup: if copies are kept.
+    cuts: of each bucket, the elements at which the parts of any rank begin. flats: the memory, by dtype. shared:
+        whether the ranks of a node share it. one_copy: whether all ranks do, so that parameters can't differ. tells:
+        whether this rank is to send facts about its parts; if not, a rank of node 0 owns the same elements. backup: if
+        copies are kept.
     """
 
     def __init__(
         self,
         backend: AllReduce,
         comm: MPI.Intracomm,
-        regions: Sequence[Region],
+        buckets: Sequence[Bucket],
+        shares: Sequence[Share],
         allocate: Callable[..., Flat],
         device: str,
         versions: Callable[[], Mapping[str, int]] | None,
         copies: int,
     ) -> None:
-        topology, lengths = backend.topology, {each.dtype: each.stop for each in regions}
-        starts = list(accumulate((each.stop - each.start for each in regions), initial=0))
-        pairs = zip(starts, regions, strict=False)
-        parts = [[first + part.start, first + part.stop] for first, each in pairs for part in each.share.parts]
+        topology, lengths = backend.topology, {each.dtype: each.stop for each in buckets}
+        begins = [[part.start for part in each.parts] for each in shares]
+        everyone = all_values(comm, begins, "learn where all ranks' parts begin")
+        self.cuts = [sorted(set(chain(*of_bucket))) for of_bucket in zip(*everyone, strict=True)]
+        starts = list(accumulate((each.stop - each.start for each in buckets), initial=0))
+        places = zip(starts, shares, strict=False)
+        parts = [[first + part.start, first + part.stop] for first, share in places for part in share.parts]
         owned = sum(stop - start for start, stop in parts)
         self._node = NodeMemory(topology, comm, owned, starts[-1], lengths, device)
         self.tells, self.shared = self._node.tells, bool(self._node.arrays)
@@ -121,13 +121,12 @@ class ShardedParameters:
         self._accepted: Mapping[str, int] = {}
         shared = self._node.arrays
         self.flats = {each: allocate(length, each, shared=shared.get(each)) for each, length in lengths.items()}
-        self._gathers = [] if self.shared else [self._gather_of(backend, each) for each in regions]
+        self._gathers: list[Callable[[], None]] = []
+        for bucket, share in zip(buckets, shares, strict=True):
+            if not self.shared:
+                memory = self.flats[bucket.dtype].part(bucket.start, bucket.stop)
+                self._gathers.append(memory.gathering(backend, share))
         self.backup = Backup(comm, topology.node_index, parts) if copies == 2 else None
-
-    def _gather_of(self, backend: AllReduce, region: Region) -> Callable[[], None]:
-        """Return a function that gathers a region from the ranks that own its parts. Collective."""
-        memory = self.flats[region.dtype].part(region.start, region.stop)
-        return partial(memory.gather, region.share, backend.bind(memory.array, kind="all_gather"))
 
     def share(self) -> None:
         """Give all ranks the parts that each rank has updated. Collective."""

@@ -27,10 +27,10 @@ from trainers.replica import gradients_of, undo_batch
 from trainers.strategies.interface import Strategy
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.rule import WEIGHT, StepOptions, mean_weight
-from trainers.strategies.step import ReducedStep
+from trainers.strategies.step import Step
 
 
-class ExactStep(ReducedStep):
+class ExactStep(Step):
     """A step that sums the gradients of micro-batches exactly. backend: has exact sums. sizes: returns the rows of a
     whole batch, the same on all ranks, and of a micro-batch."""
 
@@ -166,5 +166,5 @@ class ExactMirrored(Mirrored):
         self._batches = batches
         return super().make_meter(batches)
 
-    def _make_step(self) -> ReducedStep:
+    def _make_step(self) -> Step:
         return ExactStep(self, self._backend, lambda: (self._batches.batch_size, self.micro_batch))

@@ -20,7 +20,7 @@ from trainers.replica import Replica
 from trainers.strategies.central import Central
 from trainers.strategies.interface import outlives_ranks, replica_error
 from trainers.strategies.mirrored import Mirrored
-from trainers.strategies.step import ReducedStep, StepOwners
+from trainers.strategies.step import Step, StepOwners
 
 
 class Placement(Protocol):
@@ -113,7 +113,7 @@ class FewOwners(Mirrored):
     def _make_backend(self) -> AllReduce:
         return create(Central, self.group.topology, roots=self.servers)
 
-    def _make_step(self) -> ReducedStep:
+    def _make_step(self) -> Step:
         step, rank, computing = super()._make_step(), self.group.rank, self.computing
         self.part, self.parts = computing.index(rank) if rank in computing else None, len(computing)
         step.computes = self.part is not None
@@ -124,7 +124,7 @@ class FewOwners(Mirrored):
             return 2 if len(self.servers) > 1 and outlives_ranks(self) else 1
         return super()._effective_copies()
 
-    def _divided(self, step: ReducedStep) -> StepOwners:
+    def _divided(self, step: Step) -> StepOwners:
         try:
             return super()._divided(step)
         except ArgumentError as error:  # on all ranks

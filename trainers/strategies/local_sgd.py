@@ -35,7 +35,7 @@ from trainers.state.sharded import Flat
 from trainers.strategies.interface import EpochRun
 from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.rule import FLAGS, WEIGHT, StepOptions
-from trainers.strategies.step import ReducedStep, StepOwners
+from trainers.strategies.step import Step, StepOwners
 from trainers.watching.meter import RoundMeter
 
 ROUND = f"{INNER}round."  # prefix of the entries of a rank's local state that are of its round
@@ -49,7 +49,7 @@ class LocalOwners(StepOwners):
     on any ranks, and a training that resumes on as many ranks goes on with the round, as one that was not stopped.
     """
 
-    def __init__(self, step: ReducedStep, steps: int, rounds: Rounds) -> None:
+    def __init__(self, step: Step, steps: int, rounds: Rounds) -> None:
         super().__init__(step, steps)
         self._rounds = rounds
 

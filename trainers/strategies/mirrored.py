@@ -28,13 +28,13 @@ from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
 from trainers.strategies.interface import Strategy, outlives_ranks, replica_error
 from trainers.strategies.rule import FLAGS
 from trainers.strategies.sharded import SliceOwners
-from trainers.strategies.step import ReducedStep, StepOwners
+from trainers.strategies.step import Step, StepOwners
 
 
 class Mirrored(Strategy):
     """Synchronous training with one AllReduce a step; see MirroredTrainer for the arguments.
 
-    allreduce: the backend. buffer: see ReducedStep.
+    allreduce: the backend. buffer: see Step.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Mirrored(Strategy):
         self.measured = self.core.measured
         together(self.group.comm, self.core.bind)
 
-    def _make_step(self) -> ReducedStep:
-        return ReducedStep(self, self._backend, None if self._no_overlap() else self._buckets)
+    def _make_step(self) -> Step:
+        return Step(self, self._backend, None if self._no_overlap() else self._buckets)
 
     @property
     def _backend(self) -> AllReduce:
@@ -162,7 +162,7 @@ class Mirrored(Strategy):
         if self._update_name == "sharded" and self.group.size > 1:
             self.core.owners = self._divided(self.core)
 
-    def _divided(self, step: ReducedStep) -> StepOwners:
+    def _divided(self, step: Step) -> StepOwners:
         """Return owners of slices. Collective."""
         return SliceOwners(step, self.steps, self._effective_copies())
 

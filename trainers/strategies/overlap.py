@@ -9,7 +9,7 @@ from allreduce.backend import AllReduce
 from allreduce.call.queue import Future
 from allreduce.errors import UnavailableError
 from trainers.errors import ArgumentError
-from trainers.options.buckets import Buckets, InOrder, plan_buckets
+from trainers.options.buckets import Buckets, Submissions, plan_buckets
 from trainers.replica import Replica, parameter_slices
 
 TWICE = (
@@ -18,7 +18,7 @@ TWICE = (
 )
 
 
-class Overlap:
+class Overlap(Submissions):
     """The buckets of a step: `ready` for each parameter, then `finish`.
 
     backend: sums the buckets. Its first call makes the thread, which is collective. gradients: 1-D, of all parameters.
@@ -31,48 +31,33 @@ class Overlap:
     def __init__(
         self, backend: AllReduce, gradients: Any, named: Mapping[str, slice], plan: Sequence[Sequence[int]]
     ) -> None:
-        self._backend, self._plan = backend, plan
-        self._names, slices = [*named], [*named.values()]
-        self._starts = [slices[each[-1]].start for each in plan]
-        ends = [slices[each[0]].stop for each in plan]
-        self._buckets = [gradients[start:end] for start, end in zip(self._starts, ends, strict=True)]
-        self._order, self._futures = InOrder(plan), list[Future]()
+        super().__init__(plan)
+        self._backend, self._names, slices = backend, [*named], [*named.values()]
+        self._parts = [slice(slices[each[-1]].start, slices[each[0]].stop) for each in plan]
+        self._gradients = [gradients[each] for each in self._parts]
         backend.submit(gradients[:0], "sum").wait()
 
     @property
     def unfinished(self) -> bool:
         """Whether an error has ended a step before `finish`, so that the thread still has buckets of it. Local."""
-        return bool(self._futures)
+        return bool(self.futures)
 
     def ready(self, parameter: int) -> None:
         """The gradients of a parameter are complete; see Replica.ready. Local."""
-        if not self._order.arrived(parameter):
+        if not self.arrived(parameter):
             raise ArgumentError(TWICE.format(self._names[parameter]))
-        self._submit()
 
-    def _submit(self, rest: bool = False) -> None:
-        for bucket in self._order.next_buckets(rest):
-            self._futures.append(self._backend.submit(self._buckets[bucket], "sum"))
+    def submit(self, bucket: int) -> Future:
+        return self._backend.submit(self._gradients[bucket], "sum")
 
     @property
     def untaken(self) -> int:
         """The number of gradients, the first ones, that the thread has not got yet."""
-        taken = self._order.submitted
-        return self._starts[taken - 1] if taken else self._buckets[0].size + self._starts[0]
+        taken = len(self.futures)
+        return self._parts[taken - 1].start if taken else self._parts[0].stop
 
-    def finish(self) -> None:
-        """Submit all other buckets, and return when all are summed. Collective."""
-        errors = []
-        self._submit(rest=True)
-        while self._futures:
-            try:
-                self._futures[0].wait()
-            except Exception as error:  # the other buckets are still being summed
-                errors.append(error)
-            del self._futures[0]
-        self._order = InOrder(self._plan)
-        if errors:
-            raise errors[0]
+    def finished(self) -> None:
+        self.restart()
 
 
 def overlap_of(backend: AllReduce, gradients: Any, replica: Replica, buckets: Buckets) -> Overlap | None:

@@ -13,9 +13,10 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays import gpu
-from allreduce.transport.control import all_values, together
+from allreduce.transport.control import together
 from trainers.backends import bind_own
 from trainers.errors import ArgumentError
+from trainers.options.buckets import Bucket
 from trainers.replica import (
     Slices,
     as_part,
@@ -32,10 +33,10 @@ from trainers.replica import (
 )
 from trainers.state.adopt import Piece, to_root
 from trainers.state.dealing import Share, joined, shares_of
-from trainers.state.sharded import Flat, Region, ShardedParameters
+from trainers.state.sharded import Flat, ShardedParameters
 from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.rule import sum_over_ranks
-from trainers.strategies.step import ReducedStep, StepOwners
+from trainers.strategies.step import Step, StepOwners
 from trainers.transforms.clip import sum_of_squares
 
 REMEDY = "load the model again, and edit it by trainer.edit(function)"
@@ -54,7 +55,7 @@ class SliceOwners(StepOwners):
     kind = "sharded"
     own_part: Slices
 
-    def __init__(self, step: ReducedStep, steps: int, copies: int = 1) -> None:
+    def __init__(self, step: Step, steps: int, copies: int = 1) -> None:
         super().__init__(step, steps)
         replica, comm = self._replica, self._comm
         self._backend, self._buffer = step.backend, step.buffer
@@ -67,15 +68,14 @@ class SliceOwners(StepOwners):
             self._messages = self._backend.topology.private()  # the group's communicator is freed before `close`
         messages = self._messages or comm
         (self._share,) = shares_of(self._backend, messages, [size], spans, [self._buffer.dtype.itemsize])
-        begins = all_values(comm, [each.start for each in self._share.parts], "learn where the ranks' slices begin")
-        replica.cuts = sorted({begin for of_rank in begins for begin in of_rank})
         self._owned = joined(self._share.parts) or [slice(0, 0)]  # the slices of the buffer that this rank owns
         self.own_part = clipped(as_part(self._owned), 0, self._length)
         self._changing = False  # between `begin_change` and `synchronize_state`
-        region = Region(dtype, 0, size, self._share)
+        whole = [Bucket(dtype, 0, size, ())], [self._share]
         self.shards = ShardedParameters(
-            self._backend, comm, [region], self._allocate, replica.device, replica.versions, copies
+            self._backend, comm, *whole, self._allocate, replica.device, replica.versions, copies
         )
+        (replica.cuts,) = self.shards.cuts
         self.shares_parameters, self.any_rank_may_fail = self.shards.shared, self.shards.backup is not None
         self._array: Any = self.shards.flats[dtype].array
         try:

@@ -26,22 +26,55 @@ from trainers.transforms.clip import sum_of_squares
 
 
 class Step:
-    """A step as a transaction: all ranks apply it, or none.
+    """A step as a transaction: all ranks apply it, or none. A backend reduces the gradients of all ranks.
 
-    buffer: 1-D array: the gradients of this rank. measured: its metrics and FLAGS, and after the reduction their sums
-        over the ranks. ahead: whether they are reduced before the gradients, on their own, and not as the end of the
-        buffer.
+    The constructor is collective, and `bind` comes after it. buckets: None: the gradients are summed in one call.
+
+    buffer: 1-D array from the backend: the gradients of this rank. measured: its metrics and FLAGS, and after the
+        reduction their sums over the ranks. Both must be exact, so where gradients have 16 bits or are compressed,
+        `measured` is an array of its own, which is reduced before the gradients; else it is the end of the buffer.
     owners: update the parameters. computes: whether this rank has gradients.
     """
 
-    owners: Owners
+    owners: "StepOwners"
     computes = True
 
-    def __init__(self, strategy: Strategy, buffer: Any, measured: Any, ahead: bool) -> None:
-        self.replica, self.rule = strategy.replica, strategy.rule
+    def __init__(self, strategy: Strategy, backend: AllReduce, buckets: Buckets | None = None) -> None:
+        self.replica, self.rule, self.backend = strategy.replica, strategy.rule, backend
         self.comm, self.clock, self.span = strategy.group.comm, strategy.clock, strategy.clock.span
-        self.buffer, self.measured, self._ahead = buffer, measured, ahead
-        self._length = self.replica.gradient_length
+        dtype, length = self.replica.gradient_dtype, self.replica.gradient_length
+        extra = len(self.replica.metrics) + len(FLAGS)
+        self._length, self._device = length, self.replica.device
+        self._ahead = backend.lossy or backend.sums_terms or dtypes.is_half(dtypes.parse(dtype))
+        self.buffer = self.allocate(length if self._ahead else length + extra, dtype)
+        self.measured = self.allocate(extra, "float32") if self._ahead else self.buffer[length:]
+        self._told: Any = None  # memory of `tell`
+        # bound collectives, by their kind and the id of their array
+        self._bound: dict[tuple[str, int], Callable[[], object]] = {}
+        self.owners = StepOwners(self, strategy.steps)
+        self._overlap, self._early = None, False
+        if buckets is not None and not self._ahead:
+            self._overlap = overlap_of(backend, self.buffer, self.replica, buckets)
+        self._rest = self.buffer if self._overlap is None else self.buffer[self.replica.parameter_count :]
+
+    # Memory
+
+    def allocate(self, length: int, dtype: str) -> Any:
+        """Allocate an array on the replica's device, with the backend. Collective."""
+        return self.backend.allocate(length, dtype, device=self._device)
+
+    def bind(self) -> None:
+        """Bind the replica to the buffer. Local."""
+        bind_own(self.replica, self.gradients)
+        self.describe(self.gradients)
+
+    def describe(self, array: Any) -> None:
+        """Tell the backend which parameters the elements of an allocated array belong to. Local."""
+        self.backend.describe(array, _parts(self.replica))
+
+    def drop(self) -> None:
+        """Drop the owners, which hold this step: its memory is then free without a garbage collection. Local."""
+        del self.owners
 
     # Gradients of this rank
 
@@ -71,32 +104,29 @@ class Step:
         self.owners.begin_batch()
         self._compute(batch)
 
+    def _compute(self, batch: Batch) -> None:
+        metrics = len(self.replica.metrics)
+        ready = self._overlap.ready if self._overlap is not None and self._early else None
+        gpu.write(self.measured[:metrics], self.rule.gradients(batch, batch.share, self.gradients, ready=ready))
+        self.measured[:metrics] *= batch.share
+
     def clear(self) -> None:
         """Set this rank's gradients and `measured` to zeros. Local."""
-        self.buffer[:] = 0
+        if self._overlap is not None:
+            self.buffer[: self._overlap.untaken] = 0
+        self._rest[:] = 0
 
     @property
     def unfinished(self) -> bool:
         """Whether an error has ended the last fit in a step whose sums go on. Local."""
-        return False
+        return self._overlap is not None and self._overlap.unfinished
 
     def begin(self, early: bool, unfinished: bool) -> None:
         """Begin the steps of a fit. Collective. early: whether gradients may be summed while others are computed,
         because no callback looks at this rank's own. unfinished: the step of any rank is."""
-
-    @property
-    def ready(self) -> Callable[[int], None] | None:
-        """Takes the numbers of the parameters whose gradients are complete; see Replica.ready. None: no one does."""
-        return None
-
-    def _compute(self, batch: Batch) -> None:
-        metrics = len(self.replica.metrics)
-        gpu.write(self.measured[:metrics], self.rule.gradients(batch, batch.share, self.gradients, ready=self.ready))
-        self.measured[:metrics] *= batch.share
-
-    def drop(self) -> None:
-        """Drop the owners, which hold this step: its memory is then free without a garbage collection. Local."""
-        del self.owners
+        self._early = early
+        if self._overlap is not None and unfinished:
+            self._overlap.finish()
 
     # The step
 
@@ -111,7 +141,7 @@ class Step:
         """
         gpu.write(self.measured[len(self.replica.metrics) :], flags)
         if self._ahead:
-            self._add_up_measured()
+            self.run("all_reduce", self.measured, lossless=True)
             if not self._begin_update(self._weighed()):
                 return
         self.owners.reduce()
@@ -125,7 +155,7 @@ class Step:
     def _begin_update(self, gradients: Sequence[Any]) -> bool:
         """Return whether the step is to be applied, now that `measured` is known; then weigh these gradients by it.
         Collective. A GPU's flags are not read, because the host would wait for it."""
-        on_host = self.replica.device == "cpu"
+        on_host = self._device == "cpu"
         if on_host and self.measured[-1]:
             return False
         self.rule.weigh(self.measured, gradients)
@@ -136,76 +166,10 @@ class Step:
         """Return the arrays that hold this rank's gradients of the parameters before they are reduced. Local."""
         return self.trained()
 
-    def _add_up_measured(self) -> None:
-        """Sum `measured` over the ranks. Collective."""
-        raise NotImplementedError
-
-
-class ReducedStep(Step):
-    """A Step in which a backend reduces the buffer. The constructor is collective, and `bind` comes after it.
-
-    buffer: from the backend. Metrics and flags must be exact, so where gradients have 16 bits or are compressed, they
-        are an array of their own; else they are the end of the buffer.
-    buckets: None: the gradients are summed in one call.
-    """
-
-    owners: "StepOwners"
-
-    def __init__(self, strategy: Strategy, backend: AllReduce, buckets: Buckets | None = None) -> None:
-        replica = strategy.replica
-        dtype, length = replica.gradient_dtype, replica.gradient_length
-        extra = len(replica.metrics) + len(FLAGS)
-        ahead = backend.lossy or backend.sums_terms or dtypes.is_half(dtypes.parse(dtype))
-        self.backend, self._device = backend, replica.device
-        buffer = self.allocate(length if ahead else length + extra, dtype)
-        super().__init__(strategy, buffer, self.allocate(extra, "float32") if ahead else buffer[length:], ahead)
-        self._told: Any = None  # memory of `tell`
-        # bound collectives, by their kind and the id of their array
-        self._bound: dict[tuple[str, int], Callable[[], object]] = {}
-        self.owners = StepOwners(self, strategy.steps)
-        self._overlap, self._early = None, False
-        if buckets is not None and not ahead:
-            self._overlap = overlap_of(backend, buffer, replica, buckets)
-        self._rest = buffer if self._overlap is None else buffer[replica.parameter_count :]  # for `reduce`
-
-    def allocate(self, length: int, dtype: str) -> Any:
-        """Allocate an array on the replica's device, with the backend. Collective."""
-        return self.backend.allocate(length, dtype, device=self._device)
-
-    def bind(self) -> None:
-        """Bind the replica to the buffer. Local."""
-        bind_own(self.replica, self.gradients)
-        self.describe(self.gradients)
-
-    def describe(self, array: Any) -> None:
-        """Tell the backend which parameters the elements of an allocated array belong to. Local."""
-        self.backend.describe(array, _parts(self.replica))
-
-    def _add_up_measured(self) -> None:
-        self.run("all_reduce", self.measured, lossless=True)
-
     @property
     def scatters(self) -> bool:
         """Whether `reduce("reduce_scatter")` may leave a rank the sums of its chunk alone."""
         return True
-
-    def clear(self) -> None:
-        if self._overlap is not None:
-            self.buffer[: self._overlap.untaken] = 0
-        self._rest[:] = 0
-
-    @property
-    def unfinished(self) -> bool:
-        return self._overlap is not None and self._overlap.unfinished
-
-    def begin(self, early: bool, unfinished: bool) -> None:
-        self._early = early
-        if self._overlap is not None and unfinished:
-            self._overlap.finish()
-
-    @property
-    def ready(self) -> Callable[[int], None] | None:
-        return self._overlap.ready if self._overlap is not None and self._early else None
 
     def reduce(self, kind: str) -> None:
         """Sum the gradients over the ranks. kind: "all_reduce" or "reduce_scatter". Collective."""
@@ -247,9 +211,9 @@ class ReducedStep(Step):
 
 
 class StepOwners(Owners):
-    """Owners that update the parameters in a ReducedStep: here all ranks, each its whole replica."""
+    """Owners that update the parameters in a Step: here all ranks, each its whole replica."""
 
-    def __init__(self, step: ReducedStep, steps: int) -> None:
+    def __init__(self, step: Step, steps: int) -> None:
         self._step, self._replica, self._comm = step, step.replica, step.comm
         self._steps = self._since = steps  # the number of steps taken, and that number at the last update
 

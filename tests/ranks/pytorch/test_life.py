@@ -319,7 +319,7 @@ def test_a_backup_that_one_rank_can_not_pack(
     model = network()
     with mirrored(sgd(model), model, topology=flat, update="sharded") as optimizer:
         sharded = optimizer._parts.owners
-        sharded.shards.backup = Backup(sharded.reducer.comm, 0, [span[:2] for span in sharded._divided()])
+        sharded.shards.backup = Backup(sharded.reducer.comm, 0, [held[:2] for held in sharded._held])
         train(model, optimizer, mine, steps=1)
         with monkeypatch.context() as patch:
             if world.rank == 1:

@@ -491,7 +491,7 @@ def test_errors_of_a_gather_are_raised(monkeypatch: pytest.MonkeyPatch, flat: al
     with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
         model[4].bias.sum().backward()
         with monkeypatch.context() as patched:
-            patched.setattr(optimizer._parts.reducer.dense[0], "_gather", lambda: 1 // 0)
+            patched.setattr(optimizer._parts.reducer.dense[0], "gather", lambda: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 optimizer.synchronize()
 

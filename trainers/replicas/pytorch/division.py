@@ -1,7 +1,9 @@
 """How the update of an optimizer can be divided among ranks: by elements, by whole tensors, or not at all."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -114,6 +116,14 @@ def step_like(optimizer: Optimizer, own: Optimizer, more: Callable[[int], dict[s
         group.update(hyperparameters(users) | more(number))  # schedulers change the user's groups
     own.step()
     vars(optimizer)["_opt_called"] = True  # otherwise schedulers warn that it was never called
+
+
+def split(part: slice, cuts: Iterable[int], most: int = sys.maxsize) -> list[slice]:
+    """Return the parts of a slice between the cuts inside of it, each of at most `most` elements; [] if it is empty."""
+    if part.start >= part.stop:
+        return []
+    ends = sorted({part.start, part.stop, *(cut for cut in cuts if part.start < cut < part.stop)})
+    return [slice(at, min(at + most, end)) for begin, end in pairwise(ends) for at in range(begin, end, most)]
 
 
 class Trial:

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from trainers.replicas.pytorch.division import (
     division_of,
     optimizer_like,
     optimizer_on,
+    split,
     step_like,
 )
 from trainers.replicas.pytorch.fused import Kernels
@@ -243,9 +243,7 @@ def _spans(parts: list[slice], part: slice, block: int, cuts: Sequence[int]) -> 
     spans = []
     for each in parts:
         start, stop = min(max(each.start, part.start), each.stop), min(each.stop, part.stop)
-        ends = [start, *(cut for cut in cuts if start < cut < stop), stop]
-        pairs = ((at, min(at + block, end)) for begin, end in pairwise(ends) for at in range(begin, end, block))
-        spans.append([slice(*pair) for pair in pairs] or [slice(start, start)])
+        spans.append(split(slice(start, stop), cuts, block) or [slice(start, start)])
     return spans
 
 
