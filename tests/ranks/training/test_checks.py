@@ -284,36 +284,6 @@ def test_epochs_without_steps_have_no_loss(
         np.testing.assert_equal(again.column("loss"), losses)
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "sync"])
-def test_steps_that_are_left_out_do_not_count(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """Not in the means of an epoch, also if it is the first step; nor in a fit that resumes from a later checkpoint."""
-    with made(flat, kind) as trainer:
-        poisons = Poisons(trainer.replica, range(2), range(2))
-        loss = fit(trainer, poisons, CheckGradients("skip")).column("loss")
-    with made(flat, kind) as trainer:
-        expected = trainer.fit(X[40:], Y[40:], 2, 20, shuffle=False, progress=False).column("loss")
-    assert loss == pytest.approx(expected)
-
-
-def test_a_checkpoint_behind_a_step_that_was_left_out(
-    flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
-) -> None:
-    folder = world.bcast(str(tmp_path))
-    losses = []
-
-    class Stops(Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.trainer.stop_training = batch == 1
-
-    for stops in ([], [Stops()], []):
-        with made(flat) as trainer:
-            poisons = Poisons(trainer.replica, range(1), range(1))
-            options: dict[str, Any] = {"checkpoint": folder, "resume": True} if losses else {}
-            options["callbacks"] = [poisons, CheckGradients("skip"), *stops]
-            losses.append(trainer.fit(X, Y, 2, 20, shuffle=False, progress=False, **options).column("loss"))
-    assert losses[2] == losses[0]
-
-
 class LeavesOut(Callback):
     def __init__(self, raises: bool = False) -> None:
         self._raises = raises

@@ -150,33 +150,6 @@ def test_a_training_is_that_of_one_rank(kind: str, flat: allreduce.Topology) -> 
         np.testing.assert_allclose(history, its, rtol=1e-4)
 
 
-def test_exact_training_on_weighted_rows_has_the_bits_of_one_rank(flat: allreduce.Topology) -> None:
-    x, y = data()
-    options = {"batch_size": BATCH, "sample_weight": weights(), "class_weight": "balanced"}
-    found = []
-    with allreduce.Topology(MPI.COMM_SELF) as alone:
-        for topology in (flat, alone):
-            parameters, rows = trained(TRAINERS["exact"], topology, as_tuple(x), y, **options)
-            found.append([parameters.tobytes(), rows])
-    assert found[0] == found[1]
-
-
-def test_each_rank_may_bring_its_own_weighted_rows(flat: allreduce.Topology) -> None:
-    """The ranks have different numbers of batches, and one may have none."""
-    x, y = data()
-    mine = slice(*(BATCH * 2 * each // flat.size for each in (flat.rank, flat.rank + 1)))
-    batches = [(as_dict(x[mine]), y[mine], weights()[mine])]
-    if flat.rank == 0:
-        batches.append((as_dict(x[-7:]), y[-7:], weights()[-7:]))
-    chosen = np.r_[: 2 * BATCH, len(x) - 7 : len(x)]
-    found = trained(TRAINERS["mirrored"], flat, Loader(batches, rows="divided"))
-    with allreduce.Topology(MPI.COMM_SELF) as alone:
-        options = {"batch_size": 2 * BATCH, "shuffle": False, "sample_weight": weights()[chosen]}
-        expected = trained(TRAINERS["mirrored"], alone, x[chosen], y[chosen], **options)
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-3, atol=2e-6)
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-4)
-
-
 def test_local_sgd_weighs_rows(flat: allreduce.Topology) -> None:
     """After one step of gradient descent on equal shares, the mean of the parameters is that of a step of all ranks."""
     x, y = data()

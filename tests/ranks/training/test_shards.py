@@ -54,13 +54,13 @@ def trained(trainer: Any, data: Shards, epochs: int = 2, **options: Any) -> tupl
     return found, [*(epoch.loss for epoch in history), scores["loss"], scores["accuracy"]]
 
 
-@pytest.mark.parametrize("ending", ["csv", "npz"])
-def test_shards_train_as_on_one_rank(ending: str, made: Path, flat: allreduce.Topology) -> None:
+def test_shards_of_a_table_train_as_on_one_rank(made: Path, flat: allreduce.Topology) -> None:
+    """The matrix has shards of arrays."""
     with allreduce.Topology(MPI.COMM_SELF) as alone:
-        whole = load(made, ending, alone)
+        whole = load(made, "csv", alone)
         with MirroredTrainer(network_of(whole, (6,), seed=3, lr=0.02), "native", alone) as trainer:
             expected, scores = trained(trainer, whole, validation_data=whole.test)
-    data = load(made, ending, flat)
+    data = load(made, "csv", flat)
     assert (data.columns, data.classes) == (whole.columns, whole.classes)
     assert np.array_equal(data.shift, whole.shift)
     for kind, trainer_of in TRAINERS.items():

@@ -114,14 +114,7 @@ def outcome(trainer: Any, history: History, exact: bool) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("how", "shape"),
-    [
-        ("stop", "small"),
-        ("stop", "short"),
-        ("SIGTERM", "small"),
-        ("stop", "whole"),
-        ("stop", "divided"),
-        ("stop", "odd"),
-    ],
+    [("SIGTERM", "small"), ("stop", "divided"), ("stop", "odd")],  # the matrix has stops of more loaders and sizes
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_resumed_training_is_the_uninterrupted_one(

@@ -18,7 +18,7 @@ from allreduce.algorithm import TwoPhase
 from allreduce.arrays.ops import Op
 from allreduce.errors import ClosedError, DisagreementError, OptionError, UnknownBackendError
 from tests import launch
-from tests.backends import ON_CPU, SHARDED
+from tests.backends import SHARDED
 from tests.ranks.together import raised_everywhere
 from trainers import (
     EMA,
@@ -76,7 +76,7 @@ def reference(digits: datasets.Dataset) -> tuple[NumpyNetwork, list[float]]:
     return alone(digits.x_train, digits.y_train, EPOCHS, BATCH)
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("backend", ["auto", "ring"])  # the matrix has the others
 def test_training_is_that_of_one_rank(
     backend: str,
     digits: datasets.Dataset,
@@ -631,19 +631,3 @@ def test_a_replica_that_divides_no_state_is_refused(kind: str, flat: allreduce.T
     with make(Sliced(declares=True, reloads=True)) as trainer:
         trainer.fit(x, x.sum(axis=1), 4, 40, shuffle=False, progress=False)
     np.testing.assert_allclose(trainer.replica.state()["parameters"], plain.w, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("rows", "batch_size"), [(7, 3), (5, 1), (3, 100), (11, 4)])
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
-def test_ranks_without_rows_weigh_nothing(
-    rows: int, batch_size: int, optimizer: str, digits: datasets.Dataset, flat: allreduce.Topology
-) -> None:
-    x, y = digits.x_train[:rows], digits.y_train[:rows]
-    expected, losses = alone(x, y, 3, batch_size, optimizer=optimizer, activation="tanh")
-    mine = network(optimizer=optimizer, activation="tanh")
-    with MirroredTrainer(mine, "shared", flat) as trainer:
-        history = trainer.fit(x, y, 3, batch_size, seed=7, progress=False)
-        hashes = trainer.parameters_sha256()
-    np.testing.assert_allclose(mine.parameters, expected.parameters, atol=1e-4)
-    np.testing.assert_allclose(history.column("loss"), losses, rtol=1e-4)
-    assert len(set(hashes)) == 1
