@@ -78,8 +78,12 @@ class Quantizer(ABC):
         scales, codes = self._parts(message, values.size)
         if not kernels.block_magnitudes(values, self.block, scales):
             for blocks, span in self._pieces(values.size):
-                magnitudes = np.abs(values[span]).view(BITS)  # NaN is the largest integer
-                scales.view(BITS)[blocks] = np.maximum.reduceat(magnitudes, np.arange(0, magnitudes.size, self.block))
+                magnitudes = np.abs(values[span], out=self._scratch(span)).view(BITS)  # NaN is the largest integer
+                whole, largest = magnitudes.size // self.block, scales.view(BITS)[blocks]
+                rows = magnitudes[: whole * self.block].reshape(whole, self.block)
+                np.maximum.reduce(rows, axis=1, out=largest[:whole])
+                if rows.size < magnitudes.size:
+                    largest[whole] = magnitudes[rows.size :].max()
         np.copyto(scales, np.inf, where=scales > LARGEST)
         self._encode(values, scales, codes, error)
         if factor != 1.0:
@@ -94,7 +98,7 @@ class Quantizer(ABC):
         into = out if out.dtype == FLOAT else self._workspace.array("decoded", out.size, FLOAT)
         if not kernels.decode(self.kind, codes, self.block, scales, into):
             for blocks, span in self._pieces(out.size):
-                into[span] = self._values(codes[span], scales[blocks])
+                self._values(codes[span], scales[blocks], into[span])
         if into is not out:
             out[:] = into
 
@@ -103,23 +107,31 @@ class Quantizer(ABC):
         scales, codes = self._parts(message, total.size)
         if not kernels.decode(self.kind, codes, self.block, scales, total, adds=True):
             for blocks, span in self._pieces(total.size):
-                total[span] += self._values(codes[span], scales[blocks])
+                total[span] += self._values(codes[span], scales[blocks], self._scratch(span))
 
     @abstractmethod
     def _encode(self, values: np.ndarray, scales: np.ndarray, codes: np.ndarray, error: np.ndarray | None) -> None:
         """Replace the magnitudes in `scales` by scales, and write `codes` and `error`."""
 
-    def _values(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        return self._times(codes.astype(FLOAT) if self.kind == "int8" else _float8_numbers(codes), scales)
+    def _values(self, codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Write the values of codes to `out`, and return it."""
+        if self.kind == "int8":
+            np.copyto(out, codes)
+        else:
+            _float8_numbers(codes, out)
+        return self._times(out, scales, out)
 
-    def _times(self, values: np.ndarray, factors: np.ndarray) -> np.ndarray:
-        """Return the product of every block and its factor, in scratch memory; `values` may be there."""
-        count, product = values.size // self.block, self._workspace.array("product", values.size, FLOAT)
-        whole, rest = slice(count * self.block), slice(count * self.block, None)
-        rows = count, self.block
-        np.multiply(values[whole].reshape(rows), factors[:count, None], product[whole].reshape(rows))
-        np.multiply(values[rest], factors[count:], product[rest])
-        return product
+    def _times(self, values: np.ndarray, factors: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Write the product of every block and its factor to `out`, and return it."""
+        count = values.size // self.block
+        whole, rest, rows = slice(count * self.block), slice(count * self.block, None), (count, self.block)
+        np.multiply(values[whole].reshape(rows), factors[:count, None], out[whole].reshape(rows))
+        np.multiply(values[rest], factors[count:], out[rest])
+        return out
+
+    def _scratch(self, span: slice) -> np.ndarray:
+        """Return scratch memory for the elements of `span`."""
+        return self._workspace.array("values", span.stop - span.start, FLOAT)
 
     def _pieces(self, length: int) -> Iterator[tuple[slice, slice]]:
         """Yield the blocks and the elements of pieces for which NumPy's temporary arrays stay in the cache."""
@@ -156,12 +168,12 @@ class Int8(Quantizer):
             part, written, random = values[begin:end], codes[begin:end], table[start : start + end - begin]
             own, inverse, left = scales[blocks], inverses[blocks], None if error is None else error[begin:end]
             if not kernels.encode(self.kind, part, self.block, own, inverse, random, written, left):
-                rounded = self._times(part, inverse)
+                rounded = self._times(part, inverse, self._scratch(slice(begin, end)))
                 np.add(rounded, random, out=rounded)
                 np.floor(rounded, out=rounded)
                 np.copyto(written, rounded, casting="unsafe")
                 if left is not None:
-                    np.subtract(part, self._times(rounded, own), out=left)
+                    np.subtract(part, self._times(rounded, own, rounded), out=left)
 
     def _draw(self) -> int:
         """Return the next place in the table of random numbers."""
@@ -187,42 +199,42 @@ class Float8(Quantizer):
         if kernels.encode(self.kind, values, self.block, scales, inverses, None, codes, error):
             return
         for blocks, span in self._pieces(values.size):
-            codes[span] = _float8_codes(self._times(values[span], inverses[blocks]))
+            scratch = self._scratch(span)
+            _float8_codes(self._times(values[span], inverses[blocks], scratch), codes[span].view(np.uint8))
             if error is not None:
-                np.subtract(values[span], self._values(codes[span], scales[blocks]), out=error[span])
+                np.subtract(values[span], self._values(codes[span], scales[blocks], scratch), out=error[span])
 
 
 KINDS: dict[str, type[Quantizer]] = {"int8": Int8, "float8": Float8}
 
 
-def _float8_numbers(codes: np.ndarray) -> np.ndarray:
-    """Return ml_dtypes' cast of float8_e4m3fn to float32, in less time."""
-    bits = codes.view(np.int8).astype(BITS)  # the sign fills the upper bits
+def _float8_numbers(codes: np.ndarray, out: np.ndarray) -> None:
+    """Write ml_dtypes' cast of float8_e4m3fn to float32 to `out`, in less time."""
+    bits = out.view(BITS)
+    np.copyto(bits, codes.view(np.int8))  # the sign fills the upper bits
     bits <<= 20  # e4m3's fraction and exponent are there, less 120 in the exponent
     bits &= -0x78100000
-    numbers = bits.view(FLOAT)
-    numbers *= np.float32(2.0**120)
-    if (codes & 0x7F).max(initial=0) == 0x7F:
-        np.copysign(np.float32(np.nan), numbers, out=numbers, where=np.abs(numbers) == 480)
-    return numbers
+    out *= np.float32(2.0**120)
+    if (codes.view(np.uint8) & 0x7F).max(initial=0) == 0x7F:
+        np.copysign(np.float32(np.nan), out, out=out, where=np.abs(out) == 480)
 
 
-def _float8_codes(values: np.ndarray) -> np.ndarray:
-    """Return the codes of ml_dtypes' cast of float32 to float8_e4m3fn, in less time: to_float8 of kernels.c."""
-    bits = values.view(BITS)
-    magnitudes, least_normal = bits & 0x7FFFFFFF, 121 << 23
-    codes = np.maximum(magnitudes, least_normal)
-    codes += codes >> 20 & 1
+def _float8_codes(values: np.ndarray, out: np.ndarray) -> None:
+    """Write the codes of ml_dtypes' cast of float32 to float8_e4m3fn to `out`, in less time: to_float8 of kernels.c."""
+    magnitudes = values.view(BITS) & 0x7FFFFFFF
+    codes = magnitudes >> 20
+    codes &= 1
+    codes += magnitudes
     codes += 0x7FFFF - (120 << 23)
-    codes >>= 20  # 8 for the least normal number and below
-    subnormal = np.minimum(magnitudes, least_normal).view(FLOAT)
-    subnormal += np.float32(2**14)
-    codes += subnormal.view(BITS)
-    codes -= np.float32(2**14).view(BITS) + 8
+    codes >>= 20
+    np.copyto(out, codes, casting="unsafe")
+    small = np.flatnonzero(magnitudes < 121 << 23)  # float8's subnormal numbers: multiples of 2^-9
+    if small.size:
+        subnormal = magnitudes[small].view(FLOAT) + np.float32(2**14)
+        out[small] = subnormal.view(BITS) - np.float32(2**14).view(BITS)
     if magnitudes.max(initial=0) > 0x43E80000:  # above 464, and NaN
-        codes[magnitudes > 0x43E80000] = 0x7F
-    codes |= bits >> 24 & 0x80
-    return codes.astype(np.uint8)
+        out[magnitudes > 0x43E80000] = 0x7F
+    out |= np.signbit(values).view(np.uint8) << 7
 
 
 @functools.cache
