@@ -43,6 +43,7 @@ PLACEHOLDER = re.compile(r"\.\.\.|(?<![\w$=/-])[A-Z]{3,}(?![\w=])")  # `python -
 SKIPPED = {
     ".venv/bin/pip": "installs",
     "ALLREDUCE_TEST_MPIJOB_CRD=": "takes a file of another project; house/test_kubernetes.py says which",
+    "CPU_ONLY=1": "takes a file of another project; docs/convert/programs.md says which",
     "KEEP_GOING=": "a cluster",
     "KERAS_BACKEND=tensorflow": "TensorFlow is not installed; test_keras.py runs the program",
     "NETWORK=host bash scripts/train.sh": "installs",
