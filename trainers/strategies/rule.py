@@ -1,7 +1,8 @@
 """StepOptions, the options of a step of a fit; and UpdateRule, which computes and applies gradients with these options.
 
-Every strategy computes gradients by `UpdateRule.gradients`, in micro-batches one after the other if there are several,
-and updates by `UpdateRule.apply`: clip the gradients, update the parameters, move their average.
+Every strategy but Exact, which computes its micro-batches itself, computes gradients by `UpdateRule.gradients`, in
+micro-batches one after the other if there are several. All update by `UpdateRule.apply`: clip the gradients, update the
+parameters, move their average.
 """
 
 import math
