@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import itertools
 import os
 import secrets
 import tracemalloc
@@ -255,12 +256,14 @@ def test_unregistered_arrays_have_one_sum_however_they_are_reached(
         algorithm = without._algorithm
         shared = algorithm if isinstance(algorithm, Shared) else algorithm._node  # type: ignore[attr-defined]
         monkeypatch.setattr(shared, "_may_grow", False)
-        for length in (3000, longest - 1, longest, longest + 1, 1000):
-            mine = values(np.dtype("float32"), length, topology.rank, 0)
-            staged, reached = mine.copy(), mine.copy()
-            reduce(staged, "sum")
-            without(reached, "sum")
-            assert expected(np.dtype("float32"), length, "sum", SIZE, 0).hold(staged)
+        kinds = (("float32", "sum"), ("bfloat16", "mean"), ("int8", "sum"), ("float64", "max"), ("uint8", "min"))
+        for (kind, op), length in itertools.product(kinds, (3000, longest - 1, longest, longest + 1)):
+            dtype = numpy_dtype(kind)
+            staged = values(dtype, length * 4 // dtype.itemsize, topology.rank, 0).copy()
+            reached = staged.copy()
+            reduce(staged, op)
+            without(reached, op)
+            assert expected(dtype, staged.size, op, SIZE, 0).hold(staged)
             assert staged.tobytes() == reached.tobytes()
 
 

@@ -54,6 +54,14 @@ def test_memory_that_is_gone(world: MPI.Intracomm) -> None:
         reached.read((world.rank + 1) % SIZE, 8, np.zeros(3))
 
 
+@pytest.fixture
+def reached(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short arrays are reached by CMA too, and not staged."""
+    if not flat.cma.works:
+        pytest.skip("this system forbids it")
+    monkeypatch.setattr(shared, "CACHED_BYTES", 0)
+
+
 def mapped(length: int) -> tuple[mmap.mmap, int]:
     """Return anonymous memory, and its address."""
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -125,10 +133,9 @@ def test_forbidden(world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, lackin
 
 
 @several
+@pytest.mark.usefixtures("reached")
 def test_a_few_bytes_at_a_time(flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system moves at most 2 GiB in a call, and returns the number of bytes moved."""
-    if not flat.cma.works:
-        pytest.skip("this system forbids it")
 
     def limited(function: Callable[..., int]) -> Callable[..., int]:
         def move(pid: int, here: cma._Span, _: int, there: cma._Span, *rest: int) -> int:
@@ -150,6 +157,7 @@ def test_a_few_bytes_at_a_time(flat: allreduce.Topology, world: MPI.Intracomm, m
 
 
 @several
+@pytest.mark.usefixtures("reached")
 def test_memory_that_nobody_reaches(
     flat: allreduce.Topology,
     world: MPI.Intracomm,
@@ -158,8 +166,6 @@ def test_memory_that_nobody_reaches(
 ) -> None:
     """Memory of a device, say, on one rank: the array goes through the staging buffer on all ranks, which is
     reported."""
-    if not flat.cma.works:
-        pytest.skip("this system forbids it")
     monkeypatch.setattr(notices, "_said", set())
     with allreduce.create("shared", flat) as reduce:
         staging = reduce._algorithm._staging  # type: ignore[attr-defined]
@@ -179,6 +185,7 @@ def test_memory_that_nobody_reaches(
 
 
 @several
+@pytest.mark.usefixtures("reached")
 @pytest.mark.parametrize("kind", ["untouched", "a file"])
 def test_foreign_memory(
     kind: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path_factory: pytest.TempPathFactory
@@ -199,6 +206,7 @@ def test_foreign_memory(
 
 
 @several
+@pytest.mark.usefixtures("reached")
 def test_float16_at_any_address(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fast code for float16 is used at whatever address a rank's chunk begins, in long arrays."""
     real, fast = kernels.sum_arrays, []
