@@ -245,10 +245,8 @@ class Shared(TwoPhase):
     # Other arrays, where CMA does not work or takes longer
 
     def _is_staged(self, kind: str, nbytes: int) -> bool:
-        """Return whether an array that is not from `allocate` is staged though CMA works; `_may_grow` is equal on all
-        ranks. Local."""
-        short = nbytes <= min(CACHED_BYTES, ALL_CACHED_BYTES // self.size)
-        return short and self._may_grow and kind == "all_reduce" and self.size > 1
+        """Return whether an array that is not from `allocate` is staged though CMA works. Local; equal on all ranks."""
+        return nbytes <= min(CACHED_BYTES, ALL_CACHED_BYTES // self.size) and kind == "all_reduce" and self.size > 1
 
     def _reduce_staged(self, buffer: np.ndarray, op: Op) -> None:
         """All-reduce `buffer` piece by piece, as copies in the staging buffer."""

@@ -153,8 +153,8 @@ class Allocations:
         self.shared: dict[int, Allocation] = {}
         self._entries: dict[int, Allocation] = {}  # by number
         self._count = 0
-        # places of arrays in shared memory, by the array's id: a training reduces the same arrays in each step
-        self._places: dict[int, tuple[weakref.ref[Any], tuple[int, int]]] = {}
+        # where arrays lie in shared memory, by the array's id: a training reduces the same arrays in each step
+        self._places: dict[int, tuple[weakref.ref[Any], Allocation, int]] = {}
 
     def add(self, array: Any, keeps: bool = True, ranks: int = 0) -> Allocation:
         """Add a 1-D array, and return its entry; see Allocation. Local; the same on all ranks."""
@@ -179,7 +179,6 @@ class Allocations:
         if entry.dtype != array.dtype or offset % entry.dtype.itemsize:
             raise OptionError(f"the array of {array.dtype} lies in memory that was allocated for {entry.dtype}")
         entry.keeps = True
-        self._places.clear()
         entry.describe(offset // entry.dtype.itemsize, array.size, parts)
 
     def _drop(self, owner: int, entry: Allocation) -> None:
@@ -218,17 +217,16 @@ class Allocations:
         """Return the place of `buffer` in an array of the table, as numbers that the ranks compare, or None. Local. The
         first one stands for the array and its parameters, the second one is the byte at which `buffer` begins."""
         known = self._places.get(id(buffer))
-        if known is not None and known[0]() is buffer:
-            return known[1]
-        found = self.at(buffer) if buffer.size else None
-        if found is None:
-            return None
-        place = found[0].number + (found[0].signature << 32), found[1]
-        if found[0].ranks:  # the array's memory does not move: it has a base
-            if len(self._places) >= MOST_PLACES:  # a program with ever new slices
-                self._places.clear()
-            self._places[id(buffer)] = weakref.ref(buffer), place
-        return place
+        if known is None or known[0]() is not buffer:
+            found = self.at(buffer) if buffer.size else None
+            if found is None:
+                return None
+            known = weakref.ref(buffer), *found
+            if found[0].ranks:  # the array's memory does not move: it has a base
+                if len(self._places) >= MOST_PLACES:  # a program with ever new slices
+                    self._places.clear()
+                self._places[id(buffer)] = known
+        return known[1].number + (known[1].signature << 32), known[2]
 
     def find(self, buffer: Any, scratch: bool = False) -> Slice | None:
         """Return `buffer` as a slice of an array for which state is kept, or None. Local. scratch: True: arrays without

@@ -8,7 +8,7 @@ detect edits of this memory.
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -253,9 +253,14 @@ class DenseBucket:
     def overflowed(self, comm: MPI.Intracomm) -> int:
         """The first element whose average is not finite on some rank; -1 for none. Collective."""
         array, parts = self.memory.array, self.share.parts
-        averages = np.concatenate([array[:0], *(array[part] for part in parts)])
-        places = np.concatenate([np.arange(0), *(np.arange(part.start, part.stop) for part in parts)])
-        return checks.overflowed(comm, averages, lambda index: int(places[index]))
+        begins = list(accumulate((part.stop - part.start for part in parts), initial=0))
+
+        def place(index: int) -> int:
+            at = bisect_right(begins, index) - 1
+            return parts[at].start + index - begins[at]
+
+        averages = array[parts[0]] if len(parts) == 1 else np.concatenate([array[:0], *(array[part] for part in parts)])
+        return checks.overflowed(comm, averages, place)
 
 
 class Marks:

@@ -127,6 +127,8 @@ class Step:
         self._early = early
         if self._overlap is not None and unfinished:
             self._overlap.finish()
+        elif self._overlap is not None:
+            self._overlap.restart()  # an interrupted backward has told of some gradients
 
     # The step
 

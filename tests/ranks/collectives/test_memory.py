@@ -267,6 +267,20 @@ def test_unregistered_arrays_have_one_sum_however_they_are_reached(
             assert staged.tobytes() == reached.tobytes()
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one rank stages nothing")
+def test_ranks_stage_alike_whenever_they_bind(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The staging buffer can't grow, which a rank that has bound its call before does not know."""
+    with allreduce.create("shared", flat) as reduce:
+        _full(monkeypatch)
+        arrays = [np.full(length, flat.rank, "float32") for length in (CACHED_BYTES, 200_000, 200_000)]
+        reduce(arrays[0], "max")  # by CMA, where it works
+        early = reduce.bind(arrays[2], "max") if flat.rank == 0 else None
+        reduce(arrays[1], "max")
+        (early or reduce.bind(arrays[2], "max"))()
+        monkeypatch.undo()
+        assert all((array == SIZE - 1).all() for array in arrays)
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one rank shares with nobody")
 def test_too_small_shared_memory_on_one_node_is_refused_on_all(
     topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch

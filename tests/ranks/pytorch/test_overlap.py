@@ -240,6 +240,29 @@ def test_interrupt_when_the_ranks_have_summed_different_buckets(world: MPI.Intra
     assert found[0] == found[1]
 
 
+def test_interrupt_within_a_bucket(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Some gradients of a bucket are complete; the next fit begins anew."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    found = []
+    for buckets in (AFTER, Buckets(True, first_mb=0.2, mb=0.05)):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(50, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 4))
+        made = TorchReplica(layers, nn.CrossEntropyLoss(), torch.optim.SGD(layers.parameters(), 0.1))
+        generator = np.random.default_rng(0)
+        x, y = generator.standard_normal((32, 50)).astype(np.float32), generator.integers(0, 4, 32)
+        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
+            hook = layers[2].register_full_backward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.fit(x, y, epochs=1, batch_size=16)
+            hook.remove()
+            trainer.fit(x, y, epochs=1, batch_size=16)
+            found.append(world.allgather(bits(made)))
+    assert found[0] == found[1]
+
+
 class Quiet(TorchReplica):
     """A replica that does not tell its first parameter."""
 

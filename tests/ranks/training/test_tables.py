@@ -16,6 +16,7 @@ from tests.training.test_tables import HEADER, people, write
 from trainers import MirroredTrainer, NumpyNetwork, datasets, load_network, network_of
 from trainers.cli.main import main
 from trainers.errors import ArgumentError, DataError
+from trainers.fit.evaluation import ROWS
 
 SIZES: dict[str, Any] = {"epochs": 2, "batch_size": 32, "progress": False}
 
@@ -172,6 +173,28 @@ def test_a_fault_on_one_rank_is_raised_on_all_and_changes_no_file(
                 trainer.predict(given, str(folder / out))
         with pytest.raises(ArgumentError, match="say where the predictions go"):
             trainer.predict(table)
+
+
+@pytest.mark.parametrize("fault", ["rows", "values"])
+def test_outputs_that_one_rank_can_not_write(
+    fault: str, folder: Path, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too few rows, and values that are no numbers."""
+    model, x = NumpyNetwork([4, 3]), np.zeros((ROWS * 2 * flat.size, 4), np.float32)
+    real = model.predict
+
+    def predict(part: np.ndarray) -> np.ndarray:
+        outputs = real(part)
+        if flat.rank < flat.size - 1:
+            return outputs
+        return outputs[:-1] if fault == "rows" else np.full(outputs.shape, "a", object)
+
+    with MirroredTrainer(model, "native", flat) as trainer:
+        monkeypatch.setattr(model, "predict", predict)
+        with pytest.raises((DataError, ValueError)) as error:
+            trainer.predict(x, folder / "out.csv")
+    assert len(set(flat.world.allgather(str(error.value)))) == 1
+    assert not (folder / "out.csv").exists()
 
 
 def test_the_command_trains_on_a_table_and_predicts(table: str, folder: Path, flat: allreduce.Topology) -> None:

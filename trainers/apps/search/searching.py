@@ -110,7 +110,8 @@ def search(
         tuple of numbers for a Pareto front; the first rank's count. It may raise optuna.TrialPruned on all ranks of the
         part. Any other exception makes the trial fail; other parts don't notice.
     trials: how many trials the study gets, with the trials of former jobs. A trial that fails counts. A sampler that
-        has tried all values (a grid) ends the search earlier. An error of a sampler or a pruner ends it: SearchError.
+        has tried all values (a grid) ends the search earlier. An error of a sampler or a pruner ends it: SearchError; a
+        ValueError of a sampler in a suggest method fails the trial.
     topology: the ranks of the search; None for all ranks, on a topology that is closed at the end.
     ranks_per_trial: the ranks of a part, at least. Ranks that are left over join the first parts. parallel: the largest
         number of parts.

@@ -81,13 +81,12 @@ class Trial:
         return self.params[name]
 
     def _kept(self, name: str, ask: Callable[[], ResultT]) -> ResultT:
-        """Return the result of `ask`, and keep an error of the sampler or pruner. A ValueError is about arguments."""
+        """Return the result of `ask`, and keep an error of the sampler or pruner, which ends the search."""
         try:
             return ask()
-        except ValueError:
-            raise
         except Exception as error:
-            self.failure = SearchError(f"the {name} has failed: {type(error).__name__}: {error}")
+            if name == "pruner" or not isinstance(error, ValueError):  # of `suggest`: about its arguments
+                self.failure = SearchError(f"the {name} has failed: {type(error).__name__}: {error}")
             raise
 
     def _ask(self, row: str, ask: Callable[[Any], ResultT], error: Exception | None = None) -> ResultT:

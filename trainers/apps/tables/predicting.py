@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from allreduce.elastic.ranks import on_all_ranks, segments, together
+from allreduce.elastic.ranks import on_all_ranks, root_value, segments, together
 from allreduce.files import writable
 from trainers.apps.tables.streams import Stream, unknown_text
 from trainers.data import Tree, row_count, sliced
@@ -110,7 +110,9 @@ class Lines:
         self.names = ["row", "prediction", self._value]
 
     def learn(self, outputs: np.ndarray) -> list[str]:
-        """Return the names of the values in a line, from some outputs."""
+        """Return the names of the values in a line, from some outputs; none from no rows."""
+        if not len(outputs):
+            return []
         width = int(np.prod(outputs.shape[1:]))
         if outputs.ndim == 2 and (width == len(self._classes) if self._classes else self._value == "probability"):
             self._words = [*self._classes] or [str(number) for number in range(width)]
@@ -124,6 +126,8 @@ class Lines:
 
     def text(self, first: int, outputs: np.ndarray) -> str:
         """Return a line for each row. first: the number of the first row."""
+        if not len(outputs):
+            return ""
         rows = range(first, first + len(outputs))
         if self._words:
             best = outputs.argmax(axis=1)
@@ -191,18 +195,20 @@ def _write(group: RankGroup, model: Predictor, stream: Stream, target: Target, c
         group.on_one(target.begin)
         while not ended:
             outputs = together(group.comm, partial(_predicted, model, pieces))
-            names = None if outputs is None or not len(outputs) else lines.learn(outputs)
-            row = [outputs is None, 0 if outputs is None else len(outputs), names]
+            mine = np.empty(0) if outputs is None else outputs
+            names = together(group.comm, partial(lines.learn, mine))
+            row = [None if outputs is None else len(mine), names]
             everyone = group.values(row, "predict: the rows of the ranks")
-            ended, known = all(last for last, *_ in everyone), next((names for *_, names in everyone if names), None)
-            before = written + sum(rows for _, rows, _ in everyone[: group.rank])
-            written += sum(rows for _, rows, _ in everyone)
-            text = "" if outputs is None or names is None else lines.text(before, outputs)
-            texts = group.values(text, "predict: the lines of the ranks")
+            counts, known = [count or 0 for count, _ in everyone], next((each for _, each in everyone if each), None)
+            ended = all(count is None for count, _ in everyone)
+            text = together(group.comm, partial(lines.text, written + sum(counts[: group.rank]), mine))
+            written += sum(counts)
             if not begun and (known or ended):
                 lines.names, begun = known or lines.names, True
-                texts.insert(0, lines.header())
-            group.on_one(partial(target.write, texts))
+                group.on_one(lambda: target.write([lines.header()]))
+            for rank in range(group.size):  # one by one: together they may be too long
+                part = root_value(group.comm, text, "predict: the lines of a rank", rank)
+                group.on_one(partial(target.write, [part]))
         group.on_one(target.end)
 
 
@@ -216,4 +222,7 @@ def _predicted(model: Predictor, pieces: Iterator[Callable[[], Any]]) -> np.ndar
     outputs = [model.predict(sliced(x, part)) for part in segments(slice(0, row_count(x)), ROWS)]
     if not isinstance(outputs[0], np.ndarray):
         raise ArgumentError("predict: the model has several outputs, and out= takes one array: leave out out=")
-    return np.concatenate(outputs)
+    found = np.concatenate(outputs)
+    if len(found) != row_count(x):
+        raise DataError(f"predict: the model returns {len(found)} rows for {row_count(x)}")
+    return found
