@@ -1,7 +1,7 @@
 """The fastest backend of each range of sizes (`ranges`), and one sentence on which to use (`advice`). No MPI.
 
-`auto` selects one of the others, and the peer `mpi4py` is the bare call inside `native`. So neither is compared with
-the others, if there are at least two.
+`auto` selects one of the other backends, and the peer `mpi4py` is the bare call inside `native`. So neither is compared
+with the others, if there are at least two; `auto` is, beside peers alone.
 """
 
 import math
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import geometric_mean
 from typing import NamedTuple
 
+import allreduce
 from benchmarks.lib.results import MEMORIES, TITLES, Result, Run
 from benchmarks.lib.sizes import show
 
@@ -37,9 +38,11 @@ def times_of(run: Run, memory: str) -> dict[int, dict[str, float]]:
 
 
 def competing(times: Times) -> dict[int, dict[str, float]]:
-    """Return the times without `auto` and `mpi4py`, if at least two others remain."""
+    """Return the times without `mpi4py`, and without `auto` if it may have selected one of the others. At least two
+    remain, if there are as many."""
     names = {name for found in times.values() for name in found}
-    others = names - {CHOOSER, BARE}
+    selected = len(names.intersection(allreduce.NAMES)) > 2
+    others = names - {BARE} - ({CHOOSER} if selected else set())
     kept = others if len(others) > 1 else names
     rivals = {size: {name: found[name] for name in found if name in kept} for size, found in sorted(times.items())}
     return {size: found for size, found in rivals.items() if found}
