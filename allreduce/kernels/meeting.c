@@ -3,8 +3,8 @@
  *
  * Python calls these functions as builtin functions, which takes a fifth of the time of a call by ctypes. Each takes the
  * number of the rendezvous and the array of the call, or None. They wait only some microseconds for a rank that is later
- * (100 where ranks outnumber cores), then Python waits. Functions that may take longer release the GIL. The few names of Python's stable ABI that they need
- * are declared here, so no header of Python is needed.
+ * (100 where ranks outnumber cores), then Python waits. Functions that may take longer release the GIL. The few names of
+ * Python's stable ABI that they need are declared here, so no header of Python is needed.
  */
 #include <sched.h>
 #include <stddef.h>
@@ -112,9 +112,9 @@ static int enter_and_sum(const Sum *sum, int64_t sequence, void *array)
     memcpy(parts, outs + copies + size * (sequence & 1), sizeof parts);
     if (copies == 0) {
         outs = &array, copies = 1;
-        if (!entered(&sum->meeting, sequence)) /* else others may be reading the copy */
+        if (!entered(&sum->meeting, sequence)) /* else the other ranks may be reading the copy */
             memcpy(parts[sum->meeting.rank], array, sum->nbytes);
-        parts[sum->meeting.rank] = array; /* is in this core's caches; the copy is for the others */
+        parts[sum->meeting.rank] = array; /* in this core's caches; the copy is for the other ranks */
     }
     if (!enter(&sum->meeting, sequence))
         return 0;

@@ -38,8 +38,8 @@ def times_of(run: Run, memory: str) -> dict[int, dict[str, float]]:
 
 
 def competing(times: Times) -> dict[int, dict[str, float]]:
-    """Return the times without `mpi4py`, and without `auto` if it may have selected one of the others. At least two
-    remain, if there are as many."""
+    """Return the times without `mpi4py`, and without `auto` beside two other backends. If fewer than two names would
+    remain, return all times."""
     names = {name for found in times.values() for name in found}
     selected = len(names.intersection(allreduce.NAMES)) > 2
     others = names - {BARE} - ({CHOOSER} if selected else set())

@@ -35,6 +35,10 @@ class Buckets(Checked):
 
 
 DEFAULT_BUCKETS, AFTER_BACKWARD = Buckets(), Buckets(overlap=False)
+TWICE = (  # the error of a parameter for which `Submissions.arrived` returns False
+    "{} received its gradient twice in one backward, so it may be half reduced; use torch.utils.checkpoint "
+    "with use_reentrant=False, or buckets=Buckets(overlap=False)"
+)
 
 
 class Slot(NamedTuple):

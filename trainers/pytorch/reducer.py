@@ -28,7 +28,7 @@ from allreduce.call.queue import Future, Queue
 from allreduce.transport import ulfm
 from allreduce.transport.control import everywhere, raise_together, together
 from trainers.checks import GradientCheck, SameData
-from trainers.options.buckets import Submissions, plan_buckets
+from trainers.options.buckets import TWICE, Submissions, plan_buckets
 from trainers.pytorch.buckets import (
     DenseBucket,
     Gradient,
@@ -437,10 +437,7 @@ class Backward(Submissions):
         self._crossings[self.bucket_of[parameter]].mark_writer()
         if super().arrived(parameter):
             return True
-        raise GradientError(
-            f"{self.reducer.names[parameter]} received its gradient twice in one backward, so it may be half "
-            "reduced; use torch.utils.checkpoint with use_reentrant=False, or buckets=Buckets(overlap=False)"
-        )
+        raise GradientError(TWICE.format(self.reducer.names[parameter]))
 
     @torch.no_grad()
     def submit(self, bucket: int) -> Future:

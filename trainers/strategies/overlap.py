@@ -9,13 +9,8 @@ from allreduce.backend import AllReduce
 from allreduce.call.queue import Future
 from allreduce.errors import UnavailableError
 from trainers.errors import ArgumentError
-from trainers.options.buckets import Buckets, Submissions, plan_buckets
+from trainers.options.buckets import TWICE, Buckets, Submissions, plan_buckets
 from trainers.replica import Replica, parameter_slices
-
-TWICE = (
-    "{} received its gradient twice in one backward, so it may be half summed; use torch.utils.checkpoint "
-    "with use_reentrant=False, or buckets=Buckets(overlap=False)"
-)
 
 
 class Overlap(Submissions):

@@ -227,13 +227,18 @@ class Study:
         return list(self.study.get_trials(deepcopy=False))
 
 
+def failure_of(name: str, error: Exception) -> SearchError:
+    """Return the error of a search whose sampler or pruner has raised `error`. name: "sampler" or "pruner"."""
+    return SearchError(f"the {name} has failed: {type(error).__name__}: {error}")
+
+
 @contextlib.contextmanager
 def failing(name: str) -> Iterator[None]:
     """Context manager: an error of the sampler or pruner becomes a SearchError, for all trials would have it."""
     try:
         yield
     except Exception as error:
-        raise SearchError(f"the {name} has failed: {type(error).__name__}: {error}") from error
+        raise failure_of(name, error) from error
 
 
 def counted(trials: Sequence[Any]) -> int:

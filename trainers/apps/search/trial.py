@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from allreduce.elastic.ranks import root_value, together
 from allreduce.topology import Topology
-from trainers.apps.search.study import OF_THE_SEARCH, optuna
+from trainers.apps.search.study import OF_THE_SEARCH, failure_of, optuna
 from trainers.arguments import integer_error
 from trainers.errors import ArgumentError, SearchError
 
@@ -86,7 +86,7 @@ class Trial:
             return ask()
         except Exception as error:
             if name == "pruner" or not isinstance(error, ValueError):  # of `suggest`: about its arguments
-                self.failure = SearchError(f"the {name} has failed: {type(error).__name__}: {error}")
+                self.failure = failure_of(name, error)
             raise
 
     def _ask(self, row: str, ask: Callable[[Any], ResultT], error: Exception | None = None) -> ResultT:
