@@ -46,6 +46,7 @@ from allreduce.topology import Topology
 from allreduce.transport.control import agree, disagreement, on_all_ranks, raise_together
 from allreduce.transport.wait import CHECK_SECONDS, NamedCall, Pause, WaitRecord, wait_until
 
+EAGER_SECONDS = 1e-3  # that the program's thread polls for other ranks before its first sleep, on a core of its own
 WORKER_PRIORITY = 10  # by which the worker thread's nice value is lower than that of the process
 NOTHING = Request("")
 Ended = Callable[[BaseException | None], object]
@@ -342,6 +343,7 @@ class Worker:
         self._early: list[tuple[int, int, Any]] = []  # (sender, queue, message) of queues that come soon here
         self._ready: deque[tuple[Queue, Future]] = deque()  # decided calls
         self._open = 0  # calls that have not ended
+        self._crowded = topology.sharing > topology.cores  # another rank may need this rank's core
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []  # sends that have not ended
         self._lock = threading.Lock()  # held briefly, never while waiting for a rank
         self._work_lock = threading.Lock()  # held by the thread that does the worker's work
@@ -476,7 +478,9 @@ class Worker:
 
     def work_until(self, done: Callable[[], bool], limit: float = math.inf) -> None:
         """Do the worker's work until `done`, or wait while another thread does it. TimeoutError after the limit."""
-        pause, checked = Pause(), time.monotonic()
+        # the worker thread leaves its core to the program's thread, which may compute
+        pause = Pause() if self._crowded or self._thread is not None else Pause(EAGER_SECONDS)
+        checked = time.monotonic()
 
         def work() -> None:
             nonlocal checked
