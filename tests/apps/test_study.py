@@ -4,7 +4,6 @@ import fcntl
 import io
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,59 +54,23 @@ def test_a_grid_goes_on_with_a_trial_that_was_killed(tmp_path: Path) -> None:
     assert again.ask(2) is None
 
 
-def test_a_grid_that_a_function_makes_has_one_order(tmp_path: Path) -> None:
-    opened = Study(
-        str(tmp_path / "journal"),
-        ["minimize"],
-        sampler=lambda seed: optuna.samplers.GridSampler({"x": [1, 2, 3, 4]}, seed=seed),
-    )
-    found = []
-    while (trial := opened.ask(9)) is not None:
-        found.append(trial.suggest_int("x", 1, 4))
-        opened.tell(trial.number, COMPLETE, [1.0])
-    assert sorted(found) == [1, 2, 3, 4]
-
-
-def grid() -> Any:
-    return optuna.samplers.GridSampler({"x": [1, 2], "y": [1, 2]}, seed=0)
-
-
-def brute_force() -> Any:
-    return optuna.samplers.BruteForceSampler(seed=0)
-
-
-@pytest.mark.parametrize(("make", "parts"), [(grid, 1), (grid, 2), (brute_force, 1)])
-@pytest.mark.parametrize("by_function", [False, True])
-def test_a_search_of_all_points_repeats_none(tmp_path: Path, make: Any, parts: int, by_function: bool) -> None:
-    """Nor does another part, while the last points are computed, or a later job."""
-
-    def opened() -> Study:
-        sampler = (lambda seed: make()) if by_function else make()
-        return Study(str(tmp_path / "journal"), ["minimize"], sampler=sampler)
-
-    studies = [opened() for _ in range(parts)]
-    points, run = [], []
+def test_a_search_of_all_points_ends(tmp_path: Path) -> None:
+    """Of two parts: the second one runs no more trials when the first one has tried all points."""
+    sampler = optuna.samplers.GridSampler({"x": [1, 2], "y": [1, 2]}, seed=0)
+    studies = [Study(str(tmp_path / "journal"), ["minimize"], sampler=sampler) for _ in range(2)]
+    points = []
     for number in range(4):
-        asked = studies[number % parts].ask(9)
+        asked = studies[0].ask(9)
         points.append((asked.suggest_int("x", 1, 2), asked.suggest_int("y", 1, 2)))
-        run.append(number)
-        if len(run) == parts and number < 3:
-            studies[0].tell(run.pop(0), COMPLETE, [1.0])
-    assert sorted(points) == [(1, 1), (1, 2), (2, 1), (2, 2)]
-    if parts > 1:
-        assert [study.ask(9) for study in studies] == [None, None]
-    for number in run:
         studies[0].tell(number, COMPLETE, [1.0])
-    later = opened()
-    later.begin("")
-    assert later.ask(9) is None
-    assert len(later.trials()) == 4
+    assert sorted(points) == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert [study.ask(9) for study in studies] == [None, None]
 
 
 def test_a_trial_that_is_killed_too_often_is_not_repeated(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     for attempt in range(MOST_ATTEMPTS + 1):
-        opened = Study(str(path), ["minimize"], sampler=lambda seed: optuna.samplers.RandomSampler(seed=seed))
+        opened = Study(str(path), ["minimize"], sampler=optuna.samplers.RandomSampler())
         opened.begin("")
         assert opened.end_running("killed", again=True) == ([attempt - 1] if attempt else [])
         asked = opened.ask(1)

@@ -87,8 +87,8 @@ def test_objectives_that_fail_or_prune(flat: allreduce.Topology) -> None:
             trial.suggest_float("x", 0, 1)
         if kind == "bad range":
             trial.suggest_float("x", 1, 0)
-        if kind == "a name of the search":
-            trial.set_user_attr("repeats", 1)
+        if kind == "no number":
+            trial.report("much", 0)
         return {"nan": float("nan"), "text": "much", "two": (1.0, 2.0)}.get(kind, 1.0)
 
     def told(trial: Any) -> None:
@@ -111,7 +111,7 @@ KINDS = {
     "prunes": ("PRUNED", ""),
     "suggests on one rank": ("FAIL", "DisagreementError"),
     "bad range": ("FAIL", "ValueError"),
-    "a name of the search": ("FAIL", "trial.set_user_attr('repeats'): the search itself sets reason, repeats"),
+    "no number": ("FAIL", "The `value` argument is of type"),
     "nan": ("FAIL", "ArgumentError: the objective returned nan"),
     "text": ("FAIL", "ArgumentError: the objective must return numbers, got 'much'"),
     "two": ("FAIL", "expected 1 numbers"),
@@ -150,7 +150,7 @@ class FailingPruner(optuna.pruners.NopPruner):
         raise KeyError("out of order")
 
 
-@pytest.mark.parametrize("where", ["before", "sample", "after", "function", "pruner"])
+@pytest.mark.parametrize("where", ["before", "sample", "after", "pruner"])
 def test_a_sampler_that_fails_ends_the_search(flat: allreduce.Topology, world: MPI.Intracomm, where: str) -> None:
     """Its trials have not failed: it would be so in all of them."""
     told: list[Ended] = []
@@ -161,38 +161,25 @@ def test_a_sampler_that_fails_ends_the_search(flat: allreduce.Topology, world: M
         trial.should_prune()
         return x
 
-    def broken(seed: int) -> Any:
-        raise KeyError("out of order")
-
-    options: dict[str, Any] = {"sampler": broken if where == "function" else Failing(where)}
-    if where == "pruner":
-        options = {"pruner": FailingPruner()}
+    options: dict[str, Any] = {"pruner": FailingPruner()} if where == "pruner" else {"sampler": Failing(where)}
     text = raised_everywhere(world, SearchError, lambda: search(objective, 3, flat, SIZE, told=told.append, **options))
     assert f"the {'pruner' if where == 'pruner' else 'sampler'} has failed: KeyError: 'out of order'" in text
     assert not told
 
 
-def test_a_brute_force_search_repeats_no_point(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """Optuna's sampler does not know the points of trials that have just begun, so it runs one trial at a time."""
+@pytest.mark.parametrize("name", ["GridSampler", "BruteForceSampler"])
+def test_a_search_of_all_points_ends(flat: allreduce.Topology, name: str) -> None:
+    """Of one part without a point twice, as optuna's samplers do by themselves."""
+    made = {"GridSampler": {"search_space": {"x": [1, 2], "y": [1, 2, 3]}}}.get(name, {})
+    sampler = getattr(optuna.samplers, name)(seed=1, **made)
 
     def objective(trial: Trial, topology: allreduce.Topology) -> float:
         return trial.suggest_int("x", 1, 2) * trial.suggest_int("y", 1, 3)
 
-    result = search(objective, 99, flat, sampler=optuna.samplers.BruteForceSampler(seed=1))
+    result = search(objective, 99, flat, SIZE, sampler=sampler)
     assert sorted((each.params["x"], each.params["y"]) for each in result.trials) == [
         (x, y) for x in (1, 2) for y in (1, 2, 3)
     ]
-    assert {len(each.ranks) for each in result.trials} == {SIZE}
-    if SIZE > 1:
-        sampler = optuna.samplers.BruteForceSampler(seed=1)
-        wrong = raised_everywhere(world, ArgumentError, lambda: search(objective, 9, flat, parallel=2, sampler=sampler))
-        assert "BruteForceSampler with parallel=2" in wrong
-
-
-def test_a_grid_repeats_no_point(flat: allreduce.Topology) -> None:
-    sampler = optuna.samplers.GridSampler({"x": list(range(5))}, seed=1)
-    result = search(lambda trial, topology: trial.suggest_int("x", 0, 9), 99, flat, sampler=sampler)
-    assert sorted(each.params["x"] for each in result.trials) == list(range(5))
 
 
 def test_the_topology_of_a_search_without_one_is_closed() -> None:

@@ -7,7 +7,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +25,6 @@ from trainers.cli.command import Command
 from trainers.cli.options import (
     BY_NAME,
     SERVERS,
-    SPARE,
     integer,
     make_callbacks,
     make_network,
@@ -55,7 +53,6 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers search --config tuning.yaml --ranks-per-trial 2 --storage search.journal
   mpirun -n 4 python -m trainers search --config tuning.yaml --save best.npz --json search.json
 """
-OF_THE_RANKS = ("strategy", "servers", "ranks_per_worker", "backup_workers")  # options that need several ranks
 WARM_UP_EPOCHS = 2  # in which no trial is pruned
 
 
@@ -139,14 +136,9 @@ def _read(given: Sequence[str], world: Topology, program: str) -> Job:
     for parameter in found.parameters:
         if any(each.partition("=")[0] == BY_NAME[parameter.name].flag for each in base):
             raise ArgumentError(f"{BY_NAME[parameter.name].flag} is varied by --config; leave it out here")
-    fits = partial(_check_part, _smallest_part(options, found, world.size))
-    if not {*OF_THE_RANKS} & {each.name for each in found.parameters}:
-        fits(first)
-    found.check(base, fits)
+    found.check(base)
     optuna()
     _check_files(options)
-    if found.parallel is not None:
-        _check_ranks(found.parallel, options.ranks_per_trial or 1, world.size)
     if is_pattern(first.data):
         raise ArgumentError(f"--data {first.data}: a search takes one file or folder, not a pattern of files")
     data = datasets.load(first.data, first.label, ignore=first.ignore or (), categories=first.categories or ())
@@ -159,39 +151,6 @@ def _tuning(path: str) -> "Tuning":
     with needing('--config needs pydantic and pyyaml ({}): pip install ".[search]" in the checkout'):
         from trainers.apps.search import config
     return config.load(path)
-
-
-def _check_ranks(parallel: int, each: int, ranks: int) -> None:
-    """Raise ArgumentError if there are fewer ranks than the trials at a time need."""
-    if parallel * each > ranks:
-        raise ArgumentError(
-            f"{parallel} trials at a time (maxParallelTrials) of {each} rank{'s' * (each != 1)} need {parallel * each} "
-            f"ranks, and this job has {ranks}; give fewer, or start more ranks (mpirun -n {parallel * each})"
-        )
-
-
-def _smallest_part(options: argparse.Namespace, tuned: "Tuning", ranks: int) -> int:
-    """Return the ranks of the smallest part that trains a trial."""
-    least = _ranks_per_trial(options, tuned, ranks)
-    if least > ranks:
-        return least
-    return ranks // min(ranks // least, tuned.parallel or ranks)
-
-
-def _check_part(ranks: int, options: argparse.Namespace) -> None:
-    """Raise ArgumentError if so few ranks can't train with these options."""
-    needed, why = 1, ""
-    if options.strategy == SERVERS:
-        needed = (options.servers or 1) + options.ranks_per_worker
-        why = "its servers and a worker"
-    elif options.strategy == SPARE:
-        needed = options.backup_workers + 1
-        why = "its backup workers and another rank"
-    if ranks < needed:
-        raise ArgumentError(
-            f"--strategy {options.strategy} needs {needed} ranks, {why}, and a trial has {ranks}: give "
-            f"--ranks-per-trial {needed}"
-        )
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -269,19 +228,15 @@ class Keeper:
 
     def told(self, trial: Ended) -> None:
         """Print a trial that has ended, and remove models that are not the best of this part. On its first rank."""
-        _say(self._job, line_of(self._job.tuning, trial))
+        _say(self._job, line_of(trial))
         if trial.state != COMPLETE or trial.values is None:
             self._file(trial.number).unlink(missing_ok=True)
             return
         value = trial.values[0] * (1 if self._job.tuning.goal == "MAXIMIZE" else -1)
-        if self._best is None:
-            self._best = value, trial.number
-        if trial.number == self._best[1]:
-            return
-        worse = trial.number
-        if value > self._best[0]:
-            worse, self._best = self._best[1], (value, trial.number)
-        self._file(worse).unlink(missing_ok=True)
+        former, this = self._best, (value, trial.number)
+        self._best = this if former is None or value > former[0] else former
+        for _, number in {former or this, this} - {self._best}:
+            self._file(number).unlink(missing_ok=True)
 
     def _file(self, number: int) -> Path:
         return file_of(self._models, number)
@@ -323,10 +278,9 @@ def _about(job: Job) -> str:
     return f"search: {tuned.trials} trials, {tuned.goal} {tuned.metric}, varies {varied}{rungs}"
 
 
-def line_of(tuned: "Tuning", trial: Ended) -> str:
+def line_of(trial: Ended) -> str:
     """Return a trial as a line of text."""
-    found = {each.name: each.found(trial.params) for each in tuned.parameters}
-    values = " ".join(f"{name}={_short(value)}" for name, value in found.items() if value is not None)
+    values = " ".join(f"{name}={_short(value)}" for name, value in trial.params.items())
     end = f"{trial.values[0]:.4f}" if trial.values else trial.state.lower()
     why = f"  {trial.reason.splitlines()[0]}" if trial.reason else ""
     seconds = "" if trial.seconds is None else f"{trial.seconds:.1f} s"
@@ -339,14 +293,14 @@ def _short(value: Any) -> str:
 
 def _end(job: Job, result: SearchResult, models: str) -> None:
     """Show and write the results. On the first rank."""
-    tuned, options, best = job.tuning, job.options, result.best
+    options, best = job.options, result.best
     states = [each.state.lower() for each in result.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     lines = [f"{len(states)} trials: {counts}; {result.seconds:.1f} s, ranks idle {100 * result.idle:.1f} %"]
     accuracy = None
     if best is not None:
-        lines.append(f"best: {line_of(tuned, best)}")
-        lines.append(f"options: {' '.join(arguments(_values(tuned, best)))}")
+        lines.append(f"best: {line_of(best)}")
+        lines.append(f"options: {' '.join(arguments(best.params))}")
         kept = file_of(models, best.number)
         if kept.exists():
             accuracy = test_accuracy(str(kept), job.data)
@@ -360,11 +314,6 @@ def _end(job: Job, result: SearchResult, models: str) -> None:
     _say(job, "\n".join(lines))
     if options.json:
         results.write_json(options.json, _as_json(job, result, accuracy))
-
-
-def _values(tuned: "Tuning", trial: Ended) -> dict[str, Any]:
-    found = {each.name: each.found(trial.params) for each in tuned.parameters}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 def _none_is_complete(result: SearchResult) -> SearchError:
@@ -381,15 +330,14 @@ def test_accuracy(path: str, data: datasets.Dataset) -> float:
 
 def _as_json(job: Job, result: SearchResult, accuracy: float | None) -> dict[str, Any]:
     tuned = job.tuning
-    trials = [each._asdict() | {"options": _values(tuned, each)} for each in result.trials]
     return {
         "data": job.data.name,
         "goal": tuned.goal,
         "metric": tuned.metric,
-        "trials": trials,
+        "trials": [each._asdict() for each in result.trials],
         "best": None if result.best is None else result.best.number,
         "best_value": result.best_value,
-        "best_options": {} if result.best is None else _values(tuned, result.best),
+        "best_options": result.best_params,
         "test_accuracy": accuracy,
         "seconds": result.seconds,
         "idle": result.idle,

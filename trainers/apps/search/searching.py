@@ -110,17 +110,17 @@ def search(
         tuple of numbers for a Pareto front; the first rank's count. It may raise optuna.TrialPruned on all ranks of the
         part. Any other exception makes the trial fail; other parts don't notice.
     trials: how many trials the study gets, with the trials of former jobs. A trial that fails counts. A sampler that
-        has tried all values (a grid) ends the search earlier. An error of a sampler or a pruner ends it: SearchError; a
-        ValueError of a sampler in a suggest method fails the trial.
+        has tried all values (a grid) ends the search earlier; while other parts run its last trials, a part may repeat
+        one. An error of a sampler or a pruner ends the search: SearchError; a ValueError of a sampler in a suggest
+        method fails the trial.
     topology: the ranks of the search; None for all ranks, on a topology that is closed at the end.
     ranks_per_trial: the ranks of a part, at least. Ranks that are left over join the first parts. parallel: the largest
         number of parts.
     directions: "minimize" or "maximize", or one for each value of the objective.
-    sampler, pruner: optuna's; a sampler may be a function that makes one from a seed. None: TPE, optuna's MedianPruner.
-        With BruteForceSampler all ranks are one part, which runs one trial after the other.
+    sampler, pruner: optuna's. None: TPE, optuna's MedianPruner.
     storage: the file of optuna's journal, in a folder that all ranks see. A later search with it goes on. None: the
         search can't go on in another job.
-    seed: makes a search of one part repeatable, also one that is continued.
+    seed: of TPE. It makes a search of one part repeatable, also one that is continued.
     about: describes all trials of the study. A later search with this storage and another text raises ArgumentError.
     told: called on the first rank of a part with each trial that has ended there.
 
@@ -135,17 +135,10 @@ def search(
     several = tuple(directions) if isinstance(directions, list | tuple) else (directions,)
     row = f"search(trials={trials!r}, directions={several!r}, storage={storage!r}, seed={seed!r})"
     settings = Settings(trials, several, sampler, pruner, seed, about, told, ranks_per_trial, parallel)
-    alone = _needs_one_part(settings)
     made: _Search | None = None
     try:
         error = _bad(settings, storage) or _bad_objects(objective, settings)
-        if alone and error is None and parallel not in (None, 1):
-            error = ArgumentError(
-                f"a BruteForceSampler with parallel={parallel!r}: it repeats points if trials run at the same time; "
-                "leave parallel out, or give a GridSampler"
-            )
         ranks.agree([zlib.crc32(row.encode())], row, error or parts_error(ranks.size, ranks_per_trial, parallel))
-        settings = settings._replace(parallel=1) if alone else settings
         with Terminating(quiet=True) as sigterm:
             made = _Search(ranks, objective, settings, storage)
             result = made.run(sigterm)
@@ -159,18 +152,6 @@ def search(
     if own:
         result.topology.close()
     return result
-
-
-def _needs_one_part(settings: Settings) -> bool:
-    """Whether the sampler is optuna's BruteForceSampler. It knows the points of trials that run only when their
-    objectives have asked for all parameters, so two trials that begin together may have the same point."""
-    try:
-        samplers, found = optuna().samplers, settings.sampler
-        if callable(found) and not isinstance(found, samplers.BaseSampler):
-            found = found(settings.seed)
-        return isinstance(found, samplers.BruteForceSampler)
-    except Exception:  # of the user's function, or optuna is missing: each has its own error later
-        return False
 
 
 def _bad(settings: Settings, storage: Any) -> ArgumentError | None:
@@ -192,8 +173,8 @@ def _bad_objects(objective: Any, settings: Settings) -> ArgumentError | None:
     sampler, pruner, told = settings.sampler, settings.pruner, settings.told
     if not callable(objective):
         return ArgumentError(f"objective={objective!r}: give a function of a trial and a topology")
-    if sampler is not None and not isinstance(sampler, module.samplers.BaseSampler) and not callable(sampler):
-        return ArgumentError(f"sampler={sampler!r}: give one of optuna's, a function that makes one of a seed, or None")
+    if sampler is not None and not isinstance(sampler, module.samplers.BaseSampler):
+        return ArgumentError(f"sampler={sampler!r}: give one of optuna's, or None")
     if pruner is not None and not isinstance(pruner, module.pruners.BasePruner):
         return ArgumentError(f"pruner={pruner!r}: give one of optuna's, or None")
     if told is not None and not callable(told):

@@ -11,10 +11,9 @@ import contextlib
 import fcntl
 import io
 import logging
-import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,6 @@ STUDY = "search"  # the study's name in the file
 MOST_ATTEMPTS = 3  # how often the parameters of a trial begin, if a job ends meanwhile
 GRACE_SECONDS = 10  # after which optuna's lock of a killed process is released
 WHY, REPEATS, ATTEMPT, SECONDS, RANKS = "reason", "repeats", "attempt", "seconds", "ranks"  # attributes of a trial
-OF_THE_SEARCH = (WHY, REPEATS, ATTEMPT, SECONDS, RANKS)
-GRID = ("grid_id", "search_space")  # attributes that optuna's GridSampler gives a trial
 STOPPED, ABOUT = "stopped", "about"  # attributes of the study: its sampler has no other trials; see Study.begin
 DIRECTIONS = ("minimize", "maximize")
 COMPLETE, PRUNED, FAIL = "COMPLETE", "PRUNED", "FAIL"  # how a trial ends; optuna's names
@@ -60,10 +57,9 @@ class Ended(NamedTuple):
 class Study:
     """An optuna study in a journal file. path: of the file, in a folder that all ranks see.
 
-    directions: "minimize" or "maximize", for each value of the objective. sampler: one of optuna's, or a function that
-    makes one of a seed; None: TPE. A function is called before each trial with a seed that depends on `seed` and on the
-    trial's number, so that the same trials follow the same trials. pruner: one of optuna's; None: its default.
-    fresh: whether a sampler's own random numbers may be used as they are; otherwise it gets new ones.
+    directions: "minimize" or "maximize", for each value of the objective. sampler: one of optuna's; it gets new random
+    numbers unless `fresh`. None: TPE with a seed that depends on `seed` and on the trial's number, so that the same
+    trials follow the same trials. pruner: one of optuna's; None: its default.
 
     Raises ArgumentError if the file is not such a journal, or was begun with other directions.
     """
@@ -80,10 +76,7 @@ class Study:
     ) -> None:
         module = optuna()
         journal = module.storages.journal
-        self._path, self._seed = path, seed
-        self._make_sampler: Callable[[int], Any] | None = None
-        if sampler is None or not isinstance(sampler, module.samplers.BaseSampler):
-            self._make_sampler = sampler or (lambda seed: module.samplers.TPESampler(seed=seed))
+        self._path, self._seed, self._seeds_sampler = path, seed, sampler is None
         lock = journal.JournalFileSymlinkLock(path, grace_period=GRACE_SECONDS)
         try:
             self._storage = module.storages.JournalStorage(journal.JournalFileBackend(path, lock_obj=lock))
@@ -91,7 +84,7 @@ class Study:
                 storage=self._storage,
                 study_name=STUDY,
                 directions=list(directions),
-                sampler=None if self._make_sampler else sampler,
+                sampler=sampler,
                 pruner=pruner,
                 load_if_exists=True,
             )
@@ -103,7 +96,7 @@ class Study:
                 f"{path}: its trials {begun}, and this search is to {', '.join(directions)}; give another file"
             )
         self.study.stop = self._stop  # which samplers call that have tried everything; optuna's needs its own loop
-        if self._make_sampler is None and (not fresh or self.trials()):
+        if sampler is not None and (not fresh or self.trials()):
             sampler.reseed_rng()  # else it would repeat the points of another part, or of the former job
 
     def ask(self, most: int) -> Any:
@@ -113,45 +106,18 @@ class Study:
             waiting = any(trial.state.name == "WAITING" for trial in trials)
             if not waiting and (self.stopped or counted(trials) >= most):
                 return None
-            self._seed_sampler(len(trials))
-            if not waiting and self._has_begun_all(trials):
-                return None
+            if self._seeds_sampler:
+                seed = zlib.crc32(f"{self._seed} {len(trials)}".encode())
+                self.study.sampler = optuna().samplers.TPESampler(seed=seed)
             with failing("sampler"):
                 return self.study.ask()
-
-    def _has_begun_all(self, trials: Sequence[Any]) -> bool:
-        """Whether trials have begun all points of a sampler that tries every point once: it would repeat one."""
-        samplers, running = optuna().samplers, any(trial.state.name == "RUNNING" for trial in trials)
-        if not trials or not isinstance(self.study.sampler, samplers.GridSampler | samplers.BruteForceSampler):
-            return False
-        if not running:  # the sampler looks again whether it has tried everything, and then stops the study
-            last = trials[-1]
-            with failing("sampler"):
-                self.study.sampler.after_trial(self.study, last, last.state, last.values)
-            return self.stopped
-        grids = [trial.system_attrs for trial in trials if set(GRID) <= trial.system_attrs.keys()]
-        if not grids or not isinstance(self.study.sampler, samplers.GridSampler):
-            return False
-        grid_id, space = GRID
-        now = grids[-1][space]  # a job begins when no trial runs, so a trial of this job has the sampler's grid
-        begun = {each[grid_id] for each in grids if repr(each[space]) == repr(now)}
-        return len(begun) >= math.prod(len({*map(repr, values)}) for values in now.values())
-
-    def _seed_sampler(self, number: int) -> None:
-        if self._make_sampler is None:
-            return
-        with failing("sampler"):  # the user's function
-            made, samplers = self._make_sampler(zlib.crc32(f"{self._seed} {number}".encode())), optuna().samplers
-            if isinstance(made, samplers.GridSampler | samplers.QMCSampler):  # all trials follow one order of points
-                made = self._make_sampler(self._seed)
-        self.study.sampler = made
 
     def tell(self, number: int, state: str, values: Sequence[float] | None = None, **attributes: Any) -> Ended:
         """Tell how a trial has ended, unless that was told before; return it. attributes: WHY, SECONDS, RANKS."""
         trial_id = self._id_of(number)
         if not self._storage.get_trial(trial_id).state.is_finished():
             for name, value in attributes.items():
-                self._storage.set_trial_user_attr(trial_id, name, value)
+                self._storage.set_trial_system_attr(trial_id, name, value)
             told = optuna().trial.TrialState[state]
             with failing("sampler"):
                 given = list(values) if state == COMPLETE and values else None
@@ -192,23 +158,21 @@ class Study:
         again: queue their parameters, as trials that don't count.
         """
         trials = self.trials()
-        repeated = {trial.user_attrs.get(REPEATS) for trial in trials}
+        repeated = {trial.system_attrs.get(REPEATS) for trial in trials}
         running = [trial for trial in trials if trial.state.name == "RUNNING"]
         for trial in running:
-            attempt = int(trial.user_attrs.get(ATTEMPT, 1))
+            attempt = trial.system_attrs.get(ATTEMPT, 1)
             if again and trial.number not in repeated and attempt < MOST_ATTEMPTS:
                 self._repeat(trial, attempt + 1)
             self.tell(trial.number, FAIL, None, **{WHY: why})
         return [trial.number for trial in running]
 
     def _repeat(self, trial: Any, attempt: int) -> None:
-        """Queue a trial's parameters. Study.enqueue_trial would lose what a GridSampler needs to tell the trial."""
-        module, former = optuna(), trial.system_attrs
-        attributes = {name: former[name] for name in GRID if name in former}
-        attributes["fixed_params"] = {**former.get("fixed_params", {}), **trial.params}
-        about = {REPEATS: trial.number, ATTEMPT: attempt}
-        waiting = module.trial.TrialState.WAITING
-        self.study.add_trial(module.trial.create_trial(state=waiting, system_attrs=attributes, user_attrs=about))
+        """Queue a trial's parameters, with what its sampler knows of it."""
+        about = {**trial.system_attrs, REPEATS: trial.number, ATTEMPT: attempt}
+        given = {"params": trial.params, "distributions": trial.distributions, "system_attrs": about}
+        module = optuna().trial
+        self.study.add_trial(module.create_trial(state=module.TrialState.WAITING, **given))
 
     def ended(self) -> list[Ended]:
         """Return all trials that have ended."""
@@ -243,14 +207,13 @@ def failing(name: str) -> Iterator[None]:
 
 def counted(trials: Sequence[Any]) -> int:
     """Return how many trials there are, without those that repeat others."""
-    return sum(REPEATS not in trial.user_attrs for trial in trials)
+    return sum(REPEATS not in trial.system_attrs for trial in trials)
 
 
 def ended(trial: Any) -> Ended:
     """Return a FrozenTrial of optuna's as an Ended."""
-    attributes: Mapping[str, Any] = trial.user_attrs
     values = [float(value) for value in trial.values] if trial.state.name == COMPLETE else None
-    why, seconds, ranks, repeats = (attributes.get(name) for name in (WHY, SECONDS, RANKS, REPEATS))
+    why, seconds, ranks, repeats = (trial.system_attrs.get(name) for name in (WHY, SECONDS, RANKS, REPEATS))
     return Ended(trial.number, trial.state.name, values, dict(trial.params), why, seconds, list(ranks or ()), repeats)
 
 

@@ -1,15 +1,13 @@
 """Trial: a trial of optuna's that all ranks of a part run together. The first rank asks optuna, and tells the rest."""
 
 import math
-import numbers
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from allreduce.elastic.ranks import root_value, together
 from allreduce.topology import Topology
-from trainers.apps.search.study import OF_THE_SEARCH, failure_of, optuna
-from trainers.arguments import integer_error
+from trainers.apps.search.study import failure_of, optuna
 from trainers.errors import ArgumentError, SearchError
 
 ResultT = TypeVar("ResultT")
@@ -45,24 +43,12 @@ class Trial:
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """Return one of `choices`, the same on all ranks."""
         listed = list(choices)
-
-        def index(asked: Any) -> int:
-            found = asked.suggest_categorical(name, listed)
-            same = [type(each) is type(found) and _equal(each, found) for each in listed]
-            return same.index(True)
-
         row = f"suggest_categorical({name!r}, {listed!r})"
-        self.params[name] = listed[self._suggest(name, row, index)]  # the number of the choice is sent, not the choice
-        return self.params[name]
+        return self._suggest(name, row, lambda asked: asked.suggest_categorical(name, listed))
 
     def report(self, value: float, step: int) -> None:
         """Report a value of the objective before its end, at a step of its training; the first rank's value counts."""
-        error = None
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            error = ArgumentError(f"trial.report: give a number, got {value!r}")
-        elif text := integer_error("trial.report: the step", step, 0):
-            error = ArgumentError(text)
-        self._ask(f"report(step={step!r})", lambda asked: asked.report(float(value), int(step)), error)
+        self._ask(f"report(step={step!r})", lambda asked: asked.report(value, step))
 
     def should_prune(self) -> bool:
         """Return whether the pruner ends this trial, the same on all ranks, which then raise optuna.TrialPruned."""
@@ -70,11 +56,7 @@ class Trial:
 
     def set_user_attr(self, key: str, value: Any) -> None:
         """Keep a value with the trial in the study; the first rank's counts. value: JSON-serializable."""
-        error = None
-        if key in OF_THE_SEARCH:
-            names = ", ".join(OF_THE_SEARCH)
-            error = ArgumentError(f"trial.set_user_attr({key!r}): the search itself sets {names}; give another name")
-        self._ask(f"set_user_attr({key!r})", lambda asked: asked.set_user_attr(key, value), error)
+        self._ask(f"set_user_attr({key!r})", lambda asked: asked.set_user_attr(key, value))
 
     def _suggest(self, name: str, row: str, ask: Callable[[Any], Any]) -> Any:
         self.params[name] = self._ask(row, lambda asked: self._kept("sampler", lambda: ask(asked)))
@@ -89,20 +71,16 @@ class Trial:
                 self.failure = failure_of(name, error)
             raise
 
-    def _ask(self, row: str, ask: Callable[[Any], ResultT], error: Exception | None = None) -> ResultT:
+    def _ask(self, row: str, ask: Callable[[Any], ResultT]) -> ResultT:
         """Call `ask` with optuna's trial on the first rank, and return its result on all ranks. Collective.
 
-        row: the call in words, which must be equal on all ranks. error: of this rank's arguments.
+        row: the call in words, which must be equal on all ranks.
         """
         topology = self.topology
-        topology.agree([zlib.crc32(row.encode())], f"trial.{row}", error)
+        topology.agree([zlib.crc32(row.encode())], f"trial.{row}")
         found = together(topology.world, lambda: None if self._asked is None else ask(self._asked))
         result: ResultT = root_value(topology.world, found, f"trial.{row}")
         return result
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return bool(one == other or (one != one and other != other))  # NaN too
 
 
 def checked_values(returned: Any, directions: Sequence[str]) -> list[float]:
