@@ -5,7 +5,7 @@
     sudo GLOO_SOCKET_IFNAME=eth0 bash scripts/cluster_sim.sh 2x2 100mbit -- python -m benchmarks.compression training
 
 It measures one of these:
-  speed     milliseconds, bytes and error of averaging 16 MiB of dense layers' gradients, by each compression
+  speed     milliseconds, bytes and error of averaging 16 MiB of dense layers' gradients, by each compression or exactly
   training  seconds until a model has the accuracy of uncompressed training; needs PyTorch
 """
 
@@ -20,7 +20,7 @@ from allreduce.machine import identify
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all_ranks
 from benchmarks.compressing import speed
-from benchmarks.lib import cli, outputs, plot, sizes
+from benchmarks.lib import cli, sizes
 from benchmarks.lib.outputs import Screen
 
 EPILOG = "Compression gains where the network is slow. On one host the ranks share memory: there it costs time."
@@ -40,7 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group("--steps", type=cli.at_least(1), metavar="N", help="of uncompressed training (default: 65, 200)")
     group("--every", type=cli.at_least(2), default=5, metavar="N", help="steps between evaluations (default: 5)")
     cli.add_json_option(parser)
-    add("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
 
 
 def _run(topology: Topology, args: argparse.Namespace, screen: Screen) -> int:
@@ -55,8 +54,6 @@ def _run(topology: Topology, args: argparse.Namespace, screen: Screen) -> int:
         screen.write_record(record)
 
     measured.run(topology, args, screen, write)
-    if args.plot and topology.rank == 0:
-        outputs.write(args.plot, plot.content(measured.figure_of(record), plot.kind_of(args.plot)))
     return 0
 
 

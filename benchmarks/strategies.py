@@ -1,6 +1,6 @@
 """Compares the training strategies on the same network, data and epochs, with and without a slow rank.
 
-    mpirun -n 5 python -m benchmarks.strategies --json out.json --plot out.png
+    mpirun -n 5 python -m benchmarks.strategies --json out.json
 
 Computing a row takes a fixed time (--row-us): a rank sleeps for the rest of it, as if it had its own processor.
 So the strategies differ only in waits and messages, even if ranks outnumber cores. The slow rank is rank 1, a worker in
@@ -24,7 +24,7 @@ from allreduce.errors import OptionError
 from allreduce.machine import identify
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, on_all_ranks
-from benchmarks.lib import cli, hosts, outputs, plot
+from benchmarks.lib import cli, hosts
 from benchmarks.lib.columns import columns
 from benchmarks.lib.outputs import Screen
 from trainers import NumpyNetwork, datasets
@@ -219,25 +219,6 @@ def cells(outcome: Outcome) -> list[str]:
     ]
 
 
-QUANTITIES = (
-    ("seconds an epoch", lambda each: each.seconds, "{:.2f}"),
-    ("updates a second", lambda each: each.updates_per_second, "{:.0f}"),
-    ("accuracy on test data", lambda each: each.accuracy, "{:.3f}"),
-    ("mean updates behind", lambda each: each.mean_staleness, "{:.1f}"),
-    ("MB an epoch between hosts", lambda each: each.megabytes, "{:.1f}"),
-)
-
-
-def figure_of(outcomes: Sequence[Outcome], title: str) -> Any:
-    """Return the picture of the runs as a matplotlib Figure."""
-    series = {
-        label: (colour, {each.variant: each for each in outcomes if each.slow == slow})
-        for slow, colour, label in ((False, "#1f77b4", "equal ranks"), (True, "#d62728", "one slow rank"))
-        if any(each.slow == slow for each in outcomes)
-    }
-    return plot.panels(title, series, [each for each in QUANTITIES if each[1](outcomes[0]) is not None])
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     cli.add_some(parser, "--only", [each.name for each in VARIANTS], ";")
@@ -259,7 +240,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node", type=cli.at_least(0), default=1, metavar="N",
         help="simulate nodes of N ranks; 0: use the real nodes (default: 1)",
     )  # fmt: skip
-    add("--plot", metavar="FILE", help="draw the comparison (.png, .svg, .pdf)")
     cli.add_json_option(parser)
 
 
@@ -270,17 +250,11 @@ def _run(topology: Topology, args: argparse.Namespace, screen: Screen) -> int:
         raise on_all_ranks(error, topology.world)
     outcomes = _measure(topology, args, variants, screen)
     screen.say("#", *table(outcomes))
-    options = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
+    options = {name: value for name, value in vars(args).items() if name != "json"}
     machine = {"machine": platform.machine(), "mpi": identify()["mpi"]}
     sizes = {"ranks": topology.size, "nodes": topology.nodes, "cores": topology.cores}
     runs = [each.as_dict() for each in outcomes]
     screen.write_record({**sizes, **machine, "options": options, "runs": runs})
-    if args.plot and topology.rank == 0:
-        title = (
-            f"{args.data}, {args.hidden} hidden units, batch {args.batch_size}, {args.epochs} epochs, "
-            f"{topology.size} ranks; {args.row_us:g} us a row, {args.slow_factor:g} times that on the slow rank"
-        )
-        outputs.write(args.plot, plot.content(figure_of(outcomes, title), plot.kind_of(args.plot)))
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Calls: the time, bytes and error of all-reducing the gradients of dense layers by each compression."""
+"""Calls: the time, bytes and error of all-reducing the gradients of dense layers by each compression, or exactly."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -17,13 +17,12 @@ from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all_ranks
-from benchmarks.lib import hosts, plot, timing
+from benchmarks.lib import hosts, timing
 from benchmarks.lib.columns import columns
 from benchmarks.lib.outputs import Screen
-from benchmarks.lib.sizes import show
 
-NONE = "none"
-METHODS = (NONE, "bfloat16", "float16", "int8", "float8", "powersgd:4")
+NONE, EXACT = "none", "exact"
+METHODS = (NONE, "bfloat16", "float16", "int8", "float8", "powersgd:4", EXACT)
 WIDTH = 2048  # of a dense layer: its gradients are a matrix of at most WIDTH rows
 BATCH = 32  # rows from which a rank has its gradients
 CALLS = 10  # calls with the same gradients, whose mean result is compared
@@ -46,7 +45,7 @@ class Cost:
 
 def compression(name: str, start: int = 0) -> Given:
     """Return the compression of a method. start: the calls of PowerSGD in full precision."""
-    parsed = None if name == NONE else options.parse(name)
+    parsed = None if name in (NONE, EXACT) else options.parse(name)
     return replace(parsed, start_powerSGD_iter=start) if isinstance(parsed, PowerSGD) else parsed
 
 
@@ -81,7 +80,7 @@ class Contestant:
 
     def __init__(self, name: str, topology: Topology, backend: str, parts: list[Part], values: np.ndarray) -> None:
         self.name, self._values = name, values
-        self.backend: AllReduce = allreduce.create(backend, topology, compress=compression(name))
+        self.backend: AllReduce = allreduce.create(backend, topology, compress=compression(name), exact=name == EXACT)
         self.array = self.backend.allocate(values.size, "float32")
         self.backend.describe(self.array, parts)
 
@@ -122,29 +121,9 @@ def run(topology: Topology, args: argparse.Namespace, screen: Screen, write: Cal
     write({"bytes": 4 * length, "costs": [asdict(cost) for cost in costs]})
 
 
-QUANTITIES = (
-    ("milliseconds", lambda cost: cost["median_ms"], "{:.1f}"),
-    ("MB that a rank sends", lambda cost: (cost["bytes_per_rank"] or 0) / 1e6, "{:.2f}"),
-    ("relative error of one call", lambda cost: cost["error"], "{:.1e}"),
-)
-
-
-def figure_of(record: Mapping[str, Any]) -> Any:
-    """Return the picture of a record as a matplotlib Figure: time, bytes and error of each method."""
-    costs = {cost["method"]: cost for cost in record["costs"]}
-    title = f"All-reduce of {show(record['bytes'])} of float32, {place(record)}"
-    return plot.panels(title, {"": ("#1f77b4", costs)}, QUANTITIES)
-
-
-def place(record: Mapping[str, Any]) -> str:
-    """Return where a record was measured, in words."""
-    nodes = record["node_sizes"]
-    return f"{record['ranks']} ranks on {len(nodes)} host{'s' * (len(nodes) != 1)}"
-
-
 def check(topology: Topology, name: str) -> None:
     """Raise OptionError on all ranks if there is no such method."""
-    if name != NONE:
+    if name not in (NONE, EXACT):
         try:
             options.parse(name)
         except OptionError as error:

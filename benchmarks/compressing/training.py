@@ -17,7 +17,7 @@ one thread unless OMP_NUM_THREADS says otherwise.
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,12 +36,11 @@ from allreduce.arrays import compression as options
 from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, on_all_ranks
-from benchmarks.compressing.speed import compression, place
+from benchmarks.compressing.speed import compression
 from benchmarks.lib import hosts
 from benchmarks.lib.networks import Trained, one_thread, perceptron
 from benchmarks.lib.outputs import Screen
 from benchmarks.lib.peers import join
-from benchmarks.lib.plot import bars
 from trainers import LocalSGD, datasets
 from trainers.datasets.__main__ import enlarged
 from trainers.pytorch import MirroredOptimizer
@@ -379,31 +378,3 @@ def run(topology: Topology, args: argparse.Namespace, screen: Screen, write: Cal
             screen.say(line(runs[-1]))
             write({"models": trained})
     bench.close()
-
-
-def figure_of(record: Mapping[str, Any]) -> Any:
-    """Return the picture of a record as a matplotlib Figure: for each model the accuracy over the seconds, and the
-    seconds to the target."""
-    from matplotlib.figure import Figure
-
-    models = record["models"]
-    most = max(len(model["runs"]) for model in models)
-    figure = Figure(figsize=(14, (2.2 + 0.25 * most) * len(models)), layout="constrained")
-    for (curves, times), model in zip(figure.subplots(len(models), 2, squeeze=False), models, strict=True):
-        runs = model["runs"]
-        colours = [_colour(run["method"]) for run in runs]
-        for run, colour in zip(runs, colours, strict=True):
-            curves.plot(run["seconds"], run["accuracies"], ".-", color=colour, linewidth=0.8, markersize=3)
-        curves.axhline(model["target"], color="black", linewidth=0.8, linestyle=":")
-        curves.set(xscale="log", xlabel="seconds", ylabel="accuracy", ylim=(model["target"] - 0.3, 1))
-        curves.set_title(f"{model['model']}, {model['parameters'] / 1e6:.1f} M parameters", fontsize=11)
-        reached = [run["seconds_to_target"] for run in runs]
-        texts = ["not reached" if each is None else f"{each:.1f}" for each in reached]
-        bars(times, [run["method"] for run in runs], [each or 0 for each in reached], texts, color=colours)
-        times.set_title(f"seconds to accuracy {model['target']:.3f}", fontsize=11)
-    figure.suptitle(f"Training, {place(record)}. Blue: this library; pink: PyTorch's DDP with gloo", fontsize=12)
-    return figure
-
-
-def _colour(method: str) -> str:
-    return "#7f7f7f" if method == PLAIN else "#e377c2" if method.startswith(PEER) else "#1f77b4"

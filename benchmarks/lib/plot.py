@@ -1,4 +1,4 @@
-"""The picture of a run: busbw and time over size, for allocated and foreign arrays; and bars. Needs matplotlib.
+"""The picture of a run: busbw and time over size, for allocated and foreign arrays. Needs matplotlib.
 
 Each backend has a colour and a mark, the same in every picture and page. Dotted lines: where another backend becomes
 the fastest, which the title names. Dashed: the limit of memory or network.
@@ -8,7 +8,6 @@ import io
 import math
 import textwrap
 import zlib
-from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,6 @@ def width(backend: str) -> float:
 
 
 TITLE_WIDTH = 90  # characters above a panel
-PANELS = 3  # in a row
 ROWS = (("busbw", "bus bandwidth (GB/s)"), ("time_us", "time (us)"))
 
 
@@ -84,46 +82,6 @@ def content(figure: Any, kind: str) -> bytes:
     found = io.BytesIO()
     figure.savefig(found, format=kind, dpi=110)
     return found.getvalue()
-
-
-def bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequence[str], **style: Any) -> None:
-    """Draw horizontal bars with texts at their ends. style: of barh; with y the places among `names`."""
-    drawn = axis.barh(style.pop("y", range(len(names))), values, **{"height": 0.7, **style})
-    axis.bar_label(drawn, texts, padding=3, fontsize=8)
-    axis.set_yticks(range(len(names)), names)
-    axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.margins(x=0.2)
-    axis.set_axisbelow(True)
-    axis.grid(True, axis="x", alpha=0.3)
-
-
-Quantity = tuple[str, Callable[[Any], float], str]  # a heading, the value in a record, and its format
-
-
-def panels(title: str, series: Mapping[str, tuple[str, Mapping[str, Any]]], quantities: Sequence[Quantity]) -> Any:
-    """Return a matplotlib Figure with a panel for each quantity, in which each name has a bar for each series.
-
-    series: label -> its colour, and name -> record.
-    """
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys(name for _, records in series.values() for name in records))
-    lines, height = -(-len(quantities) // PANELS), 0.76 / len(series)
-    figure = Figure(figsize=(14, lines * (1.2 + 0.4 * len(names))), layout="constrained")
-    axes = list(figure.subplots(lines, PANELS, sharey=True, squeeze=False).flat)
-    for axis, (heading, value, text) in zip(axes, quantities, strict=False):
-        for number, (label, (shade, records)) in enumerate(series.items()):
-            places = [names.index(name) + height * (number - (len(series) - 1) / 2) for name in records]
-            values = [value(record) for record in records.values()]
-            style = {"y": places, "height": height, "color": shade, "label": label}
-            bars(axis, names, values, [text.format(each) for each in values], **style)
-        axis.set_title(heading, fontsize=11)
-    for axis in axes[len(quantities) :]:
-        axis.set_axis_off()
-    figure.suptitle(title, fontsize=12, parse_math=False)
-    if len(series) > 1:
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
-    return figure
 
 
 def draw(run: Run, kind: str = "png") -> bytes:

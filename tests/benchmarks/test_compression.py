@@ -1,4 +1,4 @@
-"""benchmarks.compression: its tables and pictures, and small runs; one on simulated hosts, where root can make them."""
+"""benchmarks.compression: its tables, and small runs; one on simulated hosts, where root can make them."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def test_the_bytes_of_all_interfaces_but_the_loopback_are_counted(tmp_path: Path
 @pytest.mark.jobs
 def test_calls_are_measured(mpirun: JobRunner, tmp_path: Path) -> None:
     record = tmp_path / "speed.json"
-    methods = ["none", "bfloat16", "float16", "int8", "float8"]
+    methods = ["none", "bfloat16", "float16", "int8", "float8", "exact"]
     options = ["--size", "64K", "--iters", "2", "--methods", ",".join(methods), "--json", record]
     job = mpirun(2, ["-m", "benchmarks.compression", *options])
     assert job.returncode == 0, job.stderr
@@ -40,7 +40,14 @@ def test_calls_are_measured(mpirun: JobRunner, tmp_path: Path) -> None:
     costs = {cost["method"]: cost for cost in found["costs"]}
     assert list(costs) == methods
     assert costs["none"]["speedup"] == 1.0
-    assert costs["none"]["error"] < 1e-6 < costs["float16"]["error"] < costs["bfloat16"]["error"] < 0.01
+    assert (
+        costs["exact"]["error"]
+        <= costs["none"]["error"]
+        < 1e-6
+        < costs["float16"]["error"]
+        < costs["bfloat16"]["error"]
+        < 0.01
+    )
     for name in ("int8", "float8"):
         assert costs["bfloat16"]["error"] < costs[name]["error"] < 0.1
         assert costs[name]["error_of_mean"] < costs[name]["error"] / 4, "error feedback"
@@ -94,13 +101,10 @@ def test_the_target_is_reached_by_two_evaluations_in_a_row() -> None:
 @pytest.mark.expensive
 def test_trainings_are_timed(mpirun: JobRunner, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    pytest.importorskip("matplotlib")
-    record, drawn = tmp_path / "training.json", tmp_path / "training.png"
+    record = tmp_path / "training.json"
     methods = ["powersgd:4", "sync:4+streamed+int8", "ddp+powersgd:4", "ddp+postlocal:2"]
     options = ["--models", "conv", "--steps", "4", "--every", "2", "--methods", ",".join(methods)]
-    job = mpirun(
-        2, ["-m", "benchmarks.compression", "training", *options, "--json", record, "--plot", drawn], timeout=180
-    )
+    job = mpirun(2, ["-m", "benchmarks.compression", "training", *options, "--json", record], timeout=180)
     assert job.returncode == 0, job.stderr
     (found,) = json.loads(record.read_text())["models"]
     runs = {run["method"]: run for run in found["runs"]}
@@ -108,7 +112,6 @@ def test_trainings_are_timed(mpirun: JobRunner, tmp_path: Path) -> None:
     assert runs["none"]["at"] == [2, 4]
     assert all(0 < run["best_accuracy"] <= 1 and run["seconds"][0] > 0 for run in found["runs"])
     assert {run["bytes_per_step"] for run in found["runs"]} == {None}, "one host sends nothing"
-    assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
 REFUSED = {

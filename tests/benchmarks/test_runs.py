@@ -48,6 +48,19 @@ def test_every_backend_and_every_output(mpirun: JobRunner, tmp_path: Path, quiet
     assert sorted(tmp_path.iterdir()) == sorted(files.values())
 
 
+def test_short_calls_beside_mpi4py(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
+    record = tmp_path / "latency.json"
+    options = ["-e", "2K", "-f", "64", "--turns", "1", "--json", record]
+    job = mpirun(2, ["-m", "benchmarks.latency", *options], env=quiet)
+    assert job.returncode == 0, job.stderr
+    found = json.loads(record.read_text())["results"]
+    ways = ["mpi4py", "bound", "allocated", "foreign"]
+    assert [(each["size"], each["way"]) for each in found] == [(size, way) for size in (32, 2048) for way in ways]
+    assert all(each["loop_us"] > 0 and each["cold_us"] > 0 for each in found)
+    bare = [line.split() for line in job.stdout.splitlines() if "mpi4py " in line and "size" not in line]
+    assert [(row[4:6], row[-1]) for row in bare] == [(["+0.00", "1.00"], "1.00")] * 2
+
+
 def test_a_person_reads_a_line_for_each_size_and_one_sentence(
     mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]
 ) -> None:

@@ -99,6 +99,7 @@ SKIPPED = {
 SHORTER = {
     "benchmarks.bandwidth": "-b 1K -e 16K -n 2 -w 0",
     "benchmarks.compression": "--size 64K --methods none,bfloat16,int8 --iters 1",
+    "benchmarks.latency": "-e 32 --turns 1",
     "benchmarks.strategies": "--epochs 1 --only mirrored --slow-factor 0",
     "benchmarks.tune": "-n 1 --output table.json",
     "trainers": "--epochs 1",
