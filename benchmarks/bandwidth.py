@@ -20,7 +20,7 @@ from allreduce.arrays import dtypes
 from allreduce.arrays.compression import Half
 from allreduce.errors import OptionError
 from allreduce.transport.control import raise_together, root_value, together
-from benchmarks.lib import cli, limits, machine, outputs, plot, report, sizes, table
+from benchmarks.lib import cli, limits, machine, outputs, plot, report, table
 from benchmarks.lib.advice import advice, wrong_results
 from benchmarks.lib.contenders import gather
 from benchmarks.lib.outputs import Screen
@@ -48,8 +48,7 @@ The picture of --plot and --html has the limit of memory (measured by copying) o
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-b", "--minbytes", type=cli.size, default=8, metavar="SIZE", help="smallest size (default 8); units K, M, G")
-    add("-e", "--maxbytes", type=cli.size, default=128 << 20, metavar="SIZE", help="largest size (default 128M)")
+    cli.add_sizes(parser, "8", "128M")
     step = parser.add_mutually_exclusive_group()
     step.add_argument("-f", "--stepfactor", type=cli.at_least(1.01, float), default=2.0, metavar="F", help="default 2")
     step.add_argument("-i", "--stepbytes", type=cli.size, metavar="SIZE", help="instead: a fixed step between sizes")
@@ -79,7 +78,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:
     comm = world.world
     cli.checked_op(comm, args.op, args.datatype)
-    wanted = _sizes(comm, args)
+    if args.stepbytes == 0:
+        raise_together(comm, OptionError("-i 0: give a step of at least one byte"))
+    wanted = cli.swept(comm, args, args.datatype, args.stepbytes)
     with Topology(comm, ranks_per_node=args.ranks_per_node) as topology:
         run = Run(
             machine={**machine.describe(args.peers), **limits.measure(topology)},
@@ -111,17 +112,6 @@ def _run(world: Topology, args: argparse.Namespace, screen: Screen) -> int:
         screen.say(*table.comparison(run))
     _write(comm, args, run, advised)
     return 1 if any(result.wrong for result in run.results) else 0
-
-
-def _sizes(comm: MPI.Intracomm, args: argparse.Namespace) -> list[int]:
-    if args.stepbytes == 0:
-        raise_together(comm, OptionError("-i 0: give a step of at least one byte"))
-    swept = sizes.sweep(args.minbytes, args.maxbytes, args.stepfactor, args.stepbytes)
-    wanted = sizes.whole(swept, args.datatype.itemsize)
-    if not wanted:
-        problem = f"-b {args.minbytes} -e {args.maxbytes}: no size between them holds an element of {args.datatype}"
-        raise_together(comm, OptionError(f"{problem}; -e must be at least -b and {args.datatype.itemsize}"))
-    return wanted
 
 
 def _cells(contenders: list[Contender], foreign: np.ndarray, cold: bool) -> list[Cell]:

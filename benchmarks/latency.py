@@ -6,6 +6,7 @@ mpirun -n 4 python -m benchmarks.latency -b 8 -e 1M -f 4 --backend native
 
 import argparse
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -27,14 +28,13 @@ array from allocate(). foreign: the same with an array of the program. loop: one
 turns. cold: each call after other work, which fills the caches, and a barrier. Medians of the slowest rank's times.
 """
 NATIVE, DTYPE = "mpi4py", np.dtype(np.float32)
-LOOP_BYTES, LEAST_CALLS, MOST_CALLS = 16 << 20, 20, 1000  # of a turn in a loop
+LEAST_CALLS, MOST_CALLS, LOOP_SECONDS = 20, 1000, 0.02  # of a turn in a loop
 COLD_SECONDS = 1.0  # for a size
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-b", "--minbytes", type=cli.size, default=32, metavar="SIZE", help="smallest size (default 32: 8 floats)")
-    add("-e", "--maxbytes", type=cli.size, default=1 << 20, metavar="SIZE", help="largest size (default 1M)")
+    cli.add_sizes(parser, "32", "1M")
     add("-f", "--stepfactor", type=cli.at_least(1.01, float), default=8.0, metavar="F", help="default 8")
     add("--backend", choices=allreduce.NAMES, default="auto", metavar="NAME", help="default auto")
     add("--turns", type=cli.at_least(1), default=15, metavar="N", help="loops of each way (default 15)")
@@ -57,6 +57,17 @@ def _loop(call: Callable[[], object], times: int) -> None:
         call()
 
 
+def _calls(topology: Topology, ways: dict[str, Callable[[], object]]) -> int:
+    """Return how many calls of the slowest way take LOOP_SECONDS. Collective."""
+    seconds = np.zeros(len(ways))
+    for row, call in enumerate(ways.values()):
+        _loop(call, LEAST_CALLS)
+        begin = time.perf_counter()
+        _loop(call, LEAST_CALLS)
+        seconds[row] = (time.perf_counter() - begin) / LEAST_CALLS
+    return int(min(max(LOOP_SECONDS / timing.slowest(topology.world, seconds).max(), LEAST_CALLS), MOST_CALLS))
+
+
 def _alone(call: Callable[[], object], _: np.ndarray) -> None:
     call()
 
@@ -65,9 +76,9 @@ def _run(topology: Topology, args: argparse.Namespace, screen: Screen) -> int:
     screen.say(f"# {topology}; {args.backend}, float32, sum; {identify()}")
     native, found = peers.mpi4py(topology, "sum", DTYPE, 0), []
     with allreduce.create(args.backend, topology) as backend:
-        for size in sizes.whole(sizes.sweep(args.minbytes, args.maxbytes, args.stepfactor, None), DTYPE.itemsize):
-            ways, calls = _ways(backend, native, size // DTYPE.itemsize), LOOP_BYTES // size
-            calls = min(max(calls, LEAST_CALLS), MOST_CALLS)
+        for size in cli.swept(topology.world, args, DTYPE):
+            ways = _ways(backend, native, size // DTYPE.itemsize)
+            calls = _calls(topology, ways)
             loops = {name: partial(_loop, call, calls) for name, call in ways.items()}
             hot = timing.take_turns(topology.world, loops, args.turns, 2, screen)
             cells = [timing.Cell(name, COLD, partial(_alone, call), np.zeros(1)) for name, call in ways.items()]

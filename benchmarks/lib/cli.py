@@ -204,6 +204,22 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_sizes(parser: argparse.ArgumentParser, first: str, last: str) -> None:
+    """Add the smallest and the largest size of an array, with these defaults."""
+    for short, option, default, text in (("-b", "min", first, "smallest"), ("-e", "max", last, "largest")):
+        about = f"{text} size (default {default}); units K, M, G"
+        parser.add_argument(short, f"--{option}bytes", type=size, default=default, metavar="SIZE", help=about)
+
+
+def swept(comm: MPI.Intracomm, args: argparse.Namespace, element: np.dtype, step: int | None = None) -> list[int]:
+    """Return the sizes that the options ask for. Raises OptionError on all ranks if there are none. Collective."""
+    found = sizes.whole(sizes.sweep(args.minbytes, args.maxbytes, args.stepfactor, step), element.itemsize)
+    if not found:
+        problem = f"-b {args.minbytes} -e {args.maxbytes}: no size between them holds an element of {element}"
+        raise_together(comm, OptionError(f"{problem}; -e must be at least -b and {element.itemsize}"))
+    return found
+
+
 def add_measuring_options(parser: argparse.ArgumentParser, budget: str) -> None:
     """Add the options of commands that measure calls."""
     parser.add_argument("-n", "--iters", type=at_least(1), metavar="N", help="timed iterations; by default the budget")
