@@ -37,7 +37,10 @@ class Target:
         self.versions.add(Version(1, "m.npz", AVAILABLE, NetworkModel(network)))
         self._network, self._lock = NumpyNetwork([4, 8, 3], seed=3), threading.Lock()
         self.codes: Counter[int] = Counter()
-        pages = Pages(self.versions, Direct(), LIMITS, lambda: (page, "text/plain"), self._count)
+        service = Direct()
+        pages = Pages(
+            self.versions, lambda *given: service.submit(*given), LIMITS, lambda: (page, "text/plain"), self._count
+        )
         self._listener = listen("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
         self._web = Web(pages, self._listener, LIMITS, 1)

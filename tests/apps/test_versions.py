@@ -71,7 +71,7 @@ def test_a_new_version_is_loaded_when_it_is_whole(tmp_path: Path) -> None:
     assert world.look() == {3: AVAILABLE, 2: AVAILABLE}
     shutil.rmtree(tmp_path / "0003")
     assert world.look(3) == {2: AVAILABLE, 1: AVAILABLE}
-    assert world.gone == [1, 3]
+    assert world.gone == [2, 1, 3]  # the half one when its file changes
 
 
 def test_a_version_is_loaded_again_when_its_second_file_is_whole(tmp_path: Path) -> None:
@@ -138,7 +138,6 @@ def test_what_another_rank_refuses_is_not_loaded_again(tmp_path: Path) -> None:
     world.write(1)
     world.look()
     world.versions.known[1].state = END
-    world.watcher.refuse(1)
     assert world.look(3) == {1: END}
     assert world.loaded == [1]
     world.write(1, size=6)

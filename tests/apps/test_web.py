@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -48,15 +49,16 @@ def test_gets_are_those_of_tensorflow_serving(target: Target) -> None:
     assert "versions/2" not in str(error := get(target, "/v1/models/m/versions/2", 404))
     assert set(error) == {"error"}
     found = get(target, "/v1/models/m/metadata")
-    assert found["model_spec"] == {"name": "m", "signature_name": "serving_default", "version": "1"}
-    signature = found["metadata"]["signature_def"]["signature_def"]["serving_default"]
-    assert signature["method_name"] == "tensorflow/serving/predict"
-    assert signature["inputs"]["instances"] == {
-        "dtype": "DT_FLOAT",
-        "tensor_shape": {"dim": [{"size": "-1", "name": ""}, {"size": "4", "name": ""}], "unknown_rank": False},
-        "name": "instances",
+    assert found == {
+        "name": "m",
+        "version": 1,
+        "kind": "NumpyNetwork",
+        "members": 1,
+        "instances": {"dtype": "float32", "shape": [None, 4]},
+        "outputs": 3,
+        "classes": [],
+        "columns": None,
     }
-    assert [each["size"] for each in signature["outputs"]["predictions"]["tensor_shape"]["dim"]] == ["-1", "3"]
     assert target.ask(request("/metrics", b"", "GET")) == (200, b"x 1\n")
     assert target.ask(request("/v1/models/m", b"", "HEAD")) == (200, b"")
 
@@ -70,13 +72,15 @@ def test_the_health_of_the_server(target: Target) -> None:
         target.versions.known[1].state = AVAILABLE
 
 
-@pytest.mark.parametrize("excess", [0, 1])
-def test_a_head_has_at_most_16_kib(target: Target, excess: int) -> None:
-    """Also one that comes as a whole."""
-    raw = request(PREDICT, RIGHT, "POST", b"X-Long: ")
-    head = raw.index(b"\r\n\r\n") + 4
-    raw = raw.replace(b"X-Long: ", b"X-Long: " + b"x" * (MOST_HEAD - head + excess))
-    answer(target, raw, 431 if excess else 200)
+def test_a_head_has_at_most_16_kib(target: Target) -> None:
+    """uvicorn refuses a longer one when it comes in pieces."""
+    head = request(PREDICT, RIGHT, "POST", b"X-Long: " + b"x" * (10 * MOST_HEAD))
+    with socket.create_connection(("127.0.0.1", target.port)) as connection:
+        with suppress(ConnectionError):
+            for start in range(0, len(head), MOST_HEAD):
+                connection.sendall(head[start : start + MOST_HEAD])
+                time.sleep(0.05)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
 
 
 def test_requests_of_unusual_form(target: Target) -> None:

@@ -7,7 +7,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,45 +43,6 @@ class Prepared(NamedTuple):
         """The number, the path and the stamp of each version."""
         listed = self.versions.listed()
         return [(version.number, version.path, version.stamp) for version in listed if version.stamp]
-
-
-class Local:
-    """Rank 0 as a rank that computes: a thread, without MPI. wake: called after an answer.
-
-    batches: the batches that it has not answered.
-    """
-
-    def __init__(self, wake: Callable[[], object]) -> None:
-        self._wake = wake
-        self._work: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[Batch, list[np.ndarray], str]] = queue.SimpleQueue()
-        self.batches: list[Batch] = []
-        threading.Thread(target=self._run, name="compute", daemon=True).start()
-
-    def deal(self, batch: Batch) -> None:
-        self.batches.append(batch)
-        self._work.put(batch)
-
-    def answers(self) -> list[tuple[Batch, list[np.ndarray], str]]:
-        """Return the computed batches: each batch, its outputs, and the text of an error."""
-        found = []
-        while not self._done.empty():
-            found.append(self._done.get())
-            self.batches.remove(found[-1][0])
-        return found
-
-    def close(self) -> None:
-        self._work.put(None)
-
-    def _run(self) -> None:
-        while (batch := self._work.get()) is not None:
-            arrays, error = [], ""
-            try:
-                arrays = [batch.version.model.predict(batch.input())]
-            except Exception as failure:  # of a model
-                error = f"{type(failure).__name__}: {failure}"
-            self._done.put((batch, arrays, error))
-            self._wake()
 
 
 class Change(NamedTuple):
@@ -127,7 +89,8 @@ class Server:
         self._options, self._exchange, self._versions, self._sigterm = options, exchange, prepared.versions, sigterm
         self._dealer, self._awake = Dealer(exchange), threading.Event()
         self._waiting = Waiting(options.max_queue, options.max_batch, options.max_wait_ms / 1000, self._awake.set)
-        self._local = Local(self._awake.set)
+        self._thread = ThreadPoolExecutor(1, "compute")  # rank 0 as a rank that computes
+        self._computed: dict[Future[np.ndarray], Batch] = {}  # what it has not answered
         has = {version.number: version.stamp for version in self._versions.available()}
         self._peers = {rank: Peer(rank, dict(has)) for rank in range(1, exchange.size)}
         self._metrics = Metrics(self._waiting, self._versions, lambda: len(self._peers) + 1)
@@ -135,7 +98,7 @@ class Server:
         limits = Limits(
             options.max_request_bytes, options.max_rows, options.max_connections, 3 * options.answer_seconds + 1
         )
-        pages = Pages(self._versions, self, limits, self._metrics.page, self._metrics.count)
+        pages = Pages(self._versions, self.submit, limits, self._metrics.page, self._metrics.count)
         self._listener = prepared.listener
         self._web = Web(pages, prepared.listener, limits, options.drain_seconds)
         self._watcher = None
@@ -148,7 +111,7 @@ class Server:
         self._due = 0.0  # the next turn in which there is something to do, unless something wakes this rank
 
     def submit(self, version: Version, rows: np.ndarray) -> Any:
-        """See web.Service. In the web thread."""
+        """See web.Pages. In the web thread."""
         request = Request(version, rows)
         self._waiting.put(request)
         return request.future
@@ -166,7 +129,7 @@ class Server:
             self._exchange.wait(self._turn, pause=self._pause)
         finally:
             self._web.drain()
-            self._local.close()
+            self._thread.shutdown(wait=False)
             if self._watcher is not None:
                 self._watcher.stop()
         if self._web.error is not None:
@@ -199,7 +162,7 @@ class Server:
         self._stop_if_told()
         self._bring_versions()
         self._deal(now)
-        has_room = not self._local.batches or not all(peer.work or peer.late for peer in self._peers.values())
+        has_room = not self._computed or not all(peer.work or peer.late for peer in self._peers.values())
         waits = self._waiting.rows and has_room
         self._due = now + (min(IDLE_SECONDS, self._options.max_wait_ms / 2000) if waits else IDLE_SECONDS)
         return self._draining and self._web.ended  # it ends when all are answered, or after --drain-seconds
@@ -211,8 +174,12 @@ class Server:
 
     def _take_answers(self, answers: Iterable[Answer]) -> None:
         """answers: of the other ranks."""
-        for batch, arrays, error in self._local.answers():
-            self._take_outputs(batch, arrays, error)
+        for future in [each for each in self._computed if each.done()]:
+            batch, failure = self._computed.pop(future), future.exception()
+            if failure is not None:
+                self._fail(batch, f"{type(failure).__name__}: {failure}")
+            else:
+                self._answer(batch, future.result())
         for answer in answers:
             peer = self._peers.get(answer.rank)
             work = None if peer is None else peer.work.pop(answer.number, None)
@@ -223,19 +190,18 @@ class Server:
                 if header is not None:
                     self._take_change(peer, work, header.get("error", ""))
             elif header is not None:
-                self._take_outputs(work, answer.arrays, header.get("error", ""))
+                if "error" in header:
+                    self._fail(work, header["error"])
+                else:
+                    self._answer(work, answer.arrays[0])
             else:
                 self._again(work, f"two ranks in turn were lost; the last one was rank {answer.rank}")
         for peer in self._peers.values():
             peer.late &= self._dealer.busy(peer.rank) > 0
 
-    def _take_outputs(self, batch: Batch, arrays: Sequence[np.ndarray], error: str) -> None:
-        """Take the outputs that a rank has computed for a batch."""
-        if error or not arrays:
-            self._fail(batch, error)
-        else:
-            self._metrics.batch(batch.rows)
-            batch.answer(arrays[0])
+    def _answer(self, batch: Batch, outputs: np.ndarray) -> None:
+        self._metrics.batch(batch.rows)
+        batch.answer(outputs)
 
     def _fail(self, batch: Batch, error: str) -> None:
         if len(batch.requests) > 1:  # the rows of one of them may be the cause
@@ -315,7 +281,7 @@ class Server:
                 self._versions.drop(version.number)
 
     def _in_use(self, number: int) -> bool:
-        dealt = [*self._local.batches, *(batch for peer in self._peers.values() for batch in peer.batches)]
+        dealt = [*self._computed.values(), *(batch for peer in self._peers.values() for batch in peer.batches)]
         return self._waiting.has(number) or any(batch.version.number == number for batch in dealt)
 
     def _take_change(self, peer: Peer, change: Change, error: str) -> None:
@@ -329,8 +295,6 @@ class Server:
         log.warning("rank %d can't load version %d: %s", peer.rank, number, error)
         version = self._versions.known.get(number)
         if version is not None and version.stamp == change.stamp and version.state == LOADING:
-            if self._watcher is not None:
-                self._watcher.refuse(number)
             version.state, version.error = END, f"rank {peer.rank}: {error}"
             log.warning("version %d is not served: %s", number, version.error)
         else:  # the other ranks answer by it
@@ -344,10 +308,12 @@ class Server:
         for peer in self._peers.values():
             if not peer.work and not peer.late:
                 self._deal_batch(peer, self._waiting.take(now, peer.can_answer, self._draining))
-        if not self._local.batches:
+        if not self._computed:
             batch = self._waiting.take(now, self._is_for_this_rank, self._draining)
             if batch is not None:
-                self._local.deal(self._begun(batch))
+                future = self._thread.submit(self._begun(batch).version.model.predict, batch.input())
+                self._computed[future] = batch
+                future.add_done_callback(lambda _: self._awake.set())
         for peer in self._peers.values():
             if len(peer.batches) == 1 and not peer.changes and not peer.late:
                 self._deal_batch(peer, self._waiting.take_full(peer.can_answer))

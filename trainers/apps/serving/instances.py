@@ -29,7 +29,6 @@ def requested(body: bytes, model: Model, most: int) -> np.ndarray:
     instances = given[INSTANCES]
     if not isinstance(instances, list):
         raise ArgumentError(f'"instances" must be a list of rows, not {_kind(instances)}')
-    _check_names(given, instances, body)
     if not instances:
         raise ArgumentError('"instances" is an empty list; give at least one row')
     if len(instances) > most:
@@ -57,15 +56,6 @@ def _parsed(body: bytes) -> dict[str, Any]:
     if given.get("signature_name", "serving_default") != "serving_default":
         raise ArgumentError('the only signature_name is "serving_default"')
     return given
-
-
-def _check_names(given: dict[str, Any], instances: list[Any], body: bytes) -> None:
-    """Raise ArgumentError if an object of the body has a name twice: the parser has kept one of them."""
-    # without its strings, in linear time: a backslash outside of a string is no JSON
-    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
-    found = len(given) + sum(len(each) for each in instances if type(each) is dict)
-    if outside.count(b":") != found:
-        raise ArgumentError("an object of the body has the same name twice, or is inside of a row")
 
 
 def _numbers(instances: list[Any], dtype: np.dtype) -> np.ndarray:

@@ -172,7 +172,8 @@ class Watcher:
     """Watches the folder of a model in a thread of rank 0, and loads new versions on this rank.
 
     folder: of the versions. keep: how many of the newest versions are loaded, besides the canaries. seconds: between
-    two looks. A file is loaded when it is the same in two looks. loaded, gone: called in the thread.
+    two looks. A file is loaded when it is the same in two looks; one that can't be loaded, when it has changed. loaded,
+    gone: called in the thread.
     """
 
     def __init__(
@@ -187,8 +188,6 @@ class Watcher:
         self._folder, self._versions, self._keep, self._seconds = folder, versions, keep, seconds
         self._loaded, self._gone = loaded, gone
         self._before: dict[int, Found] = {}
-        self._refused: dict[int, Found] = {}
-        self._tried: dict[int, Found] = {}  # the files that this rank has loaded
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="versions", daemon=True)
 
@@ -196,11 +195,6 @@ class Watcher:
         """Start the thread. found: the files of the versions that are loaded already."""
         self._before = dict(found)
         self._thread.start()
-
-    def refuse(self, number: int) -> None:
-        """Load a version no more until its file changes: another rank can't load it. From any thread."""
-        if number in self._tried:
-            self._refused[number] = self._tried[number]
 
     def stop(self) -> None:
         self._stop.set()
@@ -217,16 +211,12 @@ class Watcher:
     def look(self) -> None:
         """Compare the folder with the versions that are loaded."""
         found = scan(self._folder)
-        usable = [number for number in found if found[number] != self._refused.get(number)]
-        wanted = wanted_of(usable, self._keep, self._versions.canary)
         known = {version.number: version for version in self._versions.listed()}
+        refused = {number for number, version in known.items() if version.state == END}
+        wanted = wanted_of(found.keys() - refused, self._keep, self._versions.canary)
         complete = wanted <= {version.number for version in self._versions.available()}
-        for number, version in known.items():
-            if version.state == END:
-                if found.get(number) != self._refused.get(number):
-                    self._versions.drop(number)
-                continue
-            displaced = number not in wanted and complete  # an old one stays until the new ones answer
+        for number in known:
+            displaced = number not in wanted | refused and complete  # an old one stays until the new ones answer
             if number not in found or found[number] != self._before.get(number) or displaced:
                 self._gone(number)
         for number in sorted(wanted - known.keys(), reverse=True):
@@ -236,11 +226,9 @@ class Watcher:
 
     def _load(self, number: int, found: Found) -> None:
         version = Version(number, found.path)
-        self._tried[number] = found
         try:
             version.loaded = load_alike(found.path, [each.model for each in self._versions.available()])
         except TrainerError as error:
-            self._refused[number] = found
             log.warning("version %d is not served: %s", number, error)
             version.state, version.error = END, str(error)
             self._versions.add(version)

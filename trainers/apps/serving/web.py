@@ -1,5 +1,5 @@
 """The web side of the server, in a thread of rank 0: the routes of TensorFlow Serving's REST interface, on starlette
-and uvicorn. It knows a Service, which answers rows; no MPI.
+and uvicorn. No MPI.
 
     POST /v1/models/NAME[/versions/N]:predict     {"instances": [row, ...]} -> {"predictions": [row, ...]}
     GET  /v1/models/NAME[/versions/N]             the states of the versions
@@ -18,10 +18,10 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,7 @@ HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # in which a head and a body must come;
 KEEP_ALIVE_SECONDS = 75.0
 PACKAGES = ("starlette", "uvicorn", "orjson", "prometheus_client")  # of the extra "serve"
 LONGEST = 500  # characters of an error
+Submit = Callable[[Version, np.ndarray], "Future[np.ndarray]"]
 CLIENT_GONE = 499  # counted for a request whose client has closed the connection, as nginx counts it
 
 
@@ -48,15 +49,6 @@ class RefusedError(Exception):
     def __init__(self, code: int, text: str, **headers: str) -> None:
         super().__init__(text)
         self.code, self.headers = code, {name.replace("_", "-"): value for name, value in headers.items()}
-
-
-class Service(Protocol):
-    """Answers rows, in another thread.
-
-    submit: returns a Future of the outputs; raises RefusedError if too many rows wait already. Any thread.
-    """
-
-    def submit(self, version: Version, rows: np.ndarray) -> "Future[np.ndarray]": ...
 
 
 class Limits(NamedTuple):
@@ -69,13 +61,17 @@ class Limits(NamedTuple):
 
 
 class Pages:
-    """The routes. metrics: returns the text of /metrics and its type. count: called with the code of each answer."""
+    """The routes.
+
+    submit: returns a Future of the outputs for rows; raises RefusedError if too many rows wait already. metrics:
+    returns the text of /metrics and its type. count: called with the code of each answer, and its seconds.
+    """
 
     def __init__(
-        self, versions: Versions, service: Service, limits: Limits, metrics: Callable[[], tuple[bytes, str]],
+        self, versions: Versions, submit: Submit, limits: Limits, metrics: Callable[[], tuple[bytes, str]],
         count: Callable[[int, float], object],
     ) -> None:  # fmt: skip
-        self._versions, self._service, self._limits = versions, service, limits
+        self._versions, self._submit, self._limits = versions, submit, limits
         self._metrics, self._count = metrics, count
 
     def app(self) -> Any:
@@ -88,18 +84,7 @@ class Pages:
             routing.Route("/health", self._health),
         ]
         handlers = {exceptions.HTTPException: self._http_error, Exception: self._defect}
-        pages = applications.Starlette(routes=routes, exception_handlers=handlers)
-
-        async def bounded(scope: Any, receive: Any, send: Any) -> None:
-            """Refuse a long head that came as a whole; uvicorn refuses one that comes in pieces."""
-            if scope["type"] == "http" and (length := head_bytes(scope)) > MOST_HEAD:
-                self._count(431, 0.0)
-                text = f"the head has {length} bytes; heads have at most {MOST_HEAD} bytes"
-                await _json({"error": text}, 431, {"connection": "close"})(scope, receive, send)
-            else:
-                await pages(scope, receive, send)
-
-        return bounded
+        return applications.Starlette(routes=routes, exception_handlers=handlers)
 
     async def _health(self, request: Any) -> Any:
         answers = bool(self._versions.available())
@@ -134,7 +119,7 @@ class Pages:
         if verb == ":predict":
             return await self._predicted(request, number)
         if verb == "/metadata":
-            return _json(metadata(self._versions.name, self._there(self._versions.at(number), number)))
+            return _json(_metadata(self._versions.name, self._there(self._versions.at(number), number)))
         listed = [each for each in self._versions.listed() if number in (None, each.number)]
         if not listed:
             raise RefusedError(404, self._no_version(number))
@@ -157,7 +142,7 @@ class Pages:
             rows = requested(body, version.model, self._limits.rows)
         except TrainerError as error:
             raise RefusedError(400, str(error)) from error
-        future = self._service.submit(version, rows)
+        future = self._submit(version, rows)
         try:
             outputs = await asyncio.wait_for(asyncio.wrap_future(future), self._limits.seconds)
         except asyncio.TimeoutError:
@@ -208,14 +193,6 @@ class Pages:
         return _json({"error": f"the server met an error: {type(error).__name__}"}, 500)
 
 
-def head_bytes(scope: Any) -> int:
-    """Return the bytes of a request's head. scope: of ASGI."""
-    line = scope["method"].encode(), scope["raw_path"], scope["query_string"]
-    query = 1 if scope["query_string"] else 0
-    first = sum(map(len, line)) + query + len("  HTTP/1.1\r\n")
-    return first + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) + len("\r\n")
-
-
 def _json(given: dict[str, Any], code: int = 200, headers: Any = None) -> Any:
     return _response(json.dumps(given).encode(), code, headers or {})
 
@@ -232,36 +209,24 @@ def _status(version: Version) -> dict[str, Any]:
     return {"version": str(version.number), "state": version.state, "status": status}
 
 
-def metadata(name: str, version: Version) -> dict[str, Any]:
-    """Return what a model takes and gives, in TensorFlow Serving's form; and classes, columns, members."""
-    model = version.model
-    signature = {
-        "inputs": {"instances": _tensor("instances", model.dtype, model.shape)},
-        "outputs": {"predictions": _tensor("predictions", np.dtype(np.float32), (model.outputs,))},
-        "method_name": "tensorflow/serving/predict",
-    }
-    columns = None
+def _metadata(name: str, version: Version) -> dict[str, Any]:
+    """Return what a model takes and gives. A size of the shape is None if any number fits, as the number of rows."""
+    model, columns = version.model, None
     if model.columns is not None:
         columns = [
             {"name": each.name, "values": list(each.values)} if isinstance(each, Category) else {"name": each.name}
             for each in model.columns.columns
         ]
     return {
-        "model_spec": {"name": name, "signature_name": "serving_default", "version": str(version.number)},
-        "metadata": {"signature_def": {"signature_def": {"serving_default": signature}}},
+        "name": name,
+        "version": version.number,
         "kind": model.kind,
+        "members": model.members,
+        "instances": {"dtype": model.dtype.name, "shape": [None, *model.shape]},
+        "outputs": model.outputs,
         "classes": list(model.classes),
         "columns": columns,
-        "members": model.members,
     }
-
-
-def _tensor(name: str, dtype: np.dtype, shape: Sequence[int | None]) -> dict[str, Any]:
-    """Return TensorFlow's description of rows. shape: of a row; None: any size, which is "-1" as for the rows."""
-    sizes = [{"size": str(-1 if size is None else size), "name": ""} for size in (None, *shape)]
-    known = {"float32": "FLOAT", "float64": "DOUBLE", "float16": "HALF"}
-    kind = f"DT_{known.get(dtype.name, dtype.name.upper())}"
-    return {"dtype": kind, "tensor_shape": {"dim": sizes, "unknown_rank": False}, "name": name}
 
 
 # The thread
