@@ -15,12 +15,11 @@ from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import DrawnRows, taken
 from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.apps.ensemble.model import EnsembleModel
-from trainers.apps.ensemble.voting import Scorer, Voting, normal, shares_of
+from trainers.apps.ensemble.voting import Scorer, Voting
 from trainers.apps.serving.models import load_model
 from trainers.data import Arrays
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError
 from trainers.files import model_file
-from trainers.watching.callback import Callback
 
 
 def test_killed_ranks(mpirun: JobRunner) -> None:
@@ -112,16 +111,11 @@ def test_votes() -> None:
     logits = Voting(logits=True).votes(np.log(outputs[:1]))
     np.testing.assert_allclose(logits, outputs[:1], rtol=1e-6)
     votes = {0: outputs, 2: outputs[::-1]}
-    np.testing.assert_allclose(Voting().combined(votes, [0.5, 9, 1.5]), 0.25 * outputs + 0.75 * outputs[::-1])
-    both = Voting().combined({1: {"a": outputs}, 3: {"a": 3 * outputs}}, [1, 1, 1, 1])
+    np.testing.assert_allclose(Voting().combined(votes), 0.5 * outputs + 0.5 * outputs[::-1])
+    both = Voting().combined({1: {"a": outputs}, 3: {"a": 3 * outputs}})
     np.testing.assert_allclose(both["a"], 2 * outputs)
     with pytest.raises(ArgumentError, match="is for classes"):
         Voting("hard").votes(np.zeros(4))
-    assert shares_of([0, 0, 1], [0, 1]) == {0: 0.5, 1: 0.5}
-    assert normal([1, 3]) == [0.25, 0.75]
-    for bad in ([0, 0], [-1, 2], [float("nan")], ["many"], 3):
-        with pytest.raises(ArgumentError, match="weights must be numbers"):
-            normal(bad)  # type: ignore[arg-type]
 
 
 def test_scores() -> None:
@@ -220,7 +214,7 @@ def test_checkpoints_data_sets_and_classes_that_a_member_has_not_seen(tmp_path: 
 
 def test_a_file_needs_no_mpi(tmp_path: Path, digits: datasets.Dataset) -> None:
     path, x = tmp_path / "ensemble.npz", digits.x_test[:20]
-    with EnsembleTrainer(make, 3, voting="hard", weights=[1, 0, 3]) as ensemble:
+    with EnsembleTrainer(make, 3, voting="hard") as ensemble:
         ensemble.fit(digits.x_train[:100], digits.y_train[:100], 1, progress=False)
         ensemble.save(str(path))
         np.save(tmp_path / "x.npy", x)
@@ -237,33 +231,10 @@ def test_a_file_needs_no_mpi(tmp_path: Path, digits: datasets.Dataset) -> None:
         "from trainers.apps.ensemble.model import EnsembleModel\n"
         "model = EnsembleModel.load('ensemble.npz')\n"
         "assert np.allclose(model.predict(np.load('x.npy')), np.load('expected.npy')), model\n"
-        "print(model.members, model.weights)\n"
+        "print(model.members)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout == "3 [0.25, 0.0, 0.75]\n", done.stderr
-
-
-def test_the_only_member_votes_without_a_weight(tmp_path: Path, digits: datasets.Dataset) -> None:
-    """In the trainer, and in the file, whose scores of other rows are not those of the trainer's members."""
-    path, x = str(tmp_path / "ensemble.npz"), digits.x_test[:20]
-
-    def callbacks(number: int) -> list[Callback]:
-        if number == 0:
-            raise ValueError("as if this member had failed")
-        return []
-
-    with EnsembleTrainer(make, 2, bagging="rows", weights=[1, 0]) as ensemble:
-        ensemble.fit(digits.x_train[:50], digits.y_train[:50], 1, callbacks=callbacks, progress=False)
-        assert [*ensemble.missing] == [0]
-        assert ensemble.oob
-        ensemble.save(path)
-        expected = ensemble.predict(x)
-        ensemble.load(path)
-        assert ensemble.oob == {}
-    model = load_model(path)
-    assert isinstance(model, EnsembleModel)
-    assert model.voters == (1,)
-    np.testing.assert_allclose(model.predict(x), expected, rtol=1e-6)
+    assert done.stdout == "3\n", done.stderr
 
 
 def test_damaged_files(tmp_path: Path) -> None:
@@ -279,8 +250,7 @@ def test_damaged_files(tmp_path: Path) -> None:
             EnsembleModel.load(path)
         return str(caught.value)
 
-    assert "describes no ensemble" in refused({"weights": [1.0]})
-    assert "describes no ensemble" in refused({"weights": [1.0, -1.0]})
+    assert "members whose votes have weights" in refused({"weights": [1.0, 2.0]})
     assert "describes no ensemble" in refused({"voting": "loud"})
     assert "describes no ensemble" in refused({"members": "all"})
     assert "describes no ensemble" in refused({"members": [{"number": 0}]})

@@ -157,7 +157,7 @@ def test_votes_that_can_not_be_combined_do_not_end_the_server(tmp_path: Path) ->
     networks = [NumpyNetwork([4, 2 + number]) for number in range(2)]
     saved = [SavedMember(number, 0, "NumpyNetwork", saved_config(each)) for number, each in enumerate(networks)]
     states = {number: each.state() for number, each in enumerate(networks)}
-    ensemble_model.write(str(path), SavedEnsemble(saved, {}, Voting(), [0.5, 0.5]), states)
+    ensemble_model.write(str(path), SavedEnsemble(saved, {}, Voting()), states)
     with _server(path) as (served, version):
         future = served.submit(version, np.zeros((1, 4), np.float32))
         while not future.done():

@@ -14,7 +14,7 @@ from tests.ranks.together import raised_everywhere
 from trainers import Loader, NumpyNetwork, datasets
 from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.apps.ensemble.model import EnsembleModel
-from trainers.errors import ArgumentError, DivergedError, ModelFileError
+from trainers.errors import ArgumentError, DivergedError
 from trainers.watching.callback import Callback
 
 MEMBERS, ROWS = 5, 301
@@ -53,7 +53,7 @@ def test_members_do_not_depend_on_the_ranks(
     alone: allreduce.Topology,
 ) -> None:
     x, y = rows
-    given: dict[str, Any] = {"members": MEMBERS, "bagging": bagging, "seed": 3, "weights": [2, 1, 1, 0, 1]}
+    given: dict[str, Any] = {"members": MEMBERS, "bagging": bagging, "seed": 3}
     fits: dict[str, Any] = {"epochs": 2, "batch_size": 60, "validation_data": (x[:80], y[:80]), "progress": False}
     together = {"topology": flat, "ranks_per_member": min(ranks_per_member or 1, flat.size)}
     with EnsembleTrainer(make, **given, topology=alone) as first, EnsembleTrainer(make, **given, **together) as second:
@@ -70,7 +70,6 @@ def test_members_do_not_depend_on_the_ranks(
         assert first.oob.keys() == second.oob.keys() == ({"loss", "accuracy", "rows"} if bagging == "rows" else set())
         for name, value in first.oob.items():
             assert second.oob[name] == pytest.approx(value, abs=1e-2)
-        assert second.weights == [0.4, 0.2, 0.2, 0, 0.2]
         scores, own = second.evaluate(x, y), second.evaluate_members(x, y)
         assert scores["accuracy"] == pytest.approx((first.predict(x).argmax(axis=1) == y).mean(), abs=0.01)
         for number, metrics in first.evaluate_members(x, y).items():
@@ -165,23 +164,6 @@ def test_the_others_continue_without_a_member_that_fails(
         loaded = EnsembleModel.load(path)
         assert (loaded.members, loaded.missing) == (2, ensemble.missing)
         np.testing.assert_allclose(loaded.predict(x), expected, rtol=1e-5)
-    with EnsembleTrainer(make, 4, topology=flat, ranks_per_member=flat.size) as other:  # one part
-        other.load(path)
-        np.testing.assert_allclose(other.predict(x), expected, rtol=1e-5)
-        assert other.seeds == ensemble_seeds
-        assert "ModelFileError" not in other.missing[1]
-        assert "6 members" not in raised_everywhere(world, ModelFileError, lambda: other.load(path + "x"))
-    wide = {ensemble_seeds[3]: 13}
-    with EnsembleTrainer(lambda seed: NumpyNetwork([64, wide.get(seed, 12), 10], seed=seed), 4, topology=flat) as other:
-        before, seeds = other.predict(x), other.seeds
-        assert "member 3" in raised_everywhere(world, ModelFileError, lambda: other.load(path))
-        np.testing.assert_array_equal(other.predict(x), before)  # no member was loaded
-        assert (other.seeds, other.missing) == (seeds, {})
-    with EnsembleTrainer(make, 2, topology=flat) as other:
-        text = raised_everywhere(world, ModelFileError, lambda: other.load(path))
-        assert "has 4 members, and this ensemble 2" in text
-        other.replicas[next(iter(other.replicas))].load_state(make(1).state())
-        other.fit(x, y, 0, progress=False)
     with EnsembleTrainer(lambda seed: diverges(ensemble_seeds[2]), 2, topology=flat) as other:
         assert "NaN" in raised_everywhere(world, DivergedError, lambda: other.fit(x, y, 1, progress=False))
 
@@ -212,7 +194,6 @@ def test_bad_arguments_raise_the_same_error_on_all_ranks(
     assert 'use "rows", "shards" or None' in text(bagging="columns")
     assert "this job has" in text(ranks_per_member=flat.size + 1)
     assert "every member has its own topology" in text(trainer={"topology": flat})
-    assert "2 numbers for 4 members" in text(weights=[1, 2])
     assert "voting='loud' is unknown" in text(voting="loud")
 
     def refuses(seed: int) -> NumpyNetwork:

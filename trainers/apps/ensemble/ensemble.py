@@ -30,9 +30,9 @@ from allreduce.errors import ClosedError, CopyError, RankLostError
 from allreduce.topology import Topology
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import BAGGINGS, DrawnRows, taken
-from trainers.apps.ensemble.model import MakeReplica, SavedEnsemble, SavedMember, load_member
+from trainers.apps.ensemble.model import MakeReplica, SavedEnsemble, SavedMember
 from trainers.apps.ensemble.part_members import Callbacks, PartMembers
-from trainers.apps.ensemble.voting import Scorer, Voting, normal, shares_of, shown
+from trainers.apps.ensemble.voting import Scorer, Voting, shown
 from trainers.apps.search.parts import Parts
 from trainers.arguments import integer_error, known_only
 from trainers.data import (
@@ -48,7 +48,7 @@ from trainers.data import (
     structure_of,
     without_rows,
 )
-from trainers.errors import ArgumentError, ModelFileError, TrainerError
+from trainers.errors import ArgumentError, TrainerError
 from trainers.fit.checkpointing import Checkpoint
 from trainers.fit.evaluation import means_of
 from trainers.fit.source import BATCH_SIZE, NO_TARGETS, Given, Rows, checked_rows, tried
@@ -87,9 +87,9 @@ class EnsembleTrainer(GroupOwner):
 
     Every method is collective: all ranks call it with the same arguments.
 
-    Attributes: members: a Member for each. missing: the number of a missing member -> the reason. weights: of all
-    members in the vote; the sum is 1. oob: the scores of the out-of-bag rows, with their number as "rows"; {} without
-    bagging="rows". replicas: the replicas of the members that this rank's part trains, by their numbers.
+    Attributes: members: a Member for each. missing: the number of a missing member -> the reason. oob: the scores
+    of the out-of-bag rows, with their number as "rows"; {} without bagging="rows". replicas: the replicas of the
+    members that this rank's part trains, by their numbers.
 
         with EnsembleTrainer(lambda seed: NumpyNetwork([64, 32, 10], seed=seed), members=5, bagging="rows") as ensemble:
             ensemble.fit(x, y, epochs=10)
@@ -109,7 +109,6 @@ class EnsembleTrainer(GroupOwner):
         seed: int = 0,
         voting: str = "soft",
         logits: bool = False,
-        weights: Sequence[float] | None = None,
     ) -> None:
         """Divide the ranks, and make the replicas. Collective.
 
@@ -130,7 +129,6 @@ class EnsembleTrainer(GroupOwner):
             the shares of the votes.
         logits: softmax makes probabilities of the members' outputs before the vote: for replicas that predict logits,
             such as those of PyTorch modules that are trained by CrossEntropyLoss.
-        weights: None: all members count alike. Numbers, one for each member.
 
         Raises ArgumentError, DisagreementError, and the errors of make_replica, on all ranks.
         """
@@ -139,12 +137,11 @@ class EnsembleTrainer(GroupOwner):
         self._owns, self.closed = topology is None, False
         ranks = topology or (Topology.of_survivors() if survives() else Topology())
         row = f"EnsembleTrainer(members={members}, bagging={bagging}, seed={seed}, voting={voting}, logits={logits}, "
-        row += f"weights={weights}, trainer={sorted(self._options)})"
+        row += f"trainer={sorted(self._options)})"
         parts: Parts | None = None
         try:
-            ranks.agree([zlib.crc32(row.encode())], row, self._error(members, voting, logits, weights))
+            ranks.agree([zlib.crc32(row.encode())], row, self._error(members, voting, logits))
             self.voting = Voting(voting, logits)
-            self.weights = normal([1.0] * members if weights is None else weights)
             self.seeds = tuple(seed_of(seed, number) >> 32 for number in range(members))
             self.members = [Member(number, each, History(), "") for number, each in enumerate(self.seeds)]
             self.missing: dict[int, str] = {}
@@ -165,7 +162,7 @@ class EnsembleTrainer(GroupOwner):
         self._index, self._part = parts.index, PartMembers(parts.topology, replicas, self._options)
         self.group = RankGroup(ranks, self)
 
-    def _error(self, members: Any, voting: Any, logits: Any, weights: Any) -> Exception | None:
+    def _error(self, members: Any, voting: Any, logits: Any) -> Exception | None:
         """Return the error if an argument is invalid, or None. Local."""
         for name, value, least in (("members", members, 1), ("seed", self._seed, 0)):
             if text := integer_error(f"EnsembleTrainer: {name}", value, least):
@@ -180,8 +177,6 @@ class EnsembleTrainer(GroupOwner):
             return ArgumentError("EnsembleTrainer: trainer: allreduce must be a name: every part makes a backend")
         try:
             Voting(voting, logits)
-            if weights is not None and len(normal(weights)) != members:
-                raise ArgumentError(f"weights: {len(weights)} numbers for {members} members")
         except ArgumentError as error:
             return error
         return None
@@ -312,8 +307,8 @@ class EnsembleTrainer(GroupOwner):
         """Raise ArgumentError on all ranks if the members' outputs can't be combined. Collective."""
         self._check_members()
         row = rows.first[0] if isinstance(rows, Samples) else sliced(rows.data[0], slice(0, 1))
-        own = together(self.group.comm, lambda: self._part.kinds(self._there, row, self.voting))
-        self._same_kind(own)
+        everywhere = np.zeros(self.group.size, int)  # each rank of a part votes for this row
+        self._voted(row, 1, dict.fromkeys(self._there, everywhere))
 
     def _same_kind(self, own: Sequence[tuple[int, Any]]) -> Any:
         """Return the structure of the outputs of all members; raise ArgumentError on all ranks if they differ.
@@ -357,17 +352,12 @@ class EnsembleTrainer(GroupOwner):
         if self._bagging == "rows" and not isinstance(rows, Samples):
             x, y, *_ = rows.data
             unseen = {number: drawn.unseen(number) for number in self._there}
-            outputs, counts = self._voted(x, len(rows), unseen, dict.fromkeys(unseen, 1.0))
+            outputs, counts = self._voted(x, len(rows), unseen)
             seen = np.flatnonzero(counts)
+            outputs, y = sliced(outputs, seen), sliced(y, seen)
             if seen.size:
-                self.oob = self._scores(sliced(outputs, seen), sliced(y, seen), {"rows": float(seen.size)})
-
-    @staticmethod
-    def _scores(outputs: Tree, y: Tree, more: dict[str, float]) -> dict[str, float]:
-        """Return the scores of outputs, and `more`; {} for models whose outputs can't be scored."""
-        with suppress(ArgumentError):
-            return {**Scorer(outputs, y)(outputs), **more}
-        return {}
+                with suppress(ArgumentError):  # of models whose outputs can't be scored
+                    self.oob = {**Scorer(outputs, y)(outputs), "rows": float(seen.size)}
 
     @property
     def _there(self) -> list[int]:
@@ -380,40 +370,35 @@ class EnsembleTrainer(GroupOwner):
 
         With voting="soft" the result is the mean of the outputs; with "hard" it is the share of the votes for each
         class. `argmax(axis=1)` of both is the class.
-
-        Members with the weight 0 compute nothing.
         """
         return self._run(lambda: self._result(*self._checked("predict", Given(x, NO_TARGETS)).data))
 
     def _result(self, x: Tree) -> Tree:
         """Return the result of the vote. Collective."""
         self._check_members()
-        shares = shares_of(self.weights, self._there)
         everything = np.arange(row_count(x))
-        return self._voted(x, len(everything), dict.fromkeys(shares, everything), shares)[0]
+        return self._voted(x, len(everything), dict.fromkeys(self._there, everything))[0]
 
-    def _voted(
-        self, x: Tree, rows: int, wanted: Mapping[int, np.ndarray], shares: Mapping[int, float]
-    ) -> tuple[Tree, np.ndarray]:
-        """Return the mean of the votes for each row, and the sum of the shares of its voters. Collective.
+    def _voted(self, x: Tree, rows: int, wanted: Mapping[int, np.ndarray]) -> tuple[Tree, np.ndarray]:
+        """Return the mean of the votes for each row, and the number of its voters. Collective. Raises ArgumentError on
+        all ranks if the members' outputs differ in shape or dtype.
 
-        wanted: the rows for which a member votes; the ranks of its part divide them. shares: of each member.
+        wanted: the rows for which a member votes; the ranks of its part divide them.
         """
-        comm, voters = self.group.comm, {number: at for number, at in wanted.items() if shares[number]}
-        pieces = together(comm, lambda: list(self._part.votes(x, voters, self.voting)))
+        comm = self.group.comm
+        pieces = together(comm, lambda: list(self._part.votes(x, wanted, self.voting)))
         kinds = {number: structure_of(votes) for number, _, votes in pieces}
         like = without_rows(self._same_kind(list(kinds.items())))
         totals = mapped(lambda array: np.zeros((rows, *array.shape[1:])), like)
         counts = np.zeros(rows)
-        for number, at, votes in pieces:
-            share = shares[number]
-            counts[at] += share
+        for _, at, votes in pieces:
+            counts[at] += 1
             for total, vote in zip(leaves(totals), leaves(votes), strict=True):
-                total[at] += share * vote
+                total[at] += vote
         with waiting(comm, "add the votes of the members"):
             for total in [counts, *leaves(totals)]:
                 comm.Allreduce(MPI.IN_PLACE, total)
-        dtypes, some = iter([array.dtype for array in leaves(like)]), np.where(counts > 0, counts, 1.0)
+        dtypes, some = iter([array.dtype for array in leaves(like)]), np.maximum(counts, 1)
         return mapped(lambda total: np.ascontiguousarray((total.T / some).T, next(dtypes)), totals), counts
 
     def evaluate(self, x: Any, y: Any) -> dict[str, float]:
@@ -457,7 +442,7 @@ class EnsembleTrainer(GroupOwner):
     def save(self, path: str) -> None:
         """Write all members to exactly `path`, one file (.npz, no pickle). Collective; rank 0 writes.
 
-        `EnsembleModel.load` reads it without MPI; `load`, on any number of ranks. Rank 0 needs memory for all members.
+        `EnsembleModel.load` reads it without MPI. Rank 0 needs memory for all members.
         Missing members are not in the file; it says why. Raises ModelFileError on all ranks.
         """
         self._run(lambda: self._save(path))
@@ -473,7 +458,7 @@ class EnsembleTrainer(GroupOwner):
             saved.append(SavedMember(number, self.seeds[number], kind, config))
             if self.rank:
                 states.clear()
-        whole = SavedEnsemble(saved, self.missing, self.voting, self.weights)
+        whole = SavedEnsemble(saved, self.missing, self.voting)
         self.group.on_one(lambda: ensemble_model.write(path, whole, states))
 
     def _sent(self, number: int, owner: int) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
@@ -483,35 +468,6 @@ class EnsembleTrainer(GroupOwner):
         kind, config = root_value(comm, about, "save: the config of a member", owner)
         state = together(comm, lambda: replica.state() if replica else {})
         return kind, config, broadcast_arrays(comm, state, owner, "save: a member")
-
-    def load(self, path: str) -> None:
-        """Load the members, the voting and the weights that rank 0 reads from `path`; or raise ModelFileError on all
-        ranks, and change nothing. Collective. The file has as many members as this ensemble, trained on any number of
-        ranks."""
-        self._run(lambda: self._load(path))
-
-    def _load(self, path: str) -> None:
-        self.group.enter("load")
-        comm = self.group.comm
-        found = together(comm, lambda: ensemble_model.read(path) if self.rank == 0 else None)
-        about = root_value(comm, found and found[0].as_json(), "load: what a file says about an ensemble")
-        saved = SavedEnsemble.of_json(about)
-        if len(saved.weights) != len(self.members):
-            text = f"{path} has {len(saved.weights)} members, and this ensemble {len(self.members)}"
-            raise on_all_ranks(ModelFileError(text), comm)
-        with self._part.unchanged_by_errors():
-            for each in saved.members:
-                state = broadcast_arrays(comm, found[1][each.number] if found else {}, 0, "load: a member")
-                if (replica := self.replicas.get(each.number)) is None:
-                    together(comm, int)
-                else:
-                    together(comm, partial(load_member, path, replica, each, state))
-        self.seeds = tuple(
-            {each.number: each.seed for each in saved.members}.get(n, seed) for n, seed in enumerate(self.seeds)
-        )
-        self.members = [Member(n, seed, History(), saved.missing.get(n, "")) for n, seed in enumerate(self.seeds)]
-        self.missing, self.voting, self.weights = dict(saved.missing), saved.voting, saved.weights
-        self.oob = {}
 
     # Calls, failures, the end
 
@@ -546,7 +502,7 @@ class EnsembleTrainer(GroupOwner):
 
     def _check_open(self) -> None:
         if self.closed:
-            raise ClosedError("this EnsembleTrainer is closed; create another one, and load() what it has saved")
+            raise ClosedError("this EnsembleTrainer is closed; create another one")
 
     def close(self) -> None:
         """Free what the ensemble created; the replicas stay usable. Collective. Closing twice does nothing; a failed

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainers.apps.ensemble.voting import Voting, shares_of
+from trainers.apps.ensemble.voting import Voting
 from trainers.apps.serving.models import Model, NetworkModel
 from trainers.data import Tree, cut, leaves, mapped, row_count
 from trainers.errors import ArgumentError, ModelFileError
@@ -34,13 +34,12 @@ class SavedMember(NamedTuple):
 class SavedEnsemble(NamedTuple):
     """What a file says about an ensemble, besides the arrays of the members.
 
-    weights: of all members, also of missing ones. missing: the number of a member that has no model -> the reason.
+    missing: the number of a member that has no model -> the reason.
     """
 
     members: list[SavedMember]
     missing: dict[int, str]
     voting: Voting
-    weights: list[float]
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON types."""
@@ -49,7 +48,6 @@ class SavedEnsemble(NamedTuple):
             "missing": [[number, reason] for number, reason in self.missing.items()],
             "voting": self.voting.kind,
             "logits": self.voting.logits,
-            "weights": self.weights,
         }
 
     @classmethod
@@ -57,15 +55,16 @@ class SavedEnsemble(NamedTuple):
         """Make it from a result of `as_json`. Raises an error of several types if it is invalid."""
         members = [SavedMember(**each) for each in given["members"]]
         missing = {int(number): str(reason) for number, reason in given["missing"]}
-        weights = [float(weight) for weight in given["weights"]]
         numbers = sorted([*(each.number for each in members), *missing])
-        if not members or numbers != list(range(len(weights))) or not all(0 <= each < float("inf") for each in weights):
-            raise ValueError(f"members {numbers}, weights {weights}")
+        if not members or numbers != list(range(len(numbers))):
+            raise ValueError(f"members {numbers}")
+        if len({*given.get("weights", ())}) > 1:  # of former versions
+            raise ValueError(f"members whose votes have weights, {given['weights']}")
         for each in members:
             types = type(each.number), type(each.seed), type(each.kind), type(each.config)
             if types != (int, int, str, dict):
                 raise ValueError(f"member {each}")
-        return cls(members, missing, Voting(given["voting"], given["logits"]), weights)
+        return cls(members, missing, Voting(given["voting"], given["logits"]))
 
 
 def write(path: str, saved: SavedEnsemble, states: Mapping[int, Arrays]) -> None:
@@ -106,19 +105,13 @@ def replica_of(path: str, member: SavedMember, state: Arrays, make_replica: Make
             raise ArgumentError(f"{what} is a {member.kind}, which a file can't make: give make_replica")
         return NETWORKS[member.kind].of_saved(what, dict(member.config), state)
     replica = make_replica(member.seed)
-    load_member(path, replica, member, state)
-    return replica
-
-
-def load_member(path: str, replica: Replica, member: SavedMember, state: Arrays) -> None:
-    """Load a member that was read from `path` into a replica. Raises ModelFileError."""
-    what = f"{path}, member {member.number}"
     if type(replica).__name__ != member.kind:
         raise ModelFileError(f"{what} is a {member.kind}, and make_replica makes a {type(replica).__name__}")
     try:
         load_saved(replica, what, dict(member.config), state)
     except ModelFileError as error:
         raise error if what in str(error) else ModelFileError(f"{what}: {error}") from error
+    return replica
 
 
 @contextmanager
@@ -136,14 +129,14 @@ class EnsembleModel(Model):
     """An ensemble that was loaded from a file, which predicts in this process alone. `load_model` and so the server
     take it too.
 
-    voting: how the members vote. weights: of all members. replicas: the members, by their numbers. missing: the number
-    of a member that the file lacks, because its training failed -> the reason.
+    voting: how the members vote. replicas: the members, by their numbers. missing: the number of a member that the file
+    lacks, because its training failed -> the reason.
     """
 
     kind = KIND
 
     def __init__(self, saved: SavedEnsemble, replicas: Mapping[int, Replica]) -> None:
-        self.voting, self.weights, self.missing = saved.voting, saved.weights, saved.missing
+        self.voting, self.missing = saved.voting, saved.missing
         self.replicas = dict(replicas)
         first = next(iter(self.replicas.values()))
         self.columns = first.columns
@@ -170,24 +163,15 @@ class EnsembleModel(Model):
         """The number of models that vote."""
         return len(self.replicas)
 
-    @property
-    def voters(self) -> tuple[int, ...]:
-        """The numbers of the members whose votes count, in ascending order: at least one."""
-        shares = shares_of(self.weights, sorted(self.replicas))
-        return tuple(number for number, share in shares.items() if share)
-
     def check(self, rows: Tree) -> None:
         for replica in self.replicas.values():
             replica.check(rows, None)
 
-    def votes(self, number: int, x: Tree) -> Tree:
-        """Return the votes of one member for all rows."""
-        return votes_of(self.replicas[number], x, self.voting)
-
     def predict(self, x: Tree) -> Tree:
         """Return the result of the vote for every row, as the trainer's `predict` does. Raises ArgumentError."""
         self.check(x)
-        return self.voting.combined({number: self.votes(number, x) for number in self.voters}, self.weights)
+        votes = {number: votes_of(replica, x, self.voting) for number, replica in self.replicas.items()}
+        return self.voting.combined(votes)
 
 
 def member_votes(replica: Replica, x: Tree, voting: Voting) -> Tree:

@@ -1,7 +1,6 @@
 """PartMembers: the members of an ensemble that the ranks of one part train, one after the other."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,12 @@ from allreduce.elastic.ranks import chunk, everywhere, lost, together
 from allreduce.topology import Topology
 from trainers.apps.ensemble.model import ROWS, averaged, member_votes
 from trainers.apps.ensemble.voting import Voting
-from trainers.data import Tree, cut, sliced, structure_of
+from trainers.data import Tree, cut, sliced
 from trainers.fit.evaluation import evaluate_rows
 from trainers.fit.source import Rows
 from trainers.mirrored import MirroredTrainer
 from trainers.options.loader import Loader
-from trainers.replica import Replica, copied
+from trainers.replica import Replica
 from trainers.watching.history import History
 
 Callbacks = Sequence[Any] | Callable[[int], Sequence[Any]]
@@ -80,15 +79,6 @@ class PartMembers:
 
     # Local computations
 
-    def kinds(self, numbers: Sequence[int], row: Tree, voting: Voting) -> list[tuple[int, Any]]:
-        """Return (number, structure of the votes) of those of these members that the part has, from one row. Local."""
-        found = []
-        for number in numbers:
-            if (replica := self.replicas.get(number)) is not None:
-                with averaged(replica), np.errstate(all="ignore"):
-                    found.append((number, structure_of(member_votes(replica, row, voting))))
-        return found
-
     def votes(
         self, x: Tree, wanted: Mapping[int, np.ndarray], voting: Voting
     ) -> Iterator[tuple[int, np.ndarray, Tree]]:
@@ -111,15 +101,3 @@ class PartMembers:
                     terms = evaluate_rows(replica, rows, self.topology.size, self.topology.rank)
                 found.append((number, list(replica.metrics), replica.counts, terms.sum(axis=0).tolist()))
         return found
-
-    @contextmanager
-    def unchanged_by_errors(self) -> Iterator[None]:
-        """Context manager: after an error in the block the members have the state from before it. Local."""
-        before = {number: (copied(each.state(), {}), each.columns) for number, each in self.replicas.items()}
-        try:
-            yield
-        except BaseException:
-            for number, (state, columns) in before.items():
-                self.replicas[number].load_state(state)
-                self.replicas[number].columns = columns
-            raise

@@ -1,6 +1,6 @@
 """How the members of an ensemble vote, and how votes are scored. Arrays only, no MPI."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,23 +49,15 @@ class Voting:
             return voted
         return (softmax(values) if self.logits else values).astype(dtype)
 
-    def combined(self, votes: Mapping[int, Tree], weights: Sequence[float] | Mapping[int, float]) -> Tree:
-        """Return the result of the votes of some members, by their numbers. weights: of all members; those given count
-        alike if all of theirs are 0. Raises ArgumentError if the members' outputs differ in shape or dtype."""
-        first, shares = next(iter(votes.values())), shares_of(weights, votes)
+    def combined(self, votes: Mapping[int, Tree]) -> Tree:
+        """Return the mean of the votes of members, by their numbers. Raises ArgumentError if the members' outputs
+        differ in shape or dtype."""
+        first = next(iter(votes.values()))
         for number, each in votes.items():
             if error := misfit(each, first):
                 raise ArgumentError(f"member {number} can't vote: {error}")
         columns = zip(*(leaves(tree) for tree in votes.values()), strict=True)
-
-        def mean(like: np.ndarray) -> np.ndarray:
-            given = zip(shares.values(), next(columns), strict=True)
-            total = np.zeros(like.shape)
-            for share, each in given:
-                total += share * each
-            return total.astype(like.dtype)
-
-        return mapped(mean, first)
+        return mapped(lambda like: np.mean(next(columns), axis=0, dtype=np.float64).astype(like.dtype), first)
 
 
 def misfit(votes: Tree, others: Tree) -> str:
@@ -85,25 +77,6 @@ def shown(structure: Any) -> str:
     if "dict" in structure:
         return "{" + ", ".join(f"{key}: {shown(each)}" for key, each in structure["dict"]) + "}"
     return "(" + ", ".join(map(shown, structure["tuple"])) + ")"
-
-
-def normal(weights: Sequence[float]) -> list[float]:
-    """Return weights whose sum is 1. Raises ArgumentError."""
-    try:
-        given = np.array([float(weight) for weight in weights])
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"weights must be numbers, got {weights!r}") from error
-    if not (np.isfinite(given).all() and (given >= 0).all() and given.any()):
-        raise ArgumentError(f"weights must be numbers >= 0, not all 0, got {weights!r}")
-    return (given / given.sum()).tolist()
-
-
-def shares_of(weights: Sequence[float] | Mapping[int, float], members: Any) -> dict[int, float]:
-    """Return the share of each of `members` (their numbers) in a vote: its weight, divided by the sum of theirs. They
-    share alike if all of theirs are 0."""
-    given = {number: float(weights[number]) for number in members}
-    whole = sum(given.values())
-    return {number: weight / whole if whole else 1 / len(given) for number, weight in given.items()}
 
 
 class Scorer:
