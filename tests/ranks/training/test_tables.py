@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -94,20 +93,6 @@ def test_no_file_is_left_if_the_last_step_fails(
         trainer.predict(table, str(folder / "out.csv"))
     flat.world.Barrier()
     assert os.listdir(folder) == ["people.csv"]
-
-
-def test_files_of_a_killed_prediction_are_removed_after_a_day(folder: Path, flat: allreduce.Topology) -> None:
-    """Not those of another file, or of a prediction that may still run."""
-    stale, others = [".out.csv.0123abcd"], [".out.csv.0123abce", ".out_csv.0123abcd", ".out.csv.0123abcd.7"]
-    if flat.rank == 0:
-        folder.mkdir(exist_ok=True)
-        for number, name in enumerate([*others, *stale]):
-            (folder / name).touch()
-            age = (90 if number else 1) * 1000
-            os.utime(folder / name, (time.time() - age, time.time() - age))
-    with MirroredTrainer(NumpyNetwork([4, 3], seed=1), "native", flat) as trainer:
-        trainer.predict(np.zeros((5, 4), np.float32), folder / "out.csv")
-    assert sorted(each.name for each in folder.iterdir()) == sorted([*others, "out.csv"])
 
 
 def test_predictions_of_arrays(folder: Path, flat: allreduce.Topology) -> None:

@@ -1,7 +1,6 @@
 """The command `python -m trainers export`: writes a saved model as an ONNX file."""
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 
@@ -11,7 +10,7 @@ from trainers import datasets
 from trainers.cli.command import Command
 from trainers.datasets import Dataset
 from trainers.errors import ArgumentError
-from trainers.files import checkpoint, model_file
+from trainers.files import model_file
 from trainers.mirrored import MirroredTrainer
 from trainers.replicas.numpy.categories import NETWORKS, load_network
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -30,16 +29,12 @@ EXAMPLES = """examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument(
-        "--load", metavar="FILE", required=True, help="the model, as --save has written it, or a folder of checkpoints"
+        "--load", metavar="FILE", required=True, help="the model, as --save has written it, or a checkpoint"
     )
     parser.add_argument("--out", metavar="FILE", required=True, help="the ONNX file")
     parser.add_argument(
         "--data", help="the data on which the model was trained, as `python -m trainers --data` takes them"
     )
-    parser.add_argument(
-        "--no-ema", action="store_true",
-        help="export the parameters, although the file has their moving average (by default the average is exported)",
-    )  # fmt: skip
 
 
 COMMAND = Command("--load FILE --out FILE [--data DATA]", ABOUT, EXAMPLES, add_options)
@@ -51,34 +46,20 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
     network, data = together(world.world, lambda: _prepared(options))
     begin = time.perf_counter()
     with MirroredTrainer(network, topology=world) as trainer:
-        ema = False if options.no_ema else None
         if data is None:
-            about = trainer.export(options.out, ema=ema)
+            about = trainer.export(options.out)
         else:
             named = data.columns is None and network.probabilities and len(data.classes) == network.sizes[-1]
             names = data.classes if named else None
-            about = trainer.export(options.out, data.x_train, classes=names, ema=ema)
+            about = trainer.export(options.out, data.x_train, classes=names)
     if world.rank == 0:
         print(f"exported: {options.out} ({time.perf_counter() - begin:.1f} s), {about}", flush=True)
 
 
-def _file(given: str) -> str:
-    """Return the model file that is given, of a folder the newest usable checkpoint. Raises ModelFileError, and
-    ArgumentError for a folder without checkpoints."""
-    if not os.path.isdir(given):
-        return given
-    found = checkpoint.newest(given)
-    if found is None:
-        raise ArgumentError(
-            f"--load {given}: this folder has no checkpoints; give a file of --save, or a folder of them"
-        )
-    return found[0]
-
-
 def _prepared(options: argparse.Namespace) -> tuple[NumpyNetwork, Dataset | None]:
     """Return the network, and the data if there are any. Raises ArgumentError, ModelFileError,
-    CheckpointError, DataError."""
-    path = _file(options.load)
+    DataError."""
+    path = options.load
     kind, _ = model_file.read_header(path)
     if kind not in NETWORKS:
         raise ArgumentError(

@@ -22,7 +22,7 @@ from trainers.apps.export.running import (
 )
 from trainers.arguments import flag_error, require
 from trainers.data import Tree, row_count, sliced
-from trainers.errors import ArgumentError, ExportError, as_error
+from trainers.errors import ArgumentError, ExportError, as_error, explained
 from trainers.files.model_file import replacing
 from trainers.files.onnx_graph import need_onnx
 from trainers.replica import Replica
@@ -72,7 +72,10 @@ def write(
             f"the model has {size:,} bytes, and an ONNX file holds less than 2 GiB: export it by its framework, which "
             "writes a second file beside it"
         )
-    difference = compared(Session(model, about), about, rows, expected, tolerance)
+    with explained(ExportError, "onnxruntime does not take the exported model"):
+        session = Session(model.SerializeToString())
+    session.columns = about.columns
+    difference = compared(session, about, rows, expected, tolerance)
     about = replace(about, average=average, rows=row_count(rows), difference=difference)
     graph.describe(model, about)
     with as_error(ExportError, f"the export can't be written to {path}"), replacing(path) as file:

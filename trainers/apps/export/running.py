@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from trainers.apps.export.graph import names_of
-from trainers.apps.export.metadata import INPUT, LABEL, PROBABILITIES, Exported
+from trainers.apps.export.metadata import LABEL, PROBABILITIES, Exported
 from trainers.data import Tree, cut, leaves, row_count, sliced
 from trainers.datasets.columns import Category, Columns
-from trainers.errors import ExportError, needing
+from trainers.errors import ExportError, explained, needing
 from trainers.files.onnx_graph import INSTALL
 
 ROWS = 1024  # of a batch
@@ -28,49 +27,41 @@ def need_onnxruntime() -> Any:
     return onnxruntime
 
 
-def opened(model: str | bytes, threads: int = 1) -> Any:
-    """Return a session of onnxruntime on the CPU. model: a file, or its content. threads: more take the cores of other
-    ranks. Raises ExportError without onnxruntime, and a dozen types of errors of onnxruntime's."""
-    runtime = need_onnxruntime()
-    options = runtime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads, options.inter_op_num_threads = QUIET, threads, 1
-    return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
 class Session:
-    """An exported model in onnxruntime, on the CPU. model: an onnx.ModelProto. Raises ExportError."""
+    """A model in onnxruntime, on the CPU. It computes rows as `predict` takes them.
 
-    def __init__(self, model: Any, about: Exported) -> None:
-        need_onnxruntime()
-        self._about = about
-        try:
-            self._session = opened(model.SerializeToString())
-        except Exception as error:  # of protobuf or onnxruntime
-            raise ExportError(f"onnxruntime does not take the exported model: {_first_line(error)}") from error
-        self._dtypes = {each.name: DTYPES.get(each.type, np.float32) for each in self._session.get_inputs()}
-        self._names = [each.name for each in self._session.get_outputs()]
+    model: a file, or its content. threads: more take the cores of other ranks. Raises ExportError without onnxruntime,
+    and a dozen types of errors of onnxruntime's, as `run` does.
+
+    inputs, outputs: onnxruntime's descriptions. metadata: texts by name. columns: of the table on which the model was
+    trained, whose cells are its inputs; None, unless the user sets it.
+    """
+
+    def __init__(self, model: str | bytes, threads: int = 1) -> None:
+        runtime = need_onnxruntime()
+        options = runtime.SessionOptions()
+        options.log_severity_level, options.intra_op_num_threads, options.inter_op_num_threads = QUIET, threads, 1
+        self._session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self.inputs, self.outputs = self._session.get_inputs(), self._session.get_outputs()
+        self.metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
+        self.columns: Columns | None = None
 
     def feeds(self, x: Tree) -> dict[str, np.ndarray]:
-        """Return rows as the inputs of the file."""
-        columns = self._about.columns
-        if columns is not None:
-            return cells_of(columns, x)
-        found = zip(names_of(x, INPUT), leaves(x), strict=True)
-        return {name: self._in_form(np.asarray(array)).astype(self._dtypes[name], copy=False) for name, array in found}
-
-    def _in_form(self, array: np.ndarray) -> np.ndarray:
-        """Return rows of samples of any shape as the shape of the only input, which may be flat."""
-        shape = self._session.get_inputs()[0].shape
-        flat = len(self._dtypes) == 1 and len(shape) == 2 and array.ndim != 2
-        return array.reshape(len(array), -1) if flat else array
+        """Return rows as the inputs of the model. Rows of samples of any shape become flat, if the only input is."""
+        if self.columns is not None:
+            return cells_of(self.columns, x)
+        found: dict[str, np.ndarray] = {}
+        for each, array in zip(self.inputs, map(np.asarray, leaves(x)), strict=True):
+            flat = len(self.inputs) == 1 and len(each.shape) == 2 and array.ndim > 2
+            rows = array.reshape(len(array), -1) if flat else array
+            found[each.name] = np.ascontiguousarray(rows, DTYPES.get(each.type, np.float32))
+        return found
 
     def run(self, x: Tree) -> dict[str, np.ndarray]:
-        """Return the outputs for rows, by name. Raises ExportError."""
-        try:
-            parts = [self._session.run(None, self.feeds(part)) for part in cut(x, row_count(x), ROWS)]
-        except Exception as error:  # of onnxruntime
-            raise ExportError(f"onnxruntime can't run the exported model: {_first_line(error)}") from error
-        return {name: np.concatenate(each) for name, each in zip(self._names, zip(*parts, strict=True), strict=True)}
+        """Return the outputs for rows, by name."""
+        parts = [self._session.run(None, self.feeds(part)) for part in cut(x, row_count(x), ROWS)]
+        names = [each.name for each in self.outputs]
+        return {name: np.concatenate(each) for name, each in zip(names, zip(*parts, strict=True), strict=True)}
 
 
 def softmax(values: np.ndarray) -> np.ndarray:
@@ -123,7 +114,8 @@ def compared(session: Session, about: Exported, x: Tree, outputs: Tree, toleranc
         )
     worst = 0.0
     for rows in sorted({row_count(x), 1}):
-        found = session.run(sliced(x, slice(rows)))
+        with explained(ExportError, "onnxruntime can't run the exported model"):
+            found = session.run(sliced(x, slice(rows)))
         worst = max(worst, largest_difference(about, found, [each[:rows] for each in expected]))
         if about.classifies:
             _check_classes(about, found[LABEL], expected[0][:rows], tolerance)
@@ -158,7 +150,3 @@ def _check_classes(about: Exported, labels: np.ndarray, expected: np.ndarray, to
         row = int(wrong[0])
         right = names[expected[row].argmax()]
         raise ExportError(f"the exported model answers {labels[row]!r} for a row, and this one {right!r}")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -296,7 +296,7 @@ def _end(job: Job, result: SearchResult, models: str) -> None:
     options, best = job.options, result.best
     states = [each.state.lower() for each in result.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    lines = [f"{len(states)} trials: {counts}; {result.seconds:.1f} s, ranks idle {100 * result.idle:.1f} %"]
+    lines = [f"{len(states)} trials: {counts}; {result.seconds:.1f} s"]
     accuracy = None
     if best is not None:
         lines.append(f"best: {line_of(best)}")
@@ -340,7 +340,6 @@ def _as_json(job: Job, result: SearchResult, accuracy: float | None) -> dict[str
         "best_options": result.best_params,
         "test_accuracy": accuracy,
         "seconds": result.seconds,
-        "idle": result.idle,
         "ranks": result.topology.size,
     }
 

@@ -53,15 +53,14 @@ class SearchResult(NamedTuple):
 
     trials: all that have ended, also those of former jobs. best: the best one, or None; with several directions the
     first of the front. front: all trials of the Pareto front; with one direction the best one alone. seconds: of this
-    call. idle: the share of it in which ranks had no trial, from 0 to 1. topology: of the ranks that are left: the
-    given one, unless a rank was lost; then a new one, which the caller closes.
+    call. topology: of the ranks that are left: the given one, unless a rank was lost; then a new one, which the caller
+    closes.
     """
 
     trials: list[Ended]
     best: Ended | None
     front: list[Ended]
     seconds: float
-    idle: float
     topology: Topology
 
     @property
@@ -193,7 +192,7 @@ class _Search:
         self.topology, self._objective, self._settings = topology, objective, settings
         self._parts: Parts | None = None
         self._running: int | None = None  # the number of the trial that this part runs
-        self._begin, self._busy = time.monotonic(), 0.0
+        self._begin = time.monotonic()
         self._study: Study | None = None
         self._claim: Claim | None = None
         self._relay: Relay | None = None
@@ -313,13 +312,11 @@ class _Search:
 
     def _result(self, topology: Topology) -> SearchResult:
         seconds = time.monotonic() - self._begin
-        busy = all_values(topology.world, self._busy, "learn how long ranks were idle")
         table = together(topology.world, lambda: self._table() if topology.rank == 0 else None)
         (trials, best), seconds = root_value(topology.world, [table, seconds], "send the trials of a search")
         found = [Ended(*each) for each in trials]
         front = [each for each in found if each.number in best]
-        idle = max(0.0, 1 - sum(busy) / (len(busy) * seconds)) if seconds else 0.0
-        return SearchResult(found, front[0] if front else None, front, seconds, idle, topology)
+        return SearchResult(found, front[0] if front else None, front, seconds, topology)
 
     def _table(self) -> tuple[list[Ended], list[int]]:
         study = self._opened()
@@ -349,7 +346,6 @@ class _Search:
         trial = Trial(number, inner, asked)
         outcome.run(lambda: self._objective(trial, inner), self._settings.directions)
         seconds = time.monotonic() - begin
-        self._busy += seconds
         state, values, why = outcome.agree()
         about = {SECONDS: round(seconds, 3), RANKS: list(world_ranks(topology.world))}
         if why is not None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import math
 import os
 import re
 from abc import ABC, abstractmethod
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainers.apps.export.metadata import Exported
-from trainers.apps.export.running import NUMBERS, cells_of, need_onnxruntime, opened
+from trainers.apps.export.running import NUMBERS, Session, need_onnxruntime
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ModelFileError, TrainerError, as_error, explained
 from trainers.files import model_file
@@ -102,18 +103,16 @@ class OnnxModel(Model):
     def __init__(self, path: str) -> None:
         need_onnxruntime()
         threads = os.environ.get("OMP_NUM_THREADS", "")
-        try:
-            self._session = opened(path, int(threads) if threads.isdecimal() and int(threads) else 1)
-            inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
-            metadata = self._session.get_modelmeta().custom_metadata_map
-        except Exception as error:  # a dozen types of onnxruntime
-            raise ModelFileError(f"{path} is not an ONNX file, or it is damaged: {error}") from error
+        with explained(ModelFileError, f"{path} is not an ONNX file, or it is damaged"):
+            self._session = Session(path, int(threads) if threads.isdecimal() and int(threads) else 1)
+        inputs, outputs, metadata = self._session.inputs, self._session.outputs, self._session.metadata
         numbers = [each.name for each in outputs if each.type in NUMBERS]
         widths = [each.shape[1] for each in outputs if each.type in NUMBERS and len(each.shape) == 2]
         self.outputs = widths[-1] if widths and isinstance(widths[-1], int) else None
         if Exported.wrote(metadata):
             about = Exported.read(path, metadata)
             self.columns, self.classes, self.probabilities = about.columns, about.classes, about.classifies
+            self._session.columns = about.columns
         if self.columns is not None and numbers:
             self._output, self.dtype, self.shape = numbers[-1], np.dtype(np.float32), (self.columns.features,)
             return
@@ -122,15 +121,16 @@ class OnnxModel(Model):
             raise ModelFileError(
                 f"{path}: a model with one input and outputs of numbers is expected, and it has {found}"
             )
-        self._input, self._output = inputs[0].name, numbers[-1]
+        self._output = numbers[-1]
         self.dtype = np.dtype(NUMBERS[inputs[0].type])
         self.shape = tuple(size if isinstance(size, int) else None for size in inputs[0].shape[1:])
 
     def check(self, rows: np.ndarray) -> None:
-        wanted = (len(rows) if rows.ndim else 0, *self.shape)
-        fits = rows.ndim == len(wanted) and all(
-            size in (None, own) for size, own in zip(wanted, rows.shape, strict=True)
-        )
+        own = rows.shape[1:]
+        if len(self.shape) == 1 and len(own) > 1:
+            own = (math.prod(own),)  # see Session.feeds
+        fits = rows.ndim > 0 and len(own) == len(self.shape)
+        fits = fits and all(size in (None, given) for size, given in zip(self.shape, own, strict=True))
         if rows.dtype.kind not in "iuf" or not fits:
             shape = ", ".join("any" if size is None else str(size) for size in self.shape)
             raise ArgumentError(f"x must be numbers of shape (rows, {shape}), not {rows.dtype} of shape {rows.shape}")
@@ -139,15 +139,8 @@ class OnnxModel(Model):
                 raise ArgumentError(f"x must be whole numbers that fit into {self.dtype}, as the model takes them")
 
     def predict(self, rows: np.ndarray) -> np.ndarray:
-        if self.columns is not None:
-            feeds: dict[str, Any] = cells_of(self.columns, np.asarray(rows, self.dtype))
-        else:
-            feeds = {self._input: np.ascontiguousarray(rows, self.dtype)}
-        try:
-            (found,) = self._session.run([self._output], feeds)
-        except Exception as error:  # a dozen types of onnxruntime
-            raise ArgumentError(f"onnxruntime can't compute the outputs of these rows: {error}") from error
-        return np.asarray(found)
+        with explained(ArgumentError, "onnxruntime can't compute the outputs of these rows"):
+            return self._session.run(np.asarray(rows, self.dtype))[self._output]
 
 
 def load_model(path: str) -> Model:

@@ -6,17 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from allreduce.elastic.ranks import choose_device, together
+from allreduce.elastic.ranks import together
 from allreduce.topology import Topology
-from trainers.apps.serving.models import Model, NetworkModel, load_whole
+from trainers.apps.serving.models import Model, load_whole
 from trainers.apps.tables.predicting import predict_into
 from trainers.apps.tables.streams import open_stream
 from trainers.cli.command import Command
 from trainers.data import Tree
-from trainers.errors import ArgumentError
-from trainers.files import model_file
 from trainers.group import RankGroup
-from trainers.replicas.numpy.categories import NETWORKS, load_network
 
 ABOUT = """Predict the rows of files by a saved model, on all ranks, in constant memory.
 
@@ -46,7 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="FILE", required=True,
         help="the predictions: a file that ends in .csv or .jsonl (JSON lines), with the rows in order",
     )  # fmt: skip
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda needs CuPy (default: cpu)")
 
 
 COMMAND = Command("--load FILE --data FILE... --out FILE", ABOUT, EXAMPLES, add_options)
@@ -55,23 +51,11 @@ COMMAND = Command("--load FILE --data FILE... --out FILE", ABOUT, EXAMPLES, add_
 def run(arguments: Sequence[str], world: Topology, program: str) -> None:
     """Run the command. Collective. Raises the same error on all ranks."""
     options = together(world.world, lambda: COMMAND.parse(arguments, world.rank == 0, program))
-    model = together(world.world, lambda: _loaded(options, world.node_rank))
+    model = together(world.world, lambda: load_whole(options.load))
     begin = time.perf_counter()
     path = _Predicting(model, world).files(options)
     if world.rank == 0:
         print(f"predictions: {path} ({time.perf_counter() - begin:.1f} s)", flush=True)
-
-
-def _loaded(options: argparse.Namespace, node_rank: int) -> Model:
-    """Return the model of --load. Raises ModelFileError, ArgumentError for a model that does not compute on the device,
-    and UnavailableError or ArgumentError if a package is missing. node_rank: chooses the GPU."""
-    path = options.load
-    if options.device == "cpu":
-        return load_whole(path)
-    if path.endswith(".onnx") or model_file.read_header(path)[0] not in NETWORKS:
-        raise ArgumentError(f"--device {options.device}: {path} is computed on the CPU: leave out --device")
-    choose_device(node_rank)
-    return NetworkModel(load_network(path, options.device))
 
 
 class _Predicting:
@@ -84,14 +68,10 @@ class _Predicting:
         self._group = RankGroup(world, self)
 
     def check(self, x: Tree, y: Tree | None) -> None:
-        self._model.check(self._in_form(x))
+        self._model.check(x)
 
     def predict(self, x: Any) -> Tree:
-        return self._model.predict(self._in_form(x))
-
-    def _in_form(self, x: Any) -> Any:
-        """Return rows of samples of any shape as a model of flat rows takes them, as a NumpyNetwork does."""
-        return x if self._features is None else x.reshape(len(x), -1)
+        return self._model.predict(x)
 
     def files(self, options: argparse.Namespace) -> str:
         """Predict the rows of files; returns the path of the predictions. Collective."""

@@ -5,11 +5,9 @@ import io
 import json
 import logging
 import os
-import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -30,7 +28,6 @@ from trainers.watching.callback import writing
 log = logging.getLogger("trainers")
 
 ENDINGS = (".csv", ".jsonl")
-STALE_SECONDS = 24 * 3600.0  # after which a temporary file belongs to no prediction that still runs
 DIGITS = 6  # of numbers in the files
 
 
@@ -70,14 +67,7 @@ class Target:
         self._file: Any = None
 
     def begin(self) -> None:
-        """Open a temporary file. Remove those that killed predictions to this target left a day ago, or longer."""
-        folder, name = os.path.split(self.path)
-        left = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}")
-        with suppress(OSError):
-            for found in filter(left.fullmatch, os.listdir(folder)):
-                path = os.path.join(folder, found)
-                if time.time() - os.stat(path).st_mtime > STALE_SECONDS:
-                    os.unlink(path)
+        """Open a temporary file."""
         with writing(self.path):
             self._file = self._opened.enter_context(replacing(self.path))
 
