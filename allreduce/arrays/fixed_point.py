@@ -37,7 +37,7 @@ import numpy as np
 from allreduce import kernels
 from allreduce.arrays import dtypes
 
-CACHED_BLOCKS = 64  # that NumPy works on at a time
+CACHED_BLOCKS = 256  # that NumPy works on at a time
 BLOCK = 256  # elements that share an exponent, unless a part of the model ends before
 MOST_TERMS = kernels.MOST_TERMS  # beyond, the quantum would be too coarse for float32
 
@@ -86,10 +86,12 @@ def exponents(terms: Sequence[np.ndarray], edges: np.ndarray, form: Format) -> n
     """
     found = np.zeros(edges.size - 1, form.exponents)
     if not kernels.exponents(terms, edges, found):
+        scratch = _scratch(edges, form.word)
         for blocks, span in _pieces(edges):
+            starts, words = edges[blocks] - span.start, scratch[: span.stop - span.start]
             for term in terms:
-                words = term[span].astype(form.wide, copy=False).view(form.word) & form.magnitude
-                largest = np.maximum.reduceat(words, edges[blocks] - span.start) >> form.fraction
+                np.bitwise_and(term[span].astype(form.wide, copy=False).view(form.word), form.magnitude, out=words)
+                largest = np.maximum.reduceat(words, starts) >> form.fraction
                 np.maximum(found[blocks], largest, out=found[blocks], casting="unsafe")
     return found
 
@@ -152,17 +154,24 @@ def add(
     factors, rests = np.ldexp(1.0, powers - half), np.ldexp(1.0, half)
     if kernels.add_integers(terms, edges, factors, rests, finite, out):
         return
-    out[:] = 0
+    if not len(terms):
+        out[:] = 0
+    scratch, halved = _scratch(edges, form.wide), half.any()
+    factors, rests = factors.astype(form.wide), rests.astype(form.wide)  # float32 is faster, and as exact
     with np.errstate(all="ignore"):
         for blocks, span in _pieces(edges):
-            for term in terms:
-                values = term[span].astype(np.float64)
-                for factor in (factors, rests) if half[blocks].any() else (factors,):
-                    _multiply(values, factor[blocks], edges[blocks])
+            values = scratch[: span.stop - span.start]
+            for number, term in enumerate(terms):
+                _multiply(term[span].astype(form.wide, copy=False), factors[blocks], edges[blocks], values)
+                if halved:
+                    _multiply(values, rests[blocks], edges[blocks], values)
                 np.rint(values, out=values)
                 if not finite:
                     values[~np.isfinite(values)] = 0
-                out[span] += values.astype(form.carrier, copy=False)
+                if number == 0:
+                    np.copyto(out[span], values, casting="unsafe")
+                else:
+                    np.add(out[span], values, out=out[span], dtype=form.carrier, casting="unsafe")
 
 
 def finish(
@@ -186,11 +195,16 @@ def finish(
     factors, divisor = np.ldexp(1.0, quantum(largest[first : last + 1], count, form)), count if mean else 1
     if kernels.finish(integers, inside, factors, divisor, out):
         return
+    if form is SINGLE and divisor & (divisor - 1) == 0:
+        factors, divisor = factors / divisor, 1  # exact, and faster than quotients
+    scratch = _scratch(inside, factors.dtype)
     with np.errstate(all="ignore"):
         for blocks, span in _pieces(inside):
-            values = integers[span] / divisor if form is SINGLE else quotient(integers[span], divisor)
+            values = scratch[: span.stop - span.start]
+            sums = integers[span]
+            quotients = sums / divisor if form is SINGLE and divisor > 1 else quotient(sums, divisor)
+            _multiply(quotients, factors[blocks], inside[blocks], values)
             values += 0.0  # -0.0 becomes 0.0
-            _multiply(values, factors[blocks], inside[blocks])
             np.copyto(out[span], _to_odd(values) if out.dtype == dtypes.BFLOAT16 else values, casting="unsafe")
 
 
@@ -198,16 +212,20 @@ def _pieces(edges: np.ndarray) -> Iterator[tuple[slice, slice]]:
     """Yield the blocks and the elements of pieces for which NumPy's temporary arrays stay in the cache."""
     for first in range(0, edges.size - 1, CACHED_BLOCKS):
         last = min(first + CACHED_BLOCKS, edges.size - 1)
-        yield slice(first, last), slice(edges[first], edges[last])
+        yield slice(first, last), slice(int(edges[first]), int(edges[last]))
 
 
-def _multiply(values: np.ndarray, factors: np.ndarray, starts: np.ndarray) -> None:
-    """Multiply the elements of each block by its factor, in place. starts: of the blocks, from any number on."""
-    if values.size == factors.size * BLOCK and (np.diff(starts) == BLOCK).all():
-        rows = values.reshape(-1, BLOCK)
-        np.multiply(rows, factors[:, None], out=rows)
+def _scratch(edges: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return memory for the elements of one of the `_pieces`."""
+    return np.empty(min(CACHED_BLOCKS * BLOCK, edges[-1] - edges[0]), dtype)
+
+
+def _multiply(values: np.ndarray, factors: np.ndarray, starts: np.ndarray, out: np.ndarray) -> None:
+    """Multiply the elements of each block by its factor. starts: of the blocks, from any number on."""
+    if values.size == factors.size * BLOCK:
+        np.multiply(values.reshape(-1, BLOCK), factors[:, None], out=out.reshape(-1, BLOCK))
     else:
-        np.multiply(values, np.repeat(factors, np.diff([*starts, starts[0] + values.size])), out=values)
+        np.multiply(values, np.repeat(factors, np.diff([*starts, starts[0] + values.size])), out=out)
 
 
 def sum_blocks(
@@ -240,7 +258,7 @@ def quantum(largest: np.ndarray, count: int, form: Format) -> np.ndarray:
 def quotient(integers: np.ndarray, count: int) -> np.ndarray:
     """Return integers / count as float64, rounded once. integers: int64, of at most 62 bits; count: <= MOST_TERMS."""
     if count == 1:
-        return integers.astype(np.float64)
+        return integers.astype(np.float64, copy=False)
     whole, rest = np.divmod(integers, count)
     digits, left = np.divmod(rest << 34, count)
     digits |= left != 0  # so that a value beside the middle of two floats is not rounded as if it was the middle

@@ -79,11 +79,8 @@ class Quantizer(ABC):
         if not kernels.block_magnitudes(values, self.block, scales):
             for blocks, span in self._pieces(values.size):
                 magnitudes = np.abs(values[span], out=self._scratch(span)).view(BITS)  # NaN is the largest integer
-                whole, largest = magnitudes.size // self.block, scales.view(BITS)[blocks]
-                rows = magnitudes[: whole * self.block].reshape(whole, self.block)
-                np.maximum.reduce(rows, axis=1, out=largest[:whole])
-                if rows.size < magnitudes.size:
-                    largest[whole] = magnitudes[rows.size :].max()
+                starts = np.arange(0, magnitudes.size, self.block)
+                np.maximum.reduceat(magnitudes, starts, out=scales.view(BITS)[blocks])
         np.copyto(scales, np.inf, where=scales > LARGEST)
         self._encode(values, scales, codes, error)
         if factor != 1.0:
@@ -123,10 +120,11 @@ class Quantizer(ABC):
 
     def _times(self, values: np.ndarray, factors: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Write the product of every block and its factor to `out`, and return it."""
-        count = values.size // self.block
-        whole, rest, rows = slice(count * self.block), slice(count * self.block, None), (count, self.block)
-        np.multiply(values[whole].reshape(rows), factors[:count, None], out[whole].reshape(rows))
-        np.multiply(values[rest], factors[count:], out[rest])
+        whole = values.size // self.block * self.block
+        rows, last = values[:whole].reshape(-1, self.block), factors[whole // self.block :]
+        np.multiply(rows, factors[: len(rows), None], out[:whole].reshape(rows.shape))
+        if last.size:
+            np.multiply(values[whole:], last, out[whole:])
         return out
 
     def _scratch(self, span: slice) -> np.ndarray:
@@ -199,10 +197,10 @@ class Float8(Quantizer):
         if kernels.encode(self.kind, values, self.block, scales, inverses, None, codes, error):
             return
         for blocks, span in self._pieces(values.size):
-            scratch = self._scratch(span)
-            _float8_codes(self._times(values[span], inverses[blocks], scratch), codes[span].view(np.uint8))
+            scratch = self._times(values[span], inverses[blocks], self._scratch(span))
+            _round_to_float8(scratch, self._workspace.array("spare", scratch.size, FLOAT), codes[span])
             if error is not None:
-                np.subtract(values[span], self._values(codes[span], scales[blocks], scratch), out=error[span])
+                np.add(values[span], self._times(scratch, scales[blocks], scratch), out=error[span])
 
 
 KINDS: dict[str, type[Quantizer]] = {"int8": Int8, "float8": Float8}
@@ -219,22 +217,25 @@ def _float8_numbers(codes: np.ndarray, out: np.ndarray) -> None:
         np.copysign(np.float32(np.nan), out, out=out, where=np.abs(out) == 480)
 
 
-def _float8_codes(values: np.ndarray, out: np.ndarray) -> None:
-    """Write the codes of ml_dtypes' cast of float32 to float8_e4m3fn to `out`, in less time: to_float8 of kernels.c."""
-    magnitudes = values.view(BITS) & 0x7FFFFFFF
-    codes = magnitudes >> 20
-    codes &= 1
-    codes += magnitudes
-    codes += 0x7FFFF - (120 << 23)
-    codes >>= 20
-    np.copyto(out, codes, casting="unsafe")
-    small = np.flatnonzero(magnitudes < 121 << 23)  # float8's subnormal numbers: multiples of 2^-9
-    if small.size:
-        subnormal = magnitudes[small].view(FLOAT) + np.float32(2**14)
-        out[small] = subnormal.view(BITS) - np.float32(2**14).view(BITS)
-    if magnitudes.max(initial=0) > 0x43E80000:  # above 464, and NaN
-        out[magnitudes > 0x43E80000] = 0x7F
-    out |= np.signbit(values).view(np.uint8) << 7
+def _round_to_float8(values: np.ndarray, scratch: np.ndarray, codes: np.ndarray) -> None:
+    """Write the codes of ml_dtypes' cast to float8_e4m3fn, in less time, and minus their numbers to `values`.
+
+    values: float32, up to 464, or not finite: then their numbers are undefined. scratch: float32, as long.
+    """
+    bits, signs = scratch.view(BITS), np.signbit(values).view(np.uint8)
+    signs *= 0x80
+    np.bitwise_and(values.view(BITS), 0x7F800000, out=bits)  # 2^e <= magnitude < 2^(e + 1)
+    special = np.flatnonzero(bits == 0x7F800000) if bits.max(initial=0) == 0x7F800000 else None
+    bits.clip(121 << 23, 135 << 23, out=bits)  # -6 <= e: smaller numbers are multiples of 2^-9, too
+    bits += (20 << 23) + (1 << 22)  # 1.5 * 2^(e + 20): the last bit of a sum with it is 2^(e - 3)
+    np.add(values, scratch, out=values)
+    np.subtract(scratch, values, out=values)  # not the other way, which would lose the sign of zeros
+    np.multiply(values, 2.0**-120, out=scratch)  # to the range of float8's exponents
+    bits >>= 20
+    np.copyto(codes, bits, casting="unsafe")
+    if special is not None:
+        codes[special] = 0x7F
+    codes |= signs
 
 
 @functools.cache

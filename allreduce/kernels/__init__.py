@@ -4,7 +4,7 @@ allreduce/process/start.py.
 
 `pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, every function
 here returns False or None, and its caller does the same by NumPy and Python. Arrays are contiguous, aligned and 1-D; an
-output may be one of the inputs, and overlaps no other array. Other arguments raise TypeError or
+output may be one of the inputs, and overlaps no other array. With the library, other arguments raise TypeError or
 ValueError. All functions are local; the functions on arrays work outside the GIL.
 """
 
@@ -63,6 +63,8 @@ def sum_arrays(parts: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: f
     Two or more arrays of one 16-bit float dtype and one length, summed in float32 and rounded once. Returns False, and
     changes nothing, if there is no kernel for them.
     """
+    if not _loaded():
+        return False
     first = outs[0] if outs else None
     if not _fit(*parts, *outs) or len(parts) < 2 or first is None or first.dtype not in (FLOAT16, BFLOAT16):
         return False
@@ -74,6 +76,8 @@ def sum_arrays(parts: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: f
 
 def cast(source: np.ndarray, out: np.ndarray) -> bool:
     """Write `source` to `out`, rounded to nearest, ties to even. Returns False if there is no kernel for the dtypes."""
+    if not _loaded():
+        return False
     if not _fit(source, out) or {source.dtype, out.dtype} not in ({FLOAT32, FLOAT16}, {FLOAT32, BFLOAT16}):
         return False
     arrays = _given(source, source.dtype, out.size), _given(out, out.dtype, out.size, True)
@@ -85,6 +89,8 @@ def cast(source: np.ndarray, out: np.ndarray) -> bool:
 
 def block_magnitudes(values: np.ndarray, block: int, magnitudes: np.ndarray) -> bool:
     """Write the largest magnitude of each block of float32; NaN is the largest."""
+    if not _loaded():
+        return False
     size, blocks = _blocks(values, block)
     arrays = _given(values, FLOAT32, size), size, block, _given(magnitudes, FLOAT32, blocks, True)
     return _run("block_magnitudes", *arrays)
@@ -101,6 +107,8 @@ def encode(
     error: np.ndarray | None,
 ) -> bool:
     """Write the codes of float32 values, and values - codes * scales to `error`. random: of int8, to round them."""
+    if not _loaded():
+        return False
     size, blocks = _blocks(values, block)
     factors = _given(scales, FLOAT32, blocks), _given(inverses, FLOAT32, blocks)
     drawn = [] if random is None else [_given(random, FLOAT32, size)]
@@ -111,6 +119,8 @@ def encode(
 
 def decode(kind: str, codes: np.ndarray, block: int, scales: np.ndarray, out: np.ndarray, adds: bool = False) -> bool:
     """Write the values of codes, code * scale, to float32 `out`. adds: add them."""
+    if not _loaded():
+        return False
     _check(kind in CODES, f"codes of {kind!r}")
     size, blocks = _blocks(codes, block)
     sources = _given(codes, CODES[kind], size), size, block, _given(scales, FLOAT32, blocks)
@@ -181,7 +191,7 @@ def sum_fixed(
 
 def _terms(arrays: Sequence[np.ndarray], written: bool = False) -> list[_Memory]:
     """Return the checked terms of a sum in fixed point, or none if there is no kernel for them."""
-    if not len(arrays) or not _fit(*arrays) or arrays[0].dtype not in FIXED:
+    if not _loaded() or not len(arrays) or not _fit(*arrays) or arrays[0].dtype not in FIXED:
         return []
     return [_given(each, arrays[0].dtype, arrays[0].size, written) for each in arrays]
 

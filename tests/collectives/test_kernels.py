@@ -308,7 +308,7 @@ def test_arrays_that_overlap(spans: list[tuple[int, int]], written: tuple[int, i
     """Arrays that are only read may overlap, as windows of a series do."""
     memory, edges = np.ones(50, np.float32), np.array([0, 8, 20])
     terms, out = [memory[slice(*span)] for span in spans], memory[slice(*written)]
-    if raises:
+    if raises and kernels.status() == "C":
         with pytest.raises(ValueError, match="overlap"):
             kernels.sum_fixed(terms, [out], edges, 51, 1)
     elif kernels.sum_fixed(terms, [out], edges, 51, 1):
