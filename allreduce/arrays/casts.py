@@ -5,9 +5,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from allreduce import kernels
-from allreduce.arrays.dtypes import TYPES
+from allreduce.arrays import small_floats
+from allreduce.arrays.chunks import segments
+from allreduce.arrays.dtypes import FLOAT16, TYPES
 from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import Workspace
+
+FLOAT = np.dtype(np.float32)
+CACHED = 64 * 1024  # elements that NumPy rounds at a time
 
 
 def cast(source: np.ndarray, out: np.ndarray) -> None:
@@ -15,7 +20,16 @@ def cast(source: np.ndarray, out: np.ndarray) -> None:
 
     NaNs, infinities and overflows may cause NumPy's floating-point warnings: callers ignore them by np.errstate.
     """
-    if not kernels.cast(source, out):
+    if kernels.cast(source, out):
+        return
+    if (source.dtype, out.dtype) == (FLOAT16, FLOAT):
+        small_floats.widen(source, out)
+    elif (source.dtype, out.dtype) == (FLOAT, FLOAT16):
+        scratch, rounded = np.empty((2, min(out.size, CACHED)), FLOAT)
+        for piece in segments(slice(0, out.size), CACHED):
+            length = piece.stop - piece.start
+            small_floats.narrow(source[piece], out[piece], scratch[:length], rounded[:length])
+    else:
         np.copyto(out, source, casting="unsafe")
 
 

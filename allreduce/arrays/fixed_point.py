@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from allreduce import kernels
-from allreduce.arrays import dtypes
+from allreduce.arrays import casts, dtypes
 
 CACHED_BLOCKS = 256  # that NumPy works on at a time
 BLOCK = 256  # elements that share an exponent, unless a part of the model ends before
@@ -90,7 +90,8 @@ def exponents(terms: Sequence[np.ndarray], edges: np.ndarray, form: Format) -> n
         for blocks, span in _pieces(edges):
             starts, words = edges[blocks] - span.start, scratch[: span.stop - span.start]
             for term in terms:
-                np.bitwise_and(term[span].astype(form.wide, copy=False).view(form.word), form.magnitude, out=words)
+                values = _wide(term[span], words.view(form.wide))
+                np.bitwise_and(values.view(form.word), form.magnitude, out=words)
                 largest = np.maximum.reduceat(words, starts) >> form.fraction
                 np.maximum(found[blocks], largest, out=found[blocks], casting="unsafe")
     return found
@@ -162,7 +163,7 @@ def add(
         for blocks, span in _pieces(edges):
             values = scratch[: span.stop - span.start]
             for number, term in enumerate(terms):
-                _multiply(term[span].astype(form.wide, copy=False), factors[blocks], edges[blocks], values)
+                _multiply(_wide(term[span], values), factors[blocks], edges[blocks], values)
                 if halved:
                     _multiply(values, rests[blocks], edges[blocks], values)
                 np.rint(values, out=values)
@@ -201,8 +202,10 @@ def finish(
     with np.errstate(all="ignore"):
         for blocks, span in _pieces(inside):
             values = scratch[: span.stop - span.start]
-            sums = integers[span]
-            quotients = sums / divisor if form is SINGLE and divisor > 1 else quotient(sums, divisor)
+            if form is SINGLE and divisor > 1:
+                quotients = np.divide(integers[span], divisor, out=values)
+            else:
+                quotients = quotient(integers[span], divisor)
             _multiply(quotients, factors[blocks], inside[blocks], values)
             values += 0.0  # -0.0 becomes 0.0
             np.copyto(out[span], _to_odd(values) if out.dtype == dtypes.BFLOAT16 else values, casting="unsafe")
@@ -218,6 +221,14 @@ def _pieces(edges: np.ndarray) -> Iterator[tuple[slice, slice]]:
 def _scratch(edges: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return memory for the elements of one of the `_pieces`."""
     return np.empty(min(CACHED_BLOCKS * BLOCK, edges[-1] - edges[0]), dtype)
+
+
+def _wide(values: np.ndarray, scratch: np.ndarray) -> np.ndarray:
+    """Return values in the dtype of `scratch`: themselves, or there."""
+    if values.dtype != scratch.dtype:
+        casts.cast(values, scratch)
+        return scratch
+    return values
 
 
 def _multiply(values: np.ndarray, factors: np.ndarray, starts: np.ndarray, out: np.ndarray) -> None:

@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import ClassVar
 
-import ml_dtypes
 import numpy as np
 
 from allreduce import kernels
+from allreduce.arrays import small_floats
+from allreduce.arrays.small_floats import E4M3
 from allreduce.arrays.workspace import Workspace
 
 PIECE = 32 * 1024  # elements with numbers from one place of the table of random numbers
@@ -30,7 +31,6 @@ CACHED = 64 * 1024  # elements that NumPy works on at a time
 BLOCK = 256  # elements with one scale
 FLOAT = np.dtype(np.float32)
 BITS = np.dtype(np.int32)
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE_BYTES = FLOAT.itemsize
 LARGEST = np.float32(2.0**127)  # a larger magnitude could be rounded to infinity
 LARGEST_RANDOM = 2**15  # random numbers are odd multiples of 2^-16: a code plus one is below the next one
@@ -115,7 +115,7 @@ class Quantizer(ABC):
         if self.kind == "int8":
             np.copyto(out, codes)
         else:
-            _float8_numbers(codes, out)
+            small_floats.widen(codes.view(E4M3), out)
         return self._times(out, scales, out)
 
     def _times(self, values: np.ndarray, factors: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -197,45 +197,15 @@ class Float8(Quantizer):
         if kernels.encode(self.kind, values, self.block, scales, inverses, None, codes, error):
             return
         for blocks, span in self._pieces(values.size):
-            scratch = self._times(values[span], inverses[blocks], self._scratch(span))
-            _round_to_float8(scratch, self._workspace.array("spare", scratch.size, FLOAT), codes[span])
+            scaled = self._times(values[span], inverses[blocks], self._scratch(span))
+            small_floats.narrow(
+                scaled, codes[span].view(E4M3), self._workspace.array("bits", scaled.size, FLOAT), scaled
+            )
             if error is not None:
-                np.add(values[span], self._times(scratch, scales[blocks], scratch), out=error[span])
+                np.add(values[span], self._times(scaled, scales[blocks], scaled), out=error[span])
 
 
 KINDS: dict[str, type[Quantizer]] = {"int8": Int8, "float8": Float8}
-
-
-def _float8_numbers(codes: np.ndarray, out: np.ndarray) -> None:
-    """Write ml_dtypes' cast of float8_e4m3fn to float32 to `out`, in less time."""
-    bits = out.view(BITS)
-    np.copyto(bits, codes.view(np.int8))  # the sign fills the upper bits
-    bits <<= 20  # e4m3's fraction and exponent are there, less 120 in the exponent
-    bits &= -0x78100000
-    out *= np.float32(2.0**120)
-    if (codes.view(np.uint8) & 0x7F).max(initial=0) == 0x7F:
-        np.copysign(np.float32(np.nan), out, out=out, where=np.abs(out) == 480)
-
-
-def _round_to_float8(values: np.ndarray, scratch: np.ndarray, codes: np.ndarray) -> None:
-    """Write the codes of ml_dtypes' cast to float8_e4m3fn, in less time, and minus their numbers to `values`.
-
-    values: float32, up to 464, or not finite: then their numbers are undefined. scratch: float32, as long.
-    """
-    bits, signs = scratch.view(BITS), np.signbit(values).view(np.uint8)
-    signs *= 0x80
-    np.bitwise_and(values.view(BITS), 0x7F800000, out=bits)  # 2^e <= magnitude < 2^(e + 1)
-    special = np.flatnonzero(bits == 0x7F800000) if bits.max(initial=0) == 0x7F800000 else None
-    bits.clip(121 << 23, 135 << 23, out=bits)  # -6 <= e: smaller numbers are multiples of 2^-9, too
-    bits += (20 << 23) + (1 << 22)  # 1.5 * 2^(e + 20): the last bit of a sum with it is 2^(e - 3)
-    np.add(values, scratch, out=values)
-    np.subtract(scratch, values, out=values)  # not the other way, which would lose the sign of zeros
-    np.multiply(values, 2.0**-120, out=scratch)  # to the range of float8's exponents
-    bits >>= 20
-    np.copyto(codes, bits, casting="unsafe")
-    if special is not None:
-        codes[special] = 0x7F
-    codes |= signs
 
 
 @functools.cache

@@ -306,6 +306,7 @@ def _fit(*arrays: np.ndarray) -> bool:
     return all(each.flags.c_contiguous and each.flags.aligned for each in arrays)
 
 
+@functools.cache
 def _loaded() -> ctypes.CDLL | None:
     return None if os.environ.get(SWITCH) == "0" else _library()
 

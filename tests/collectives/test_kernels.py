@@ -33,14 +33,17 @@ def by_numpy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
     def switch() -> None:
         monkeypatch.setenv(kernels.SWITCH, "0")
-        kernels._function.cache_clear()
-        kernels._definition.cache_clear()
+        clear_caches()
         assert kernels.status().startswith("NumPy")
 
     yield switch
     monkeypatch.undo()
-    kernels._function.cache_clear()
-    kernels._definition.cache_clear()
+    clear_caches()
+
+
+def clear_caches() -> None:
+    for cached in (kernels._loaded, kernels._function, kernels._definition):
+        cached.cache_clear()
 
 
 def hostile(length: int, seed: int) -> np.ndarray:

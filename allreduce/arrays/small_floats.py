@@ -1,0 +1,74 @@
+"""Casts between float32 and float16 or float8_e4m3fn: the bits of NumPy's and ml_dtypes' casts, in less time.
+
+Rounding takes two float operations, x + m - m, with m = 1.5 * 2^(e + d) for 2^e <= |x| < 2^(e + 1), if the small float
+has d bits less in its fraction: the last bit of a float32 sum with m is that of the small float. Below the least normal
+number, e is that of this number: this rounds to subnormal numbers. The result times a power of two has the small
+float's exponent and fraction in neighbouring bits (F. Giesen: half to float done quick, 2012). A process that flushes
+float32's subnormal numbers flushes those of the small floats here, too.
+"""
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from allreduce.arrays.dtypes import FLOAT16
+
+FLOAT, BITS = np.dtype(np.float32), np.dtype(np.int32)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+class SmallFloat(NamedTuple):
+    """How the bits of a small float and of float32 belong together."""
+
+    word: np.dtype  # integers of its size
+    sign: int
+    not_finite: int  # the least code that is infinite or NaN
+    dropped: int  # bits of float32's fraction that it has not
+    least: int  # float32's bits of its least normal number, and of its largest power of two
+    largest: int
+    scale: np.float32  # the power of two that moves float32's exponents to its own
+
+
+FORMATS = {
+    FLOAT16: SmallFloat(np.dtype(np.uint16), 0x8000, 0x7C00, 13, 113 << 23, 142 << 23, np.float32(2.0**-112)),
+    E4M3: SmallFloat(np.dtype(np.uint8), 0x80, 0x7F, 20, 121 << 23, 135 << 23, np.float32(2.0**-120)),
+}
+
+
+def narrow(values: np.ndarray, out: np.ndarray, scratch: np.ndarray, negated: np.ndarray) -> None:
+    """Write float32 values to `out`, rounded to nearest, ties to even, and minus the rounded numbers to `negated`.
+
+    values: float8 takes none between 464 and 512. scratch, negated: float32, as long; `negated` may be `values`, and is
+    undefined where a value is not finite or `out` can't hold it.
+    """
+    form = FORMATS[out.dtype]
+    codes, bits = out.view(form.word), scratch.view(BITS)
+    signs = np.signbit(values).astype(form.word)
+    signs *= form.sign
+    np.bitwise_and(values.view(BITS), 0x7F800000, out=bits)
+    beyond = np.flatnonzero(bits > form.largest) if bits.max(initial=0) > form.largest else None
+    casts = None if beyond is None else values[beyond].astype(out.dtype)
+    bits.clip(form.least, form.largest, out=bits)
+    bits += (form.dropped << 23) + (1 << 22)
+    np.add(values, scratch, out=negated)
+    np.subtract(scratch, negated, out=negated)  # the other way, zeros would lose their sign
+    np.multiply(negated, form.scale, out=scratch)
+    bits >>= form.dropped
+    np.copyto(codes, bits, casting="unsafe")
+    codes |= signs
+    if beyond is not None:
+        out[beyond] = casts
+
+
+def widen(source: np.ndarray, out: np.ndarray) -> None:
+    """Write small floats to `out`, float32."""
+    form = FORMATS[source.dtype]
+    bits, magnitudes = out.view(BITS), source.view(form.word) & (form.sign - 1)
+    np.copyto(bits, source.view(f"i{source.itemsize}"))  # the sign fills the upper bits
+    bits <<= form.dropped
+    bits &= -(2**31) | (form.sign - 1) << form.dropped
+    out *= 1 / form.scale
+    if magnitudes.max(initial=0) >= form.not_finite:
+        special = np.flatnonzero(magnitudes >= form.not_finite)
+        out[special] = source[special]
