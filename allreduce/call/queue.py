@@ -182,16 +182,18 @@ class Queue:
         numbers: Sequence[int] = (),
         ended: Ended | None = None,
         limit: float = math.inf,
+        waits: bool = False,
     ) -> Future:
         """Submit a call: the worker does `work` once all ranks have submitted the call. Local; returns at once.
 
         description, numbers: describe the call, and must be equal on all ranks. Otherwise the future fails with the
         same DisagreementError on all ranks. ended: called with the error or None when the call has ended or was
         cancelled, in any thread. limit: seconds that `work` may take; after that the call and all waiting ones fail
-        with CollectiveTimeoutError. Do not wait for a future inside `work`.
+        with CollectiveTimeoutError. waits: the caller waits for it now; see Worker.submit. Do not wait for a future
+        inside `work`.
         """
         text = f"{description or 'call'} of {self.name}" + (f" {list(numbers)}" if numbers else "")
-        return self._submit(Future(lambda _: work(), self, text, "", ended, limit), Request(text))
+        return self._submit(Future(lambda _: work(), self, text, "", ended, limit), Request(text), waits)
 
     def call(
         self, name: str, request: Request, work: Callable[[PerRank], object], ended: Ended | None = None
@@ -217,11 +219,11 @@ class Queue:
         request = Request(None, self.worker.rank, description=f"join of {self.name}")
         return self.call(JOIN, request, lambda per_rank: ended(per_rank[-1]))
 
-    def _submit(self, future: Future, request: Request) -> Future:
+    def _submit(self, future: Future, request: Request, waits: bool = False) -> Future:
         if self.closed:
             raise ClosedError(f"{self.name} is closed")
         future.per_rank = [request.own]
-        return self.worker.submit(self, future, request)
+        return self.worker.submit(self, future, request, waits)
 
     def close(self) -> None:
         """Wait for the submitted calls, and take no more. Collective. If the queue is broken or `alone`: local, without
@@ -479,7 +481,8 @@ class Worker:
     def work_until(self, done: Callable[[], bool], limit: float = math.inf) -> None:
         """Do the worker's work until `done`, or wait while another thread does it. TimeoutError after the limit."""
         # the worker thread leaves its core to the program's thread, which may compute
-        pause = Pause() if self._crowded or self._thread is not None else Pause(EAGER_SECONDS)
+        leaves = self._crowded or threading.current_thread() is self._thread
+        pause = Pause() if leaves else Pause(EAGER_SECONDS)
         checked = time.monotonic()
 
         def work() -> None:

@@ -300,7 +300,7 @@ class Reducer:
 
         crossing.submitted()
         try:
-            self._queue.submit(inside, self._call(name)).wait()
+            self._queue.submit(inside, self._call(name), waits=True).wait()
         finally:
             crossing.wait_on_stream()
         return results[0]
