@@ -165,16 +165,21 @@ def test_each_of_the_drivers_jobs_is_handed_out_by_itself(dist: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["3 ranks", "5 ranks"])
-def test_a_job_runs_each_pair_of_parameters(job: str) -> None:
-    product = list(itertools.product("abcd", "efg", "hij", "kl"))
+def test_a_job_runs_each_value_and_the_pairs_that_two_ranks_lack(job: str) -> None:
+    axes = ("ring", "shared", "a+b"), ("flat", "twos", "uneven"), "hijk", "lm"
+    product = list(itertools.product(*axes))
     grid = [f"t.py::test_grid[{'-'.join(each)}]" for each in product]
-    whole = [*(f"t.py::test_two[{x}-{y}]" for x in "ab" for y in "cd"), "t.py::test_none", "t.py::test_odd[a-b]"]
-    whole.append("t.py::test_odd[a]")
-    found = pairs.chosen([*grid[::2], *whole, *grid[1::2]], job)
+    marked = [f"t.py::test_two[{x}-{y}]" for x in "ab" for y in "cd"]
+    whole = [*marked, "t.py::test_none", "t.py::test_odd[a-b]", "t.py::test_odd[a]"]
+    found = pairs.chosen([*grid[::2], *whole, *grid[1::2]], job, ["t.py::test_two"])
     assert set(whole) <= found
     kept = [each for each, name in zip(product, grid, strict=True) if name in found]
     assert len(kept) < len(product) / 3
+    for number, values in enumerate(axes):
+        assert {each[number] for each in kept} == set(values)
     for one, other in itertools.combinations(range(4), 2):
-        assert {(each[one], each[other]) for each in kept} == {(each[one], each[other]) for each in product}
-    assert found == pairs.chosen([*grid, *whole], job)
-    assert found != pairs.chosen([*grid, *whole], "another")
+        own = {pair for each in product if {"a+b", "twos", "uneven"} & {*(pair := (each[one], each[other]))}}
+        assert own <= {(each[one], each[other]) for each in kept}
+    assert found == pairs.chosen([*grid, *whole], job, ["t.py::test_two"])
+    assert found != pairs.chosen([*grid, *whole], "another", ["t.py::test_two"])
+    assert len(pairs.chosen(marked, job)) == 2

@@ -91,6 +91,7 @@ RANKS = pytest.StashKey[Ranks]()
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter was registered
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "every_pair: has values that 2 ranks lack, so each job runs all their pairs")
     ranks = config.stash[RANKS] = Ranks()
     if ranks.comm.rank:
         config.pluginmanager.unregister(name="terminalreporter")
@@ -107,7 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         item.extra_keyword_matches.update(os.environ.get("ALLREDUCE_TEST_WORDS", "").split())
     if "ALLREDUCE_TEST_REPORTS" in os.environ and not config.option.keyword and JOB != ("openmpi", 2):
-        chosen = pairs.chosen([item.nodeid for item in items], f"{JOB}")  # all cases by hand, or with -k
+        every_pair = {item.nodeid.partition("[")[0] for item in items if item.get_closest_marker("every_pair")}
+        chosen = pairs.chosen([item.nodeid for item in items], f"{JOB}", every_pair)  # all cases by hand, or with -k
         items[:] = [item for item in items if item.nodeid in chosen]
 
 

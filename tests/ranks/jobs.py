@@ -2,7 +2,7 @@
 
 Many processes take long on the two cores that CI has: above all with PyTorch, which is installed beside Open MPI alone,
 and under MPICH, whose every message takes longer there. 2 ranks of Open MPI run all files, and all cases of a test; the
-other jobs those that depend on the number of ranks or on the MPI, and the cases that pairs.py chooses. "quick 2" is the
+other jobs those that depend on the number of ranks or on the MPI, of which pairs.py chooses cases. "quick 2" is the
 job of `scripts/test.sh --quick` on 2 ranks.
 """
 

@@ -1,42 +1,53 @@
-"""Which cases of a test with many parameters a job runs: so many that each pair of values of two parameters is there.
+"""Which cases of a test with several parameters a job runs: so many that the jobs together have each pair of values.
 
-A fault shows itself in one value, or in two that come together, hardly ever in three alone. 2 ranks of Open MPI run all
-cases.
+A fault shows itself in one value, or in two that come together, hardly ever in three alone. The number of ranks and the
+MPI count as values too. 2 ranks of Open MPI run all cases, so each other job runs each value once, and the pairs with a
+value that 2 ranks do not have.
 """
 
 import itertools
 import zlib
+from collections.abc import Collection
 
-Pair = tuple[tuple[int, str], ...]
+Values = tuple[tuple[int, str], ...]
+OF_MORE_RANKS = {"twos", "uneven", "uneven hosts"}  # that 2 ranks can't be divided into
 
 
-def chosen(tests: list[str], job: str) -> set[str]:
-    """Return the names of the tests that a job runs: all of a test with one or two parameters, otherwise a choice.
+def chosen(tests: list[str], job: str, every_pair: Collection[str] = ()) -> set[str]:
+    """Return the names of the tests that a job runs: all of a test with one parameter, otherwise a choice.
 
     A part of a name in brackets counts as a parameter: "test_grid[ring-twos-float32]" has three. A test whose names
-    have different numbers of parts runs whole.
+    have different numbers of parts runs whole. every_pair: tests of which each pair of values runs.
     """
     cases: dict[str, dict[str, list[str]]] = {}
     for test in tests:
         function, _, values = test.partition("[")
         cases.setdefault(function, {})[test] = values.removesuffix("]").split("-")
     found: set[str] = set()
-    for each in cases.values():
-        found |= covering(each, job) if len({len(parts) for parts in each.values()}) == 1 else each.keys()
+    for function, each in cases.items():
+        alike = len({len(parts) for parts in each.values()}) == 1
+        found |= covering(each, job, function in every_pair) if alike else each.keys()
     return found
 
 
-def covering(cases: dict[str, list[str]], job: str) -> set[str]:
-    """Return the names of few cases that have, together, each pair of values that any case has."""
-    pairs: dict[str, set[Pair]] = {
-        name: {*itertools.combinations(enumerate(parts), min(2, len(parts)))} for name, parts in cases.items()
-    }
+def covering(cases: dict[str, list[str]], job: str, every_pair: bool) -> set[str]:
+    """Return the names of few cases that have, together, what the job needs of the values that any case has."""
+    needed = {name: needs(parts, every_pair) for name, parts in cases.items()}
     # Cases of equal worth are taken in another order in each job, so the jobs together run most cases.
-    order = sorted(pairs, key=lambda name: zlib.crc32(f"{job} {name}".encode()))
-    missing = set[Pair]().union(*pairs.values())
+    order = sorted(needed, key=lambda name: zlib.crc32(f"{job} {name}".encode()))
+    missing = set[Values]().union(*needed.values())
     found: set[str] = set()
     while missing:
-        best = max(order, key=lambda name: len(pairs[name] & missing))
+        best = max(order, key=lambda name: len(needed[name] & missing))
         found.add(best)
-        missing -= pairs[best]
+        missing -= needed[best]
     return found
+
+
+def needs(parts: list[str], every_pair: bool) -> set[Values]:
+    """Return the values of a case, and the pairs that 2 ranks do not run: those of other divisions into nodes, and of
+    composed backends ("ring+root"), which have fewer dtypes there."""
+    values = [*enumerate(parts)]
+    pairs = itertools.combinations(values, 2)
+    own = [pair for pair in pairs if every_pair or any(value in OF_MORE_RANKS or "+" in value for _, value in pair)]
+    return {*((value,) for value in values), *own}

@@ -61,6 +61,7 @@ def reference(parts: list[np.ndarray], start: np.ndarray) -> np.ndarray:
 
 
 @several
+@pytest.mark.every_pair
 @pytest.mark.parametrize(("name", "nodes"), CASES)
 def test_against_a_reference(name: str, nodes: Any, topology_of: Any) -> None:
     with allreduce.create(name, topology_of(nodes), compress=PowerSGD(3, start_powerSGD_iter=0)) as reduce:

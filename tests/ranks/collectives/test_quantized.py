@@ -112,6 +112,7 @@ def trained(reduce: AllReduce, array: np.ndarray, steps: range) -> list[bytes]:
 
 
 @several
+@pytest.mark.every_pair
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nodes", [None, *NODES.values()])
 def test_state(kind: str, nodes: Any, topology_of: Any) -> None:

@@ -39,6 +39,7 @@ class Checksums(Callback):
 
 
 @several
+@pytest.mark.every_pair
 @pytest.mark.parametrize(
     ("options", "per_node"),
     [({}, None), ({"max_staleness": 0}, 1), ({"stale": "scale", "warm_up": 1}, 2)],
