@@ -60,6 +60,12 @@ at_once=$((at_once > 8 ? 8 : at_once))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONDONTWRITEBYTECODE= # a run starts a thousand processes, and each would compile all that it imports
 
+compile_once() { # compile_once FOLDER STAMP MODULE...: what they import, or each rank of the first jobs would compile it
+    [ "$1/compiled" -nt "$1/stamp-$2" ] && return
+    KERAS_BACKEND=torch run "$1/bin/python" -W ignore -c "import $(printf '%s, ' "${@:3}")sys" || return 0
+    touch "$1/compiled"
+}
+
 run_tests() { # run_tests FOLDER PYTEST-ARGUMENT...: pytest, in the environment in FOLDER
     export ALLREDUCE_TEST_OPENMPI=$1
     run_apart "$1/bin/python" -m pytest -n "$at_once" --dist loadfile --no-loadscope-reorder "${@:2}"
@@ -96,6 +102,7 @@ if [ -z "$quick" ]; then # install the packages that the checks below don't need
     {
         ensure_venv "$checkout/.venv-test" test-jax --no-compile -c tests/constraints.txt -e ".[jax,keras]"
         ensure_venv "$checkout/.venv-mpich" test --no-compile -c tests/constraints.txt -e ".[mpich,run]" pytest
+        compile_once "$checkout/.venv-test" test-jax torch._dynamo torch.distributed.fsdp jax optax keras onnxscript grain
     } &
     rest=$!
     trap wait EXIT # wait for the installation also when a check fails
