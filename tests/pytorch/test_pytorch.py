@@ -9,14 +9,14 @@ import pytest
 from tests.conftest import JobRunner, in_one_job
 
 HEAD = """
-import os, signal, sys, threading, time
+import time
 import tests.without_dynamo
 import torch
-from trainers.pytorch import Buckets, MirroredOptimizer
+from trainers.pytorch import MirroredOptimizer
 
-def make(**options):
+def make():
     model = torch.nn.Linear(3, 2)
-    return model, MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+    return model, MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 """
 # Programs in which a rank would wait for ever, by seconds to a time-out and what the error says.
 HANGS = {
@@ -72,42 +72,6 @@ def test_the_job_ends_with_an_error_instead_of_hanging(name: str, mpirun: JobRun
         assert each in job.stderr, job.stderr
 
 
-INTERRUPTED = """
-for overlap in (False, True):
-    told = f"{sys.argv[1]}-{overlap}"
-    model, optimizer = make(buckets=Buckets(overlap))
-    rank = optimizer.topology.rank
-    def backward():
-        (model.bias.sum() * (rank + 1)).backward()
-    if rank == 0:
-        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        try:
-            backward()
-            print("not interrupted")
-        except KeyboardInterrupt:
-            open(told, "w").close()
-    else:
-        while not os.path.exists(told):  # so rank 0 waits for nothing but its Ctrl-C
-            time.sleep(0.05)
-        backward()
-    optimizer.zero_grad()
-    backward()
-    optimizer.step()
-    if rank == 0:
-        print(model.bias.grad.tolist())
-    optimizer.close()
-"""
-
-
-def test_ctrl_c_while_gradients_are_waited_for(mpirun: JobRunner, tmp_path: Path) -> None:
-    """Ctrl-C leaves backward at once. A program that catches it can continue, because all calls that had begun are
-    completed."""
-    pytest.importorskip("torch")
-    job = mpirun(2, ["-c", HEAD + INTERRUPTED, tmp_path / "interrupted"], timeout=100)
-    assert job.returncode == 0, job.stderr
-    assert job.stdout == "[1.5, 1.5]\n" * 2
-
-
 def test_a_former_option_shows_the_new_form() -> None:
     pytest.importorskip("torch")
     from trainers.errors import ArgumentError
@@ -120,26 +84,6 @@ def test_a_former_option_shows_the_new_form() -> None:
         MirroredOptimizer(None, None, **old)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"Buckets: overlap must be True, False or .auto., got 'maybe'"):
         Buckets("maybe")
-
-
-WITHOUT_THREADS = """
-model, optimizer = make(buckets=Buckets(True))
-(model.bias.sum() * (optimizer.topology.rank + 1)).backward()
-optimizer.step()
-if optimizer.topology.rank == 0:
-    print(model.bias.grad.tolist(), optimizer.report().overlap)
-optimizer.close()
-"""
-
-
-def test_without_threads_gradients_are_reduced_after_backward(mpirun: JobRunner) -> None:
-    """If MPI was started without MPI_THREAD_MULTIPLE, a notice reports it once, and the training is right."""
-    pytest.importorskip("torch")
-    serialized = "import mpi4py; mpi4py.rc.thread_level = 'serialized'"
-    job = mpirun(2, ["-c", serialized + HEAD + WITHOUT_THREADS], timeout=60)
-    assert job.returncode == 0, job.stderr
-    assert "[1.5, 1.5] False" in job.stdout
-    assert job.stderr.count("gradients are reduced after backward, not during it: ") == 1
 
 
 @pytest.mark.expensive

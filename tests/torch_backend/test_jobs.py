@@ -20,6 +20,7 @@ needs_torch = pytest.mark.skipif(
 
 def code(text: str) -> list[str]:
     head = (
+        "import tests.without_dynamo\n"
         "import os, sys, time, datetime, torch, torch.distributed as dist\n"
         "def wait_for_rank_0():\n"
         "    while not os.path.exists('done'): time.sleep(0.05)\n"
@@ -124,7 +125,10 @@ def test_one_process_without_a_launcher_is_one_rank() -> None:
 
 @needs_torch
 def test_without_multithreaded_mpi_operations_run_in_the_caller(mpirun: JobRunner) -> None:
-    """Importing the backend communicates nothing: rank 1 imports it after rank 0 has reported that it did."""
+    """Importing the backend communicates nothing: rank 1 imports it after rank 0 has reported that it did.
+
+    MirroredOptimizer reduces after backward, reports that once, and is right.
+    """
     job = mpirun(
         2,
         code("""
@@ -149,10 +153,20 @@ def test_without_multithreaded_mpi_operations_run_in_the_caller(mpirun: JobRunne
             model(torch.ones(2, 3)).sum().backward()
             print(doubled.wait().tolist())
             dist.destroy_process_group()
+
+            from trainers.pytorch import Buckets, MirroredOptimizer
+            model = torch.nn.Linear(3, 2)
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)
+            with MirroredOptimizer(plain, model, buckets=Buckets(True)) as optimizer:
+                (model.bias.sum() * (world.rank + 1)).backward()
+                optimizer.step()
+                print(model.bias.grad.tolist(), optimizer.report().overlap)
         """),
     )
     assert (job.returncode, job.stdout.count("[4.0, 4.0, 4.0]")) == (0, 2), job.stderr
+    assert job.stdout.count("[1.5, 1.5] False") == 2
     assert job.stderr.count("no MPI_THREAD_MULTIPLE") == 1
+    assert job.stderr.count("gradients are reduced after backward, not during it: ") == 1
 
 
 @needs_torch

@@ -2,7 +2,10 @@
 
 import copy
 import gc
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,33 @@ from tests.ranks.together import raised_everywhere  # noqa: E402
 from trainers.callbacks import CheckDivergence  # noqa: E402
 from trainers.pytorch import Buckets, GradientError, MirroredOptimizer, optimizer_group  # noqa: E402
 from trainers.state.backup import Backup  # noqa: E402
+
+
+@pytest.mark.skipif(SIZE != 2, reason="one rank waits for the other")
+@both_overlaps
+def test_ctrl_c_while_gradients_are_waited_for(overlap: bool, flat: allreduce.Topology, folder: Path) -> None:
+    """Ctrl-C leaves backward at once. A program that catches it can continue, because all calls that had begun are
+    completed."""
+    model = nn.Linear(3, 2)
+    with mirrored(sgd(model), model, topology=flat, buckets=Buckets(overlap)) as optimizer:
+
+        def backward() -> None:
+            (model.bias.sum() * (flat.rank + 1)).backward()
+
+        if flat.rank == 0:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                backward()
+            folder.touch()
+        else:
+            while not folder.exists():  # so rank 0 waits for nothing but its Ctrl-C
+                time.sleep(0.01)
+            backward()
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+        assert model.bias.grad.tolist() == [1.5, 1.5]
+
 
 # Edits
 

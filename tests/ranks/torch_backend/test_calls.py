@@ -14,9 +14,9 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-import allreduce.torch_backend  # noqa: E402, F401
+from allreduce import torch_backend  # noqa: E402
 from allreduce.call.executor import Executor  # noqa: E402
-from allreduce.errors import DisagreementError  # noqa: E402
+from allreduce.errors import DisagreementError, UnavailableError  # noqa: E402
 from allreduce.transport import control  # noqa: E402
 
 Op = dist.ReduceOp
@@ -498,3 +498,18 @@ def test_a_monitored_barrier_after_one_that_timed_out() -> None:
     backend.monitored_barrier(30)
     assert rank or time.monotonic() - came >= 0.5
     dist.barrier()
+
+
+def test_a_model_that_this_backend_does_not_average_is_told() -> None:
+    if size() == 1:
+        pytest.skip("one rank averages nothing")
+    model, gloo = torch.nn.Linear(1, 1), dist.new_group(backend="gloo")
+    ours, other = DistributedDataParallel(model), DistributedDataParallel(model, process_group=gloo)
+    line = torch_backend.require()
+    assert re.fullmatch(rf"torch.distributed: allreduce, \S.* on {size()} ranks on 1 node", line), line
+    assert torch_backend.require(torch.nn.Sequential(ours)) == line
+    with pytest.raises(UnavailableError, match=r"^Linear holds no DistributedDataParallel, so its gradients are not"):
+        torch_backend.require(model)
+    with pytest.raises(UnavailableError, match=r'averages over "gloo", not over "allreduce"$'):
+        torch_backend.require(other)
+    dist.destroy_process_group(gloo)
