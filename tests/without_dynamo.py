@@ -1,13 +1,19 @@
-"""Import this before PyTorch in a program that compiles nothing: its optimizers then do without torch._dynamo, whose
-import takes about as long as that of PyTorch."""
+"""Import this before PyTorch in a program that compiles nothing: its optimizers and DDP then do without torch._dynamo,
+whose import takes about as long as that of PyTorch."""
 
+import functools
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
 class Dynamo(ModuleType):
     """In the place of torch._dynamo."""
+
+    trace_rules = SimpleNamespace(
+        clear_lru_cache=int, LEGACY_MOD_INLINELIST=set(), get_legacy_mod_inlinelist=functools.cache(set)
+    )
+    utils = SimpleNamespace(get_optimize_ddp_mode=str)
 
     @staticmethod
     def disable(function: Any = None, *_: Any, **__: Any) -> Any:

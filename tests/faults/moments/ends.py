@@ -41,6 +41,9 @@ def backend(living: int) -> tuple[int, Call, Call]:
 
 
 def torch_distributed(living: int) -> tuple[int, Call, Call]:
+    import tests.without_dynamo  # noqa: F401
+
+    # isort: split
     import torch
     import torch.distributed as dist
 
@@ -52,6 +55,9 @@ def torch_distributed(living: int) -> tuple[int, Call, Call]:
 
 
 def horovod(living: int) -> tuple[int, Call, Call]:
+    import tests.without_dynamo  # noqa: F401
+
+    # isort: split
     import torch
 
     import trainers.horovod.torch as hvd

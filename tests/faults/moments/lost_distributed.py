@@ -8,6 +8,9 @@ Prints the errors of the calls, and ends with exit code 0.
 from collections.abc import Callable
 from typing import Any
 
+import tests.without_dynamo  # noqa: F401
+
+# isort: split
 import torch
 import torch.distributed as dist
 from torch import nn
