@@ -9,7 +9,7 @@ from tests import launch
 from tests.conftest import JobRunner, lacking
 from tests.frameworks.test_jax import SILENT
 
-JAX = {**launch.COMPILED_ONCE, **SILENT, "KERAS_BACKEND": "jax"}
+JAX = {**launch.COMPILED_ONCE, **SILENT, "KERAS_BACKEND": "jax", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 TORCH = {**SILENT, "KERAS_BACKEND": "torch"}
 
 

@@ -73,7 +73,8 @@ def arithmetic() -> str:
 @pytest.mark.parametrize("mpi", launch.MPIS)
 def test_trainings_have_the_bits_of_the_file(mpi: str, tmp_path: Path) -> None:
     golden, here = json.loads(FILE.read_text()), arithmetic()
-    writes = os.environ.get("ALLREDUCE_TEST_GOLDEN") == "write"
+    writes = os.environ.get("ALLREDUCE_TEST_GOLDEN") == "write" and mpi == "openmpi"
+    cases = CASES if mpi == "openmpi" else dict([*CASES.items()][::3])  # the messages of MPICH take longer
     if here not in golden and not writes:
         pytest.skip("NumPy or this processor gives other bits than those with which golden.json was written")
     lines = [
@@ -82,17 +83,17 @@ def test_trainings_have_the_bits_of_the_file(mpi: str, tmp_path: Path) -> None:
             ["--data", "digits", "--epochs", "5", *line.split(), "--json", f"{number}.json"],
             str(tmp_path),
         )
-        for number, line in enumerate(CASES.values())
+        for number, line in enumerate(cases.values())
     ]
     outcomes = in_one_job(RANKS, lines, tmp_path, mpi=mpi, timeout=170)
     failed = [
         (case, ranks[0]["stderr"])
-        for case, ranks in zip(CASES, outcomes, strict=True)
+        for case, ranks in zip(cases, outcomes, strict=True)
         if ranks[0]["code"] not in (0, None)
     ]
     assert failed == []
     found = {}
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(cases):
         digests = json.loads((tmp_path / f"{number}.json").read_text())["parameters_sha256"]
         assert len(set(digests)) == 1, case
         found[case] = digests[0]
@@ -100,4 +101,5 @@ def test_trainings_have_the_bits_of_the_file(mpi: str, tmp_path: Path) -> None:
         changed = golden.get(here, found) != found
         golden = {here: found} if changed else golden | {here: found}
         FILE.write_text(json.dumps(golden, indent=1) + "\n")
-    assert found == golden[here]
+    assert found == {case: golden[here][case] for case in cases}
+    assert mpi != "openmpi" or golden[here].keys() == CASES.keys()

@@ -2,8 +2,8 @@
 
     mpirun --with-ft ulfm -n 6 python -m tests.faults.moments.lost_torch FOLDER
 
-Writes a checkpoint to FOLDER. With "local" instead of it: two of four ranks die in local SGD. With "trainer": one of
-three ranks dies in backward, while MirroredTrainer sums buckets of gradients.
+Writes a checkpoint to FOLDER. With "trainer and local" instead of it: one of five ranks dies in backward, while
+MirroredTrainer sums buckets of gradients, and two of the others in local SGD.
 
 Every remaining rank ends with the parameters of a training without failures, and prints a line for each part.
 """
@@ -247,8 +247,9 @@ def recipe() -> allreduce.Topology:
 
 
 def main() -> None:
-    if sys.argv[1] in ("local", "trainer"):
-        {"local": local, "trainer": of_trainer}[sys.argv[1]](allreduce.Topology.of_survivors())
+    if sys.argv[1] == "trainer and local":
+        of_trainer(allreduce.Topology.of_survivors())
+        local(allreduce.Topology.of_survivors())
         return
     folder = Path(sys.argv[1])
     left = recipe()
