@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     from trainers.mirrored import MirroredTrainer
     from trainers.options.average import Exact, LocalSGD, OuterSGD, Sharded
     from trainers.options.loader import Loader
-    from trainers.options.transforms import EMA, Accumulate, ClipNorm, Schedule, SkipNotFinite
     from trainers.parameter_server import ParameterServerTrainer
     from trainers.recovery.terminating import Terminated, Terminating
     from trainers.replica import Replica
     from trainers.replicas.numpy.categories import CategoryNetwork, load_network, network_of
     from trainers.replicas.numpy.network import NumpyNetwork
     from trainers.spare_replicas import SpareReplicasTrainer
+    from trainers.strategies.transforms.accumulate import Accumulate
+    from trainers.strategies.transforms.clip import ClipNorm
+    from trainers.strategies.transforms.ema import EMA
+    from trainers.strategies.transforms.schedule import Schedule
+    from trainers.strategies.transforms.skip import SkipNotFinite
     from trainers.watching.history import Epoch, History
     from trainers.watching.logs import log_to
 
@@ -67,12 +71,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "EMA": "trainers.options.transforms",
-    "Accumulate": "trainers.options.transforms",
+    "EMA": "trainers.strategies.transforms.ema",
+    "Accumulate": "trainers.strategies.transforms.accumulate",
     "CategoryNetwork": "trainers.replicas.numpy.categories",
     "CentralStorageTrainer": "trainers.central_storage",
     "Checkpoint": "trainers.fit.checkpointing",
-    "ClipNorm": "trainers.options.transforms",
+    "ClipNorm": "trainers.strategies.transforms.clip",
     "EnsembleModel": "trainers.apps.ensemble.model",
     "EnsembleTrainer": "trainers.apps.ensemble.ensemble",
     "Epoch": "trainers.watching.history",
@@ -86,9 +90,9 @@ _MODULES = {
     "ParameterServerTrainer": "trainers.parameter_server",
     "Replica": "trainers.replica",
     "Samples": "trainers.data",
-    "Schedule": "trainers.options.transforms",
+    "Schedule": "trainers.strategies.transforms.schedule",
     "Sharded": "trainers.options.average",
-    "SkipNotFinite": "trainers.options.transforms",
+    "SkipNotFinite": "trainers.strategies.transforms.skip",
     "SpareReplicasTrainer": "trainers.spare_replicas",
     "Terminated": "trainers.recovery.terminating",
     "Terminating": "trainers.recovery.terminating",

@@ -13,11 +13,11 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
+from trainers.arrays.average import AVERAGE, Average, Spans, put_in, read, set_arrays
 from trainers.data import Data, Tree, named, row_count
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ModelFileError, explained
 from trainers.files import model_file
-from trainers.transforms.average import AVERAGE, Average, Spans, put_in, read, set_arrays
 
 Slices = slice | tuple[slice, ...]
 """A part of the parameters: a slice; or several slices in order, of a replica with `whole_tensors`."""
@@ -84,7 +84,7 @@ class Replica(ABC):
     takes_weights: whether rows may have weights. If not, the methods get no argument `weights`, and may lack it.
     undoable: set by the trainer if a batch may be repeated or left out, or is computed in micro-batches; the replica
         then keeps the data of `undo`.
-    average: the moving average of the parameters, if there is one; see trainers.transforms.average.
+    average: the moving average of the parameters, if there is one; see trainers.arrays.average.
     divided: set by the trainer if the rows of a batch are computed in parts, by several ranks or as micro-batches.
         `check` then refuses a loss that is no mean over the rows; see replicas.mean_of_rows.
     cuts: set by the trainer: where ranks' slices of the parameters begin. An update whose bits depend on the ends of an

@@ -39,15 +39,14 @@ from trainers.fit.source import BATCH_SIZE, Given, Rows
 from trainers.fit.weights import ClassWeights
 from trainers.group import GroupOwner, RankGroup, gather_rows
 from trainers.options.loader import Loader
-from trainers.options.transforms import EMA, Accumulate, SkipNotFinite, Transform, chosen
 from trainers.recovery.recovery import Call, Failure, FitCall, Recovery
 from trainers.recovery.terminating import stops_at_sigterm
 from trainers.replica import Hold, changing_entries, snapshot_of
 from trainers.state.adopt import complete, mirror
 from trainers.strategies.interface import Strategy
 from trainers.strategies.mirrored import Mirrored
-from trainers.strategies.rule import StepOptions
-from trainers.watching.check_gradients import CheckGradients
+from trainers.strategies.transforms.chosen import chosen
+from trainers.strategies.transforms.transform import Transform
 from trainers.watching.history import History
 from trainers.watching.progress import Progress
 
@@ -204,7 +203,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
 
         def begin() -> Fit:
             options = self._check_options(steps, flags, settings)
-            self.replica.divided = strategy.parts > 1 or Accumulate in options or strategy.micro_batch is not None
+            divides = strategy.micro_batch is not None or any(each.divides for each in options)
+            self.replica.divided = strategy.parts > 1 or divides
             batches = source.to_train(strategy, Given.of(x, y, sample_weight), settings)
             try:
                 return fit_of(batches, options)
@@ -212,19 +212,17 @@ class Trainer(GroupOwner, Generic[StrategyT]):
                 batches.close()
                 raise
 
-        def fit_of(batches: BatchSource, options: Mapping[type, Any]) -> Fit:
+        def fit_of(batches: BatchSource, options: Sequence[Transform]) -> Fit:
             self._keep_rows(batches)
             validate = None
             if validation_data is not None:
                 to_validate = Given.to_validate(validation_data)
                 validation = source.to_evaluate(strategy, "validation_data of fit", to_validate)
-                average = EMA not in options or options[EMA].validate
+                average = all(each.validates_average for each in options)
                 validate = partial(self._evaluate, validation, average)
-            skips = SkipNotFinite in options and isinstance(callbacks, Iterable)
-            watches = [*callbacks, CheckGradients("skip")] if skips else callbacks
             strategy.owners.end_round()
-            strategy.rule.use(StepOptions.of(options))
-            strategy.rule.keep_average(trains=epochs > 0)
+            strategy.rule.use(options)
+            strategy.rule.begin(trains=epochs > 0)
             mirror(strategy)
             saver = together(group.comm, partial(make_saver, strategy, batches, checkpoint, resume))
             return Fit(
@@ -233,7 +231,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
                 epochs,
                 watched=self,
                 validate=validate,
-                callbacks=watches,
+                callbacks=callbacks,
                 progress=Progress(bool(progress), group.rank, batches.planned, epochs, stream),
                 saver=saver,
             )
@@ -536,22 +534,21 @@ class Trainer(GroupOwner, Generic[StrategyT]):
 
     # Arguments of the calls
 
-    def _check_options(self, transforms: Any, flags: Mapping[str, Any], settings: dict[str, Any]) -> dict[type, Any]:
-        """Return the transforms of a fit by their classes. Raise the same ArgumentError on all ranks if they, or flags,
-        are invalid on any.
+    def _check_options(self, transforms: Any, flags: Mapping[str, Any], settings: dict[str, Any]) -> list[Transform]:
+        """Return the transforms of a fit. Raise the same ArgumentError on all ranks if they, or flags, are invalid on
+        any.
 
         flags: must be True or False. settings: of the fit, to which the transforms are added. Without an error it is
         local: the check of the data that follows compares the settings.
         """
         self._check_open()
-        found, error = dict[type, Any](), None
+        found, error = list[Transform](), None
         try:
             found = chosen(transforms)
-            options = StepOptions.of(found)
-            wrong = [options.error(self.replica), self.strategy.fit_error(options, None)]
+            wrong = [each.error(self.replica, self.strategy.average) for each in found]
             wrong += itertools.starmap(flag_error, flags.items())
             require(*[f"fit: {each}" for each in wrong if each])
-            settings |= {"transforms": [*found.values()]} if found else {}
+            settings |= {"transforms": found} if found else {}
         except ArgumentError as refused:
             error = refused
         if error is not None:

@@ -9,11 +9,11 @@ import pytest
 from trainers.apps.export.export import write
 from trainers.apps.serving import models
 from trainers.apps.serving.models import load_model, load_whole
+from trainers.arrays import average
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.errors import ArgumentError, DataError, ModelFileError
 from trainers.replicas.numpy.categories import CategoryNetwork
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.transforms import average
 
 COLUMNS = Columns(
     [Number("age", 40.0, 0.1, True), Category("town", ("Ulm", "Rom"))], label="kind", classes=["no", "yes", "maybe"]

@@ -6,12 +6,12 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from trainers import MirroredTrainer, Sharded, SpareReplicasTrainer
+from trainers.arrays.average import AVERAGE
 from trainers.errors import ArgumentError
 from trainers.group import Owner, RankGroup
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.state.adopt import Found, Piece, Selection, select
 from trainers.state.backup import holders
-from trainers.transforms.average import AVERAGE
 
 
 def test_the_newest_step_whose_state_is_whole_is_chosen() -> None:

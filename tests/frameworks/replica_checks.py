@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from trainers import CentralStorageTrainer, LocalSGD, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from trainers.arrays import average
 from trainers.replica import Replica, attach, elements_of, sliced_entries, snapshot_of
-from trainers.transforms import average
 
 
 def check_slices(whole: Replica, first: Replica, second: Replica, x: np.ndarray, y: np.ndarray) -> None:

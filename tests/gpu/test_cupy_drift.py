@@ -60,8 +60,8 @@ FILES = [
     "trainers/watching/meter.py",
     "trainers/stopwatch.py",
     "trainers/strategies/rule.py",
-    "trainers/transforms/average.py",
-    "trainers/transforms/clip.py",
+    "trainers/arrays/average.py",
+    "trainers/strategies/transforms/clip.py",
     *(path.relative_to(ROOT).as_posix() for path in (ROOT / "trainers/replicas/numpy").glob("*.py")),
 ]
 TORCH_ROOTS = {

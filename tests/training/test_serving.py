@@ -300,7 +300,7 @@ class NoShard:
     def weigh(self, means: np.ndarray) -> np.ndarray:
         return means[:1]
 
-    def clip_and_update(self) -> None:
+    def transform_and_update(self) -> None:
         self.version += 1
 
 

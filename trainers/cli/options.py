@@ -23,7 +23,6 @@ from trainers.fit.checkpointing import period
 from trainers.fit.weights import BALANCED
 from trainers.mirrored import MirroredTrainer
 from trainers.options.average import UPDATES, Average, Exact, LocalSGD, Sharded
-from trainers.options.transforms import TRANSFORMS
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import ON_FAILURE
 from trainers.replica import Replica
@@ -32,6 +31,7 @@ from trainers.replicas.numpy.network import ACTIVATIONS, NumpyNetwork
 from trainers.replicas.numpy.optimizers import OPTIMIZERS
 from trainers.spare_replicas import SpareReplicasTrainer
 from trainers.strategies.servers.options import CHOICES as SERVER_CHOICES
+from trainers.strategies.transforms.chosen import TRANSFORMS
 from trainers.trainer import Trainer
 
 EXAMPLES = """examples:

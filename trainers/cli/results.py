@@ -12,7 +12,7 @@ from trainers.cli.roles import Roles
 from trainers.errors import ArgumentError, as_error
 from trainers.files.model_file import replacing
 from trainers.mirrored import MirroredTrainer
-from trainers.options.transforms import TRANSFORMS
+from trainers.strategies.transforms.chosen import TRANSFORMS
 from trainers.trainer import Trainer
 from trainers.watching.history import History
 

@@ -17,7 +17,7 @@ from allreduce.elastic.standby import JOINED
 from allreduce.transport.control import all_values, combine, on_all_ranks, raise_together, together
 from allreduce.transport.wait import wait_for
 from trainers.data import Batch, BatchSource, Cursor
-from trainers.errors import ArgumentError, DivergedError
+from trainers.errors import DivergedError
 from trainers.files.checkpoint import BEGIN, EVALUATION, EVENTS, SAVE, STEPS, Arrays, Progress
 from trainers.fit import prefetch
 from trainers.fit.checkpointing import Saver
@@ -29,8 +29,7 @@ from trainers.strategies.interface import Strategy
 from trainers.strategies.rule import FLAGS, WEIGHT, logs_of
 from trainers.watching.callback import Callbacks, checked
 from trainers.watching.history import VALIDATION, Epoch, History
-from trainers.watching.learning_rate import LearningRateSchedule
-from trainers.watching.meter import CHECK_EVERY, NormMeter
+from trainers.watching.meter import CHECK_EVERY
 from trainers.watching.progress import Progress as Printer
 
 log = logging.getLogger("trainers")
@@ -213,19 +212,17 @@ class Fit:
 
     def _make_callbacks(self) -> None:
         rule, self._users = self.strategy.rule, checked(self._users)
-        watchers = [self.meter, *[rule.norms] * rule.clips, self.history, self._printer, *self._users]
-        if rule.schedule is not None:
-            watchers.append(rule.schedule)
-            rule.schedule.plan(self._epochs, self.batches.length)
-            if others := [type(each).__name__ for each in self._users if isinstance(each, LearningRateSchedule)]:
-                raise ArgumentError(f"Schedule sets the learning rates, and so does {others[0]}: use one")
+        rule.plan(self._epochs, self.batches.length, self._users)
+        watchers = [self.meter, *rule.meters, self.history, self._printer, *self._users]
+        for each in rule.applied:
+            watchers += each.watchers
         self.callbacks = Callbacks(watchers, self._watched, self._epochs, self.batches.planned, self._goes_on)
 
     def _begin(self) -> None:
         """Call train_begin of the callbacks, write a first checkpoint if a failure would need it, and set the first
         position. Collective."""
-        # a checkpoint may have an average that this fit does not keep
-        self.strategy.rule.keep_average(trains=len(self.history) < self._epochs)
+        # again: a checkpoint may have an average that this fit does not keep
+        self.strategy.rule.begin(trains=len(self.history) < self._epochs)
         self.keep_error(self.callbacks.train_begin)
         self.keep_error(lambda: self.callbacks.load_state({} if self.saver is None else self.saver.watching))
         self._agree("before the first epoch")
@@ -486,9 +483,8 @@ class Fit:
         names, logs = self.strategy.replica.metrics, {}
         if self.callbacks.read_batches:
             logs = dict(zip(names, self.strategy.measured[: len(names)].tolist(), strict=True))
-            norm = self.strategy.rule.norms.of_step
-            if norm is not None and self.strategy.mirrors == "step":  # equal on all ranks
-                logs[NormMeter.name] = float(norm)
+            known = self.strategy.rule.meters if self.strategy.mirrors == "step" else []  # equal on all ranks
+            logs |= {meter.name: float(meter.of_step) for meter in known if meter.of_step is not None}
         self.callbacks.batch_end(step, logs)
 
     def keep_error(self, action: Callable[[], Any]) -> Any:
@@ -547,8 +543,8 @@ class Fit:
         self.callbacks.repeat((tuple(event), called) for _, (event, called), _ in rows)
         places = [place for place, *_ in rows]
         ahead = places.index(max(places))
-        if joins and (schedule := self.strategy.rule.schedule) is not None:
-            schedule.plan(self._epochs, rows[ahead][-1])
+        if joins:
+            self.strategy.rule.plan(self._epochs, rows[ahead][-1])
         if min(places) < places[ahead]:
             own = together(comm, lambda: self.snapshot().pack() | self.callbacks.state() if rank == ahead else {})
             state = broadcast_arrays(comm, own, ahead, POSITION)
@@ -581,7 +577,8 @@ class Fit:
             self.advance(gained)
             self.stopped = False  # a rank that wants to stop asks again
             self.meter.load_values(self.meter.values()[: self.progress.step])
-            self.strategy.rule.norms.step_back()
+            for meter in self.strategy.rule.meters:
+                meter.step_back()
 
     def save_now(self) -> None:
         """Write a checkpoint at the current position, before the job stops. Collective.

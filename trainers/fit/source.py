@@ -253,7 +253,7 @@ def _check_loader(strategy: Strategy, call: str, given: Given) -> None:
 def _check_fit_of_loader(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> None:
     ignores = strategy.part is None  # a server may have anything
     _check_loader(strategy, "fit", given._replace(x=None) if ignores else given)
-    if reason := strategy.fit_error(None, given.rows):
+    if reason := strategy.rows_error(given.rows):
         raise ArgumentError(f"fit: {reason}")
     if ignores and given.rows == DIVIDED and given.x is not None:
         raise ArgumentError(

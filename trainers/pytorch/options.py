@@ -24,12 +24,12 @@ from trainers.arguments import name_error
 from trainers.backends import compress_error
 from trainers.options.average import REPLICATED, SHARDED, Exact, LocalSGD, Sharded, choice_error, sharded_of
 from trainers.options.buckets import Buckets
-from trainers.options.transforms import SkipNotFinite
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
 from trainers.replicas.pytorch.division import division_of, foreign_error
 from trainers.replicas.pytorch.tensors import DTYPES, is_dense
 from trainers.state import backup
+from trainers.strategies.transforms.skip import SkipNotFinite
 from trainers.watching.check_divergence import CheckDivergence
 from trainers.watching.check_gradients import CheckGradients
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from allreduce import notices
 from allreduce.elastic.retry import Commit
 from allreduce.transport.control import all_values, each_on_all
+from trainers.arrays import squares
 from trainers.checks import check_equal
 from trainers.pytorch.options import Options
 from trainers.pytorch.reducer import Reducer
@@ -32,7 +33,7 @@ from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.replica import Buffers
 from trainers.replicas.pytorch.tensors import as_array, is_dense
 from trainers.state.owners import Owners
-from trainers.transforms import clip
+from trainers.strategies.transforms.clip import clip
 
 Closure = Callable[[], Any]
 
@@ -114,7 +115,7 @@ class TorchOwners(Owners):
         """Average the gradients, unless backward has done so. Every step comes here before it updates. Collective."""
         self.reducer.average()
 
-    def update(self, squares: Any = None) -> None:
+    def update(self) -> None:
         self.plain.step()
 
     def _mean_loss(self, closure: Closure) -> Any:
@@ -163,7 +164,7 @@ class TorchOwners(Owners):
     def clip(self, max_norm: float) -> float:
         """See MirroredOptimizer.clip_grad_norm_. Collective."""
         self.reduce()
-        norm, factor = clip.clip([], max_norm, self.squares())
+        norm, factor = clip([], max_norm, self.squares())
         if factor is not None:
             for each in [*self._averages(), *self._sparse_averages()]:
                 each.mul_(factor)
@@ -284,4 +285,4 @@ def square(tensor: Tensor) -> float:
     if tensor.is_cuda:
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
     flat = tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
-    return float(clip.sum_of_squares(as_array(flat)))
+    return float(squares.sum_of_squares(as_array(flat)))

@@ -148,7 +148,7 @@ class ShardedOptimizer(TorchOwners):
     def _catch_up(self, mine: int) -> None:
         """Do nothing: every rank has updated its part in each step."""
 
-    def update(self, squares: Any = None) -> None:
+    def update(self) -> None:
         """Update this rank's blocks, from gradients that are averaged at least there. Collective."""
         reducer = self.reducer
         moved = [reducer.gradients[number].name for number in self._placed.left()]

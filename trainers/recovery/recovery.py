@@ -20,13 +20,13 @@ from allreduce.topology import Topology
 from allreduce.transport import processes, ulfm
 from allreduce.transport.control import all_values, everywhere, on_all_ranks
 from trainers.arguments import name_error
+from trainers.arrays import average
 from trainers.errors import ArgumentError
 from trainers.files.checkpoint import BEGIN
 from trainers.fit.loop import POSITION, Fit
 from trainers.group import Owner, RankGroup
 from trainers.replica import undo_batch
 from trainers.strategies.interface import Strategy, outlives_ranks
-from trainers.transforms import average
 from trainers.watching.history import History
 
 log = logging.getLogger("trainers")

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from trainers.arrays.average import read
 from trainers.errors import ArgumentError
 from trainers.replica import Replica, Slices, check_buffers, clipped, consecutive, put, reserved, slices_of
-from trainers.transforms.average import read
 
 
 class Layout:

@@ -18,11 +18,11 @@ from mpi4py import MPI
 from allreduce.transport.chunked import pieces
 from allreduce.transport.control import all_values, together
 from allreduce.transport.wait import waiting
+from trainers.arrays.average import AVERAGE
 from trainers.files.checkpoint import PROGRESS, Arrays, Progress
 from trainers.group import RankGroup, broadcast_arrays
 from trainers.replica import Replica, snapshot_of
 from trainers.state.owners import Owners
-from trainers.transforms.average import AVERAGE
 
 log = logging.getLogger("trainers")
 

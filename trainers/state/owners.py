@@ -47,9 +47,8 @@ class Owners:
         """Return the sum of the squares of all gradients of this step. Collective."""
         raise NotImplementedError
 
-    def update(self, squares: Any) -> None:
-        """Update this rank's part of the parameters. squares: see UpdateRule.apply; None if gradients are not clipped.
-        Local."""
+    def update(self) -> None:
+        """Update this rank's part of the parameters. Local."""
         raise NotImplementedError
 
     def share(self) -> None:

@@ -23,11 +23,12 @@ from trainers.data import Batch, BatchSource, Data, row_count, seed_generators
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.options.average import Exact
-from trainers.replica import gradients_of, undo_batch
+from trainers.replica import undo_batch
 from trainers.strategies.interface import Strategy
 from trainers.strategies.mirrored import Mirrored
-from trainers.strategies.rule import WEIGHT, StepOptions, mean_weight
+from trainers.strategies.rule import WEIGHT, mean_weight
 from trainers.strategies.step import Step
+from trainers.strategies.transforms.transform import Rows
 
 
 class ExactStep(Step):
@@ -68,7 +69,7 @@ class ExactStep(Step):
         while len(self._rows) < len(shares) - 1:
             self._rows.append(np.empty_like(self.buffer))
         self._terms = [*self._rows[: len(shares) - 1], self.buffer]
-        self.rule.unused = np.ones(self.replica.optional, bool)
+        self.rule.take_none()
         for number, (seed, part, share) in enumerate(zip(batch.seeds, batch.parts, shares, strict=True)):
             if number:
                 undo_batch(self.replica)  # each micro-batch begins with the statistics of the step's start
@@ -76,13 +77,12 @@ class ExactStep(Step):
                 raise ArgumentError(self.replica.unseeded)
             seed_generators(seed)
             self._values[number, :-1] = self._compute_term(part, share, self._terms[number])
-            self.rule.unused &= self.replica.unused
 
     def _compute_term(self, part: Data, share: float, memory: np.ndarray) -> Any:
         """Write the gradients of a micro-batch to `memory`; return its metrics. Local."""
         replica = self.replica
         before = {} if self._checked else replica.local_state()
-        values = gradients_of(replica, part, share)
+        values = self.rule.compute(Rows(part, share, self.gradients, replica))
         if memory is not self.buffer:
             memory[:] = self.buffer
         if not self._checked:
@@ -110,8 +110,8 @@ class ExactStep(Step):
 
     @property
     def scatters(self) -> bool:
-        """False if gradients are clipped: the bits of a norm of slices would depend on the number of ranks."""
-        return not self.rule.clips
+        """False if a transform needs a norm: the bits of one of slices would depend on the number of ranks."""
+        return not self.rule.needs_squares
 
     def reduce(self, kind: str) -> None:
         kind = kind if self.scatters else "all_reduce"
@@ -131,8 +131,8 @@ class ExactMirrored(Mirrored):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        assert isinstance(self._averaging, Exact)
-        self.micro_batch = self._averaging.micro_batch
+        assert isinstance(self.average, Exact)
+        self.micro_batch = self.average.micro_batch
 
     # Construction
 
@@ -151,15 +151,10 @@ class ExactMirrored(Mirrored):
         self.replica.undoable = True
         super().connect(group)
 
-    def fit_error(self, options: StepOptions | None, rows: str | None) -> str:
+    def rows_error(self, rows: str) -> str:
         if rows == "divided":
             text = "Exact divides every batch into micro-batches, which must not depend on the ranks"
             return f'{text}: use rows="whole", or leave it out'
-        if options is not None and options.accumulate > 1:
-            return (
-                f"Accumulate({options.accumulate}) with Exact, which computes batches in micro-batches already: "
-                "give Exact another micro_batch, and leave out Accumulate"
-            )
         return ""
 
     def make_meter(self, batches: BatchSource) -> Any:

@@ -14,11 +14,12 @@ from trainers import stopwatch
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
+from trainers.options.average import Average
 from trainers.replica import Hold, Replica, form_error
 from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.state.owners import Owners
 from trainers.stopwatch import Stopwatch
-from trainers.strategies.rule import StepOptions, UpdateRule
+from trainers.strategies.rule import UpdateRule
 from trainers.watching.meter import Meter
 
 
@@ -74,7 +75,7 @@ class Strategy:
         then the sums of FLAGS over the ranks.
     stop_training: whether a callback has asked to end the fit. cut_short: whether the last epoch ended before its last
         step.
-    rule: computes gradients and updates the replica, with the options of the fit.
+    rule: computes gradients and updates the replica, with the transforms of the fit.
     recoverable: whether ranks survive the failure of another rank. Each rank must then be able to return its pieces of
         the state at any time.
 
@@ -95,6 +96,7 @@ class Strategy:
     # this rank's pieces of the state during a recovery (the list may be empty); None otherwise
     saved: list[Piece] | None = None
     carried: Mapping[str, np.ndarray] = {}  # during a recovery: the backend's state on the old ranks
+    average: Average | None = None  # the argument of MirroredTrainer
     micro_batch: int | None = None  # rows of the parts of a batch whose gradients are summed exactly, if they are
     allreduce: AllReduce | None = None  # the backend that sums the gradients of all ranks, if one does
     group: RankGroup
@@ -165,9 +167,8 @@ class Strategy:
 
     # An epoch
 
-    def fit_error(self, options: StepOptions | None, rows: str | None) -> str:
-        """Return why this strategy can't train with these options of a fit, or with a loader of these rows, as text; ""
-        if it can. Local."""
+    def rows_error(self, rows: str) -> str:
+        """Return why this strategy can't train with a loader of these rows, as text; "" if it can. Local."""
         return ""
 
     def run_epoch(self, run: EpochRun, number: int) -> None:

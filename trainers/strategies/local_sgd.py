@@ -34,7 +34,7 @@ from trainers.state.owners import INNER
 from trainers.state.sharded import Flat
 from trainers.strategies.interface import EpochRun
 from trainers.strategies.mirrored import Mirrored
-from trainers.strategies.rule import FLAGS, WEIGHT, StepOptions
+from trainers.strategies.rule import FLAGS, WEIGHT
 from trainers.strategies.step import Step, StepOwners
 from trainers.watching.meter import RoundMeter
 
@@ -121,8 +121,8 @@ class LocalMirrored(Mirrored):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        assert isinstance(self._averaging, LocalSGD)
-        self.local = self._averaging
+        assert isinstance(self.average, LocalSGD)
+        self.local = self.average
         self._rounds: Rounds | None = None
         self._queue: Queue | None = None  # of averages that overlap with inner steps
         self._meter: RoundMeter | None = None
@@ -143,14 +143,6 @@ class LocalMirrored(Mirrored):
         if wrong := local.length_error(replica.gradient_length):
             return ArgumentError(wrong)
         return None
-
-    def fit_error(self, options: StepOptions | None, rows: str | None) -> str:
-        if options is not None and options.ema is not None:
-            return (
-                f"EMA({options.ema}) with LocalSGD: between two averages the ranks have "
-                "different parameters; leave out one of them"
-            )
-        return ""
 
     def _make_buffer(self) -> None:
         """Allocate the gradients, and the parameters with the memory of the rounds. Collective."""
@@ -265,7 +257,8 @@ class LocalMirrored(Mirrored):
         replica.still = self.rule.unused
         self._added[-1][:-1] = [*self.measured[:metrics] * batch.share, batch.share]
         with self.clock.span("update"):
-            self.rule.apply([self._gradients[: self._trained]])
+            self.rule.transform([self._gradients[: self._trained]])
+            self.rule.update()
             self._parameters[self._trained :] = self._gradients[self._trained :]  # statistics, if there are any
         return True
 

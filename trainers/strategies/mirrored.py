@@ -52,7 +52,7 @@ class Mirrored(Strategy):
         self._given, self._topology = given, topology
         sharded = sharded_of(update)
         self._update = SHARDED if sharded == Sharded() else update  # ranks compare it
-        self._compress, self._averaging, self._buckets = compress, average, buckets
+        self._compress, self.average, self._buckets = compress, average, buckets
         self._update_name = SHARDED if sharded else REPLICATED
         self._copies = sharded.copies if sharded else 1
         self._config = given.config if isinstance(given, AllReduce) else given  # to create the backend again; or None
@@ -65,7 +65,7 @@ class Mirrored(Strategy):
     def describe(self) -> str:
         given = self._given
         name = given.name if isinstance(given, AllReduce | Config) else given
-        options = f"update={self._update!r}, compress={self._compress!r}, average={self._averaging!r}, "
+        options = f"update={self._update!r}, compress={self._compress!r}, average={self.average!r}, "
         options += f"buckets={self._buckets!r}"
         return f"{self.name}({type(self.replica).__name__}, {name!r}, {options})"
 
@@ -73,7 +73,7 @@ class Mirrored(Strategy):
         given = self._given
         if error := replica_error(self.replica, self):
             return error
-        if text := choice_error(self._update, self._averaging):
+        if text := choice_error(self._update, self.average):
             return ArgumentError(text)
         if not isinstance(self._buckets, Buckets | None):
             return ArgumentError(f"buckets must be a Buckets, got {self._buckets!r}")
@@ -95,7 +95,7 @@ class Mirrored(Strategy):
         slices = parameter_slices(replica)
         if not slices or slices[-1].stop != replica.parameter_count:
             return "the shapes of the replica must be those of all its parameters (Replica.shapes)"
-        if self._update_name == SHARDED or self._averaging is not None:
+        if self._update_name == SHARDED or self.average is not None:
             return 'only gradients of update="replicated", without `average`, are summed during backward'
         if self._compress is not None or half or getattr(given, "lossy", False) or getattr(given, "sums_terms", False):
             return "compressed and exact gradients, and those of 16 bits, are summed in one call"
@@ -127,7 +127,7 @@ class Mirrored(Strategy):
 
     def _make_backend(self) -> AllReduce:
         assert self._given is not None
-        exact = isinstance(self._averaging, Exact)
+        exact = isinstance(self.average, Exact)
         given = self._given, self.group.topology, self._update_name, self._compress, self.replica.device
         return backend_for(*given, exact=exact)
 

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import gpu
 from allreduce.transport.control import together
+from trainers.arrays.squares import sum_of_squares
 from trainers.backends import bind_own
 from trainers.errors import ArgumentError
 from trainers.options.buckets import Bucket
@@ -37,7 +38,6 @@ from trainers.state.sharded import Flat, ShardedParameters
 from trainers.stopwatch import COMMUNICATION
 from trainers.strategies.rule import sum_over_ranks
 from trainers.strategies.step import Step, StepOwners
-from trainers.transforms.clip import sum_of_squares
 
 REMEDY = "load the model again, and edit it by trainer.edit(function)"
 

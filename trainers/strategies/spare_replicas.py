@@ -132,7 +132,7 @@ class First(Policy):
                     body *= body.dtype.type(push.message.measures[-2] / share)
             self._shard.add_up(bodies, 1.0 if self._divided or abs(share - 1) < ROUNDING else share)
             self.means = self._shard.weigh(np.array(sums) / share)
-            self._shard.clip_and_update()
+            self._shard.transform_and_update()
         self._tally.add(self.means, share if self._divided else share * rows, self.done)
 
     def answer(self, request: Arrival) -> Header | None:

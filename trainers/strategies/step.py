@@ -13,6 +13,7 @@ from allreduce.arrays import dtypes, gpu
 from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
 from allreduce.transport.control import combine, together
+from trainers.arrays.squares import sum_of_squares
 from trainers.backends import bind_own
 from trainers.data import Batch
 from trainers.options.buckets import Buckets
@@ -22,7 +23,6 @@ from trainers.state.owners import Owners
 from trainers.strategies.interface import Strategy
 from trainers.strategies.overlap import overlap_of
 from trainers.strategies.rule import FLAGS
-from trainers.transforms.clip import sum_of_squares
 
 
 class Step:
@@ -149,9 +149,10 @@ class Step:
         self.owners.reduce()
         if not self._ahead and not self._begin_update(self.trained(self.owners.own_part)):
             return
-        squares = self.owners.squares() if self.rule.clips else None
+        part = self.owners.own_part if self.scatters else None
+        self.rule.transform(self.trained(part), part, self.owners.squares)
         with self.span("update"):
-            self.owners.update(squares)
+            self.owners.update()
         self.owners.share()
 
     def _begin_update(self, gradients: Sequence[Any]) -> bool:
@@ -225,10 +226,9 @@ class StepOwners(Owners):
     def squares(self) -> Any:
         return sum(map(sum_of_squares, self._step.trained()))
 
-    def update(self, squares: Any) -> None:
+    def update(self) -> None:
         """As Owners.update, and count the step. Local."""
-        part = self.own_part
-        self._step.rule.apply(self._step.trained(part), part, squares)
+        self._step.rule.update(self.own_part)
         self._steps = self._since = self._steps + 1
 
     def set_steps(self, steps: int) -> None:

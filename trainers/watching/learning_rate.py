@@ -1,4 +1,4 @@
-"""LearningRateSchedule: learning rates that follow the epochs. StepSchedule: rates that follow the steps."""
+"""LearningRateSchedule: learning rates that follow the epochs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,6 @@ import numpy as np
 
 from trainers.arguments import is_number
 from trainers.errors import ArgumentError
-from trainers.options.transforms import ENDING, SHAPES, Schedule
 from trainers.replica import Replica
 from trainers.watching.callback import Callback, Logs
 
@@ -87,39 +86,3 @@ class LearningRateSchedule(RatesOfFit):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self._last = self._rate
-
-
-class StepSchedule(RatesOfFit):
-    """Sets the learning rates of each step, as a Schedule says. All ranks get equal rates."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._rates, self._warm_up = schedule.rates, int(schedule.warmup)
-        self._steps: int | None = None  # of the training, without the warm-up
-
-    def plan(self, epochs: int, length: int | None) -> None:
-        """Set the number of epochs, and of the steps in each; None if it is not known. Raises ArgumentError."""
-        named = isinstance(self._rates, str)
-        self._steps = None if length is None else max(epochs * length - self._warm_up, 1)
-        if length is None and named and self._rates in ENDING:
-            raise ArgumentError(
-                f'Schedule("{self._rates}") needs the number of steps in an epoch, which this loader does not tell: '
-                "give the steps of the Loader, or a function of the step"
-            )
-
-    def set(self, replica: Replica, step: int) -> None:
-        """Set the rates of step `step` of the training. Local."""
-        if not self._before:
-            return
-        fraction = self.fraction(step)
-        replica.learning_rates = [rate * fraction for rate in self._before]
-
-    def fraction(self, step: int) -> float:
-        """Return the fraction of the rates in a step. Raises ArgumentError."""
-        if isinstance(self._rates, str):
-            after = max(step - self._warm_up, 0)
-            found: Any = SHAPES[self._rates](after if self._steps is None else min(after, self._steps), self._steps)
-        else:
-            found = self._rates(step)
-            if not is_number(found) or found < 0:
-                raise ArgumentError(f"Schedule: rates({step}) must return a number >= 0, got {found!r}")
-        return float(found) * min((step + 1) / (self._warm_up + 1), 1.0)

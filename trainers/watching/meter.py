@@ -117,12 +117,13 @@ class Meter(Callback):
 
 
 class NormMeter(Callback):
-    """Adds up the norms of the gradients of an epoch, as this rank knows them, before they are clipped."""
+    """Adds up a number of each step of an epoch, such as the norm of the gradients, as this rank knows it. name: in
+    logs."""
 
-    name = "grad_norm"  # in logs
     reads_batches = reads_model = False
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "grad_norm") -> None:
+        self.name = name
         self._epoch = -1
         self._sums: tuple[Any, int] = 0.0, 0  # the sum of the norms, perhaps on the GPU, and their number
         self._before = self._sums  # without the last step that ended

@@ -29,8 +29,8 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     train,
 )
 from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers.arrays.squares import sum_of_squares  # noqa: E402
 from trainers.pytorch import Buckets, GradientError  # noqa: E402
-from trainers.transforms.clip import sum_of_squares  # noqa: E402
 
 
 @both_updates

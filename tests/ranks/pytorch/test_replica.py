@@ -22,10 +22,10 @@ from tests.frameworks.replica_checks import (  # noqa: E402
     check_weights,
 )
 from trainers import CentralStorageTrainer, Exact, Loader, LocalSGD, MirroredTrainer  # noqa: E402
+from trainers.arrays import average  # noqa: E402
 from trainers.errors import ArgumentError, ModelFileError  # noqa: E402
 from trainers.replica import attach  # noqa: E402
 from trainers.replicas.pytorch import TorchReplica, fused  # noqa: E402
-from trainers.transforms import average  # noqa: E402
 from trainers.watching.callback import Callback  # noqa: E402
 from trainers.watching.model_checkpoint import ModelCheckpoint  # noqa: E402
 

@@ -30,11 +30,11 @@ from trainers import (
     Schedule,
     SpareReplicasTrainer,
 )
+from trainers.arrays import squares
 from trainers.callbacks import LearningRateSchedule
 from trainers.errors import ArgumentError
-from trainers.options.transforms import Transform
 from trainers.state.adopt import complete, copy_state
-from trainers.transforms import clip
+from trainers.strategies.transforms.transform import Transform
 from trainers.watching.callback import Callback
 
 JOBS = "openmpi 1 2 5"
@@ -259,9 +259,9 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
 
 def test_sums_of_squares() -> None:
     random = np.random.default_rng(0)
-    for length in (0, 1, 2, 3, 1000, clip.WIDTH - 1, clip.WIDTH, 2 * clip.WIDTH + 17):
+    for length in (0, 1, 2, 3, 1000, squares.WIDTH - 1, squares.WIDTH, 2 * squares.WIDTH + 17):
         array = random.standard_normal(length).astype("float32")
-        assert clip.sum_of_squares(array) == pytest.approx(float((array.astype(float) ** 2).sum()), rel=1e-5)
-    assert clip.sum_of_squares(np.full(4, 1e30, "float32")) == pytest.approx(4e60)
-    assert clip.sum_of_squares(np.full(4, 300, "float16")) == pytest.approx(360000)
-    assert math.isnan(clip.sum_of_squares(np.array([1, np.nan])))
+        assert squares.sum_of_squares(array) == pytest.approx(float((array.astype(float) ** 2).sum()), rel=1e-5)
+    assert squares.sum_of_squares(np.full(4, 1e30, "float32")) == pytest.approx(4e60)
+    assert squares.sum_of_squares(np.full(4, 300, "float16")) == pytest.approx(360000)
+    assert math.isnan(squares.sum_of_squares(np.array([1, np.nan])))

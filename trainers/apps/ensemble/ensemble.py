@@ -54,9 +54,9 @@ from trainers.fit.evaluation import means_of
 from trainers.fit.source import BATCH_SIZE, NO_TARGETS, Given, Rows, checked_rows, tried
 from trainers.group import GroupOwner, RankGroup, broadcast_arrays
 from trainers.options.loader import Loader
-from trainers.options.transforms import Transform
 from trainers.recovery.terminating import Terminated, Terminating
 from trainers.replica import Replica, saved_config
+from trainers.strategies.transforms.transform import Transform
 from trainers.watching.history import Epoch, History
 
 log = logging.getLogger("trainers")

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from trainers.arrays.average import Spans, flat_arrays, set_flat
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ExportError, needing
 from trainers.files.onnx_graph import quiet
 from trainers.replica import ALL, Replica, Slices, single, unfit_error
-from trainers.transforms.average import Spans, flat_arrays, set_flat
 
 with needing(
     'JaxReplica needs JAX and optax, which can\'t be imported ({}): pip install ".[jax]" in the checkout', ImportError

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from trainers.arrays.average import Spans, flat_arrays, set_flat
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError, explained
 from trainers.files.onnx_graph import need_onnx, quiet
@@ -18,7 +19,6 @@ from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
 from trainers.replicas.mean_of_rows import check_mean_of_rows
-from trainers.transforms.average import Spans, flat_arrays, set_flat
 
 DTYPES = ("float32", "float64", "float16")
 RANDOM_LAYERS = (

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from trainers.arrays.average import on_host
 from trainers.data import Tree
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.files.onnx_graph import Graph
 from trainers.replicas.numpy.network import FLOAT, NumpyNetwork, length_of
-from trainers.transforms.average import on_host
 
 
 class CategoryNetwork(NumpyNetwork):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainers.arguments import integer_error, is_integer, name_error, require
+from trainers.arrays.average import on_host
 from trainers.data import Tree
 from trainers.errors import ArgumentError, ModelFileError, needing
 from trainers.files import model_file
@@ -19,7 +20,6 @@ from trainers.replica import ALL, Slices, columns_of
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.numpy.losses import LOSSES
 from trainers.replicas.numpy.optimizers import OPTIMIZERS, STEPS, Optimizer
-from trainers.transforms.average import on_host
 
 FLOAT = np.dtype(np.float32)
 INPUT = "x"  # its name in the graph of `to_onnx`

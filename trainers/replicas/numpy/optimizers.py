@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from trainers.arguments import is_number
+from trainers.arrays.average import on_host
 from trainers.errors import ArgumentError
 from trainers.replica import Slices, single
 from trainers.replicas.flat import FlatOptimizer, Layout
-from trainers.transforms.average import on_host
 
 PREFIX = "optimizer."  # of the names of its state in a model file
 STEPS = f"{PREFIX}steps"

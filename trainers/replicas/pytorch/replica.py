@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from trainers.arguments import require
+from trainers.arrays.average import Spans, flat_arrays, set_flat
 from trainers.data import Data, Tree, as_arrays, leaves, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError, needing
 from trainers.replica import ALL, Slices, slices_of, unfit_error
-from trainers.transforms.average import Spans, flat_arrays, set_flat
 
 with needing(
     'TorchReplica needs PyTorch, which can\'t be imported ({}): pip install ".[torch]" in the checkout', ImportError

@@ -118,11 +118,12 @@ class Shard:
         self._rule.weigh(measured, [self.trained_gradients])
         return measured[:metrics]
 
-    def clip_and_update(self) -> None:
-        """Clip the gradients that are in the bound buffer, which are all gradients, and update by them. Local."""
-        self._rule.clip([self.trained_gradients])
+    def transform_and_update(self) -> None:
+        """Transform the gradients in the bound buffer, which are all gradients, and update by them. Local."""
+        self._rule.transform([self.trained_gradients])
         self._update(1.0)
-        self._rule.norms.count()
+        for meter in self._rule.meters:
+            meter.count()
 
     @property
     def trained_gradients(self) -> np.ndarray:

@@ -16,7 +16,7 @@ from trainers.data import Batch, BatchSource
 from trainers.group import RankGroup
 from trainers.replica import Replica, undo_batch
 from trainers.strategies.interface import EpochRun
-from trainers.strategies.rule import WEIGHT, StepOptions
+from trainers.strategies.rule import WEIGHT
 from trainers.strategies.servers.asynchronous import (
     HOW_FAR,
     Asynchronous,
@@ -141,8 +141,8 @@ class AsynchronousServers(ServerStrategy):
         shape = self._options.allreduce, self._gradients.size, self._dtype
         self._gradients, self._parameters = together(group.comm, partial(self._worker.allocate, *shape))
 
-    def fit_error(self, options: StepOptions | None, rows: str | None) -> str:
-        if rows is not None and self._options.ranks_per_worker > 1:
+    def rows_error(self, rows: str) -> str:
+        if self._options.ranks_per_worker > 1:
             return (
                 'updates="async" with ranks_per_worker divides each part of a batch among the ranks of a worker, so it '
                 'needs all rows: arrays or a data set; with a loader use ranks_per_worker=1, or updates="sync"'
@@ -300,7 +300,7 @@ class AsynchronousServers(ServerStrategy):
         trained = [self._gradients[: self.replica.parameter_count]] if self._worker.leads else []
         self.rule.weigh(measured, trained)
         if self._worker.leads:
-            self.rule.clip(trained)
+            self.rule.transform(trained)
         own = count if self._worker.leads else 0  # the rows of the part are counted once
         run.keep_error(lambda: self._tally.add(measured[:metrics], own, number // self.parts))
         return run.error is None

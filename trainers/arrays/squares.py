@@ -1,35 +1,13 @@
-"""Clipping of averaged gradients by their norm. R. Pascanu et al.: On the difficulty of training recurrent neural
-networks, 2013."""
+"""Sums of squares of gradients, and products with a number."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from allreduce.arrays import dtypes, gpu
 
-EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds it to the norm
 WIDTH = 1 << 16  # elements whose squares are added at a time
-
-
-def clip(gradients: Sequence[Any], most: float, squares: Any) -> tuple[Any, float | None]:
-    """Scale 1-D gradients, so that the norm of all gradients of the model is at most `most`. Local.
-
-    squares: the sum of the squares of all gradients, of which these may be a part. Returns the norm before, a number,
-    perhaps on the GPU, and the factor by which all other gradients are to be scaled; None if they are not.
-    """
-    norm = squares**0.5
-    factor = most / (norm + EPSILON)
-    if gpu.is_gpu_array(norm):
-        for each in gradients:
-            each *= gpu.cupy().minimum(factor, 1.0).astype(each.dtype)
-    elif not factor >= 1:  # also NaN, which then shows in the loss
-        for each in gradients:
-            scale(each, factor)
-    else:
-        return norm, None
-    return norm, min(float(factor), 1.0) if factor == factor else math.nan
 
 
 def sum_of_squares(array: Any) -> Any:

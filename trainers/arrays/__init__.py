@@ -1,0 +1,1 @@
+"""Arithmetic on the flat arrays of a replica. No MPI."""

@@ -1,0 +1,101 @@
+"""Transform, the base of the objects of `fit(transforms=[...])`, and Applied, a transform in the steps of one fit."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from trainers.arguments import Checked
+from trainers.arrays.average import Spans
+from trainers.data import Data
+from trainers.options.average import Average
+from trainers.replica import Replica, Slices
+from trainers.watching.callback import Callback
+from trainers.watching.meter import NormMeter
+
+
+class Rows(NamedTuple):
+    """Rows whose gradients are to be computed: this rank's rows of a batch, or some of them.
+
+    share: see Replica.gradients. memory: gets the gradients; `replica` is bound to it. ready: see Replica.ready.
+    """
+
+    data: Data
+    share: float
+    memory: Any
+    replica: Replica
+    ready: Callable[[int], None] | None = None
+
+
+Compute = Callable[[Rows], Any]
+"""Computes the gradients of rows; returns the metrics, as Replica.gradients."""
+
+
+class Applied:
+    """A transform in one fit: it has what changes while the fit runs. Override the methods that the transform needs.
+
+    All methods are local, and called on all ranks, in the order of the transforms. An error that one raises is raised
+    on all ranks.
+
+    meter: adds up a number of each step, of which the logs then have the mean. watchers: callbacks of the fit.
+    needs_squares: whether `reduced` gets the sum of the squares of all gradients, which may cost a message.
+    """
+
+    needs_squares = False
+
+    def __init__(self, meter: NormMeter | None = None, watchers: Sequence[Callback] = ()) -> None:
+        self.meter, self.watchers = meter, watchers
+
+    def begin(self) -> None:
+        """The fit begins; called again after a checkpoint has been loaded."""
+
+    def plan(self, epochs: int, length: int | None, callbacks: Sequence[Any]) -> None:
+        """Take note of the epochs of the training, the steps of each (None: unknown), and the user's callbacks. Raises
+        ArgumentError if the transform can't work with them."""
+
+    def begin_step(self, number: int) -> None:
+        """Step `number` of the training (0, 1, ...) begins on this rank. May raise any exception."""
+
+    def end_step(self) -> None:
+        """A checkpoint is about to be written: undo what `begin_step` has changed in the replica."""
+
+    def compute(self, inner: Compute, rows: Rows) -> Any:
+        """Compute the gradients of rows by `inner`, once or for parts of them; returns the metrics of all rows.
+
+        Here a rank has the gradients of all parameters, of its own rows. `rows.ready` tells that those of a parameter
+        do not change any more.
+        """
+        return inner(rows)
+
+    def reduced(self, gradients: Sequence[Any], part: Slices | None, squares: Any) -> None:
+        """Change averaged gradients in place, before the update.
+
+        gradients: 1-D arrays: those of the parameters in `part`, which this rank updates; None: of all parameters. A
+            slice may begin inside of a tensor. Ranks that update the same parameters must get the same bits. With
+            LocalSGD and asynchronous servers nothing is averaged: they are all gradients of this rank's own rows.
+        squares: the sum of the squares of all gradients of all parameters; None without `needs_squares`.
+        """
+
+    def updated(self, spans: Spans | None) -> None:
+        """The parameters in these slices were updated, on this rank; None: all."""
+
+
+class Transform(Checked):
+    """Base of the options that change the steps of a fit: frozen dataclasses; see Checked for their fields.
+
+    divides: whether it computes the rows of a batch in parts.
+    """
+
+    divides: ClassVar[bool] = False
+
+    def start(self, replica: Replica) -> Applied:
+        """Return this transform for a fit of a replica. Local."""
+        raise NotImplementedError
+
+    def error(self, replica: Replica, average: Average | None) -> str:
+        """Return why a replica can't be trained with this transform, as text; "" if it can. Local, the same on all
+        ranks. average: of the trainer (MirroredTrainer)."""
+        return ""
+
+    @property
+    def validates_average(self) -> bool:
+        """Whether validations use the moving average of the parameters, if there is one."""
+        return True
