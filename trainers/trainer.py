@@ -176,8 +176,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             rows. A row has the product of its weight and that of its class. Validation data are not weighted by it.
         batch_size: rows in a GLOBAL batch, divided among the ranks. It need not be divisible, and the last one may be
             short: gradients are weighted by samples, so that any number of ranks trains as one rank would.
-        transforms: a list of Accumulate, ClipNorm, EMA, SkipNotFinite and Schedule, one of a kind: each changes the
-            steps, as its class says.
+        transforms: a list of objects, one of a kind, that change the steps: ClipNorm(1.0), say; see
+            trainers.strategies.transforms.
         seed, shuffle: epoch e visits the rows in the order of data.order(rows, seed, e, shuffle).
         validation_data: (x, y), (x, y, weights), a data set, or a Loader, evaluated after each epoch.
         callbacks: objects with the events of Keras callbacks (see trainers.watching.callback.Callback). Each rank

@@ -43,6 +43,7 @@ class UpdateRule:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
+        self.weight: float
         self.unused: np.ndarray
         self.use(())
         self.take_none()

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,11 @@ from trainers import (
 from trainers.arrays import squares
 from trainers.callbacks import LearningRateSchedule
 from trainers.errors import ArgumentError
+from trainers.replica import Replica, Slices
 from trainers.state.adopt import complete, copy_state
-from trainers.strategies.transforms.transform import Transform
+from trainers.strategies.transforms.transform import Applied, Compute, Rows, Transform
 from trainers.watching.callback import Callback
+from trainers.watching.meter import NormMeter
 
 JOBS = "openmpi 1 2 5"
 
@@ -255,6 +257,50 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
             )
             assert type(made["average"]).__name__ in text
             assert type(transform).__name__ in text
+
+
+@dataclass(frozen=True)
+class Scale(Transform):
+    """A transform of a program: multiplies gradients by the square of `factor`, in both places of a step."""
+
+    factor: float
+
+    def start(self, replica: Replica) -> Applied:
+        return Scaling(replica, self.factor)
+
+
+class Scaling(Applied):
+    needs_squares = True
+
+    def __init__(self, replica: Replica, factor: float) -> None:
+        self.meter: NormMeter = NormMeter("scaled_norm")
+        self._replica, self._factor = replica, factor
+
+    def compute(self, inner: Compute, rows: Rows) -> Any:
+        values = inner(rows)
+        rows.memory[: self._replica.parameter_count] *= self._factor
+        return values
+
+    def reduced(self, gradients: Sequence[Any], part: Slices | None, squares: Any) -> None:
+        self.meter.set(self._factor * squares**0.5)
+        for each in gradients:
+            each *= self._factor
+
+
+@few
+@pytest.mark.parametrize("kind", [*TRAINERS, "exact"])
+def test_a_fit_takes_a_transform_of_a_program(kind: str, flat: allreduce.Topology) -> None:
+    """In its place in the list: the clipping that follows gets the sum of the squares of the scaled gradients."""
+    make = TRAINERS.get(kind) or functools.partial(MirroredTrainer, update="sharded", average=Exact(3))
+    found = []
+    for transforms in ([Scale(0.5), ClipNorm(CLIP)], [ClipNorm(2 * CLIP), Scale(0.5)]):
+        with make(network("sgd"), topology=flat) as trainer:
+            found.append(fitted(trainer, transforms))
+    np.testing.assert_allclose(found[0]["parameters"], found[1]["parameters"], rtol=1e-5, atol=1e-6)
+    for first, second in zip(found[0]["history"], found[1]["history"], strict=True):
+        assert first.metrics["grad_norm"] == pytest.approx(first.metrics["scaled_norm"], rel=1e-4)
+        assert second.metrics["grad_norm"] == pytest.approx(2 * first.metrics["grad_norm"], rel=1e-4)
+        assert second.metrics["scaled_norm"] < CLIP * 1.01
 
 
 def test_sums_of_squares() -> None:

@@ -58,7 +58,6 @@ class MicroBatches(Applied):
     rows."""
 
     def __init__(self, most: int) -> None:
-        super().__init__()
         self._most = most
         self._sum: Any = None  # of the gradients of the micro-batches so far
 

@@ -42,12 +42,12 @@ class Clipping(Applied):
     needs_squares = True
 
     def __init__(self, most: float) -> None:
-        super().__init__(meter := NormMeter())
-        self._most, self._set_norm = most, meter.set
+        self.meter: NormMeter = NormMeter()
+        self._most = most
 
     def reduced(self, gradients: Sequence[Any], part: Slices | None, squares: Any) -> None:
         norm, _ = clip(gradients, self._most, squares)
-        self._set_norm(norm)
+        self.meter.set(norm)
 
 
 def clip(gradients: Sequence[Any], most: float, squares: Any) -> tuple[Any, float | None]:

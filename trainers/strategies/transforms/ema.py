@@ -57,7 +57,6 @@ class Averaging(Applied):
     """Keeps the average of a replica's parameters, and moves it after each update."""
 
     def __init__(self, replica: Replica, decay: float) -> None:
-        super().__init__()
         self._replica, self._decay = replica, decay
 
     def begin(self) -> None:

@@ -78,7 +78,7 @@ class StepSchedule(RatesOfFit, Applied):
     def __init__(self, schedule: Schedule, replica: Replica) -> None:
         self._rates, self._warm_up, self._replica = schedule.rates, int(schedule.warmup), replica
         self._steps: int | None = None  # of the training, without the warm-up
-        Applied.__init__(self, watchers=[self])
+        self.watchers = [self]
 
     def plan(self, epochs: int, length: int | None, callbacks: Sequence[Any]) -> None:
         named = isinstance(self._rates, str)

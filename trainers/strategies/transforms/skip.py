@@ -17,4 +17,6 @@ class SkipNotFinite(Transform):
     """
 
     def start(self, replica: Replica) -> Applied:
-        return Applied(watchers=[CheckGradients("skip")])
+        applied = Applied()
+        applied.watchers = [CheckGradients("skip")]
+        return applied

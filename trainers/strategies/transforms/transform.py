@@ -32,17 +32,15 @@ Compute = Callable[[Rows], Any]
 class Applied:
     """A transform in one fit: it has what changes while the fit runs. Override the methods that the transform needs.
 
-    All methods are local, and called on all ranks, in the order of the transforms. An error that one raises is raised
-    on all ranks.
+    All methods are local, and called on all ranks, in the order of the list. An error of one is raised on all ranks.
 
     meter: adds up a number of each step, of which the logs then have the mean. watchers: callbacks of the fit.
     needs_squares: whether `reduced` gets the sum of the squares of all gradients, which may cost a message.
     """
 
+    meter: NormMeter | None = None
+    watchers: Sequence[Callback] = ()
     needs_squares = False
-
-    def __init__(self, meter: NormMeter | None = None, watchers: Sequence[Callback] = ()) -> None:
-        self.meter, self.watchers = meter, watchers
 
     def begin(self) -> None:
         """The fit begins; called again after a checkpoint has been loaded."""
@@ -91,8 +89,10 @@ class Transform(Checked):
         raise NotImplementedError
 
     def error(self, replica: Replica, average: Average | None) -> str:
-        """Return why a replica can't be trained with this transform, as text; "" if it can. Local, the same on all
-        ranks. average: of the trainer (MirroredTrainer)."""
+        """Return why a replica can't be trained with this transform, as text; "" if it can. Local.
+
+        average: of the MirroredTrainer, which says how ranks combine their gradients.
+        """
         return ""
 
     @property
