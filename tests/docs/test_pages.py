@@ -365,18 +365,3 @@ def test_the_rows_of_others_programs_can_be_repeated() -> None:
         source, _, number = version.partition(" ")
         packaged = [name, f"{source} ", ranks] in listed and re.fullmatch(r"[\d.]+", number)  # has no commit
         assert packaged or [name, version, ranks] in listed, (name, version, ranks)
-
-
-def messages() -> list[str]:
-    """The messages in the first column of the page of messages, except mpirun's, split at the dots."""
-    text = (launch.ROOT / "docs" / "trouble" / "messages.md").read_text()
-    table = text.partition("| message |")[2].partition("\n\n")[0]
-    cells = [row.split("|")[1] for row in table.splitlines()[2:] if "mpirun" not in row.split("|")[1]]
-    quoted = [span for cell in cells for span in re.findall("`([^`]+)`", cell)]
-    return [piece.strip() for text in quoted for piece in re.split(r"\.\.\.|: ", text) if len(piece.strip()) > 1]
-
-
-@pytest.mark.parametrize("message", messages())
-def test_messages_are_those_of_the_code(message: str) -> None:
-    paths = [path for package in ("allreduce", "trainers") for path in (launch.ROOT / package).rglob("*.py")]
-    assert any(message in path.read_text() for path in paths)
