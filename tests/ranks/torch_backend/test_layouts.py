@@ -1,7 +1,8 @@
 """Every collective of torch.distributed on tensors that are not contiguous, of every dtype.
 
-Each call is done with each layout as its input and with another layout as its output, other ones on each rank. gloo
-returns wrong values without an error for some layouts (PyTorch's issue 192920), and for large tensors (JAX's 40830).
+Each call is done with each layout as its input and with another layout as its output, other ones on each rank and for
+each dtype. gloo returns wrong values without an error for some layouts (PyTorch's issue 192920), and for large tensors
+(JAX's 40830).
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -29,10 +30,8 @@ INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torc
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
 REDUCED = [torch.bool, *INTEGERS, *FLOATS, *COMPLEX]
-MOVED = [*REDUCED, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32]
-OUTPUTS = 2  # layouts of outputs for each one of inputs
-if MPI.COMM_WORLD.size != 2:  # which have all of it: here a dtype of each kind, and of each size in bytes
-    OUTPUTS = 1
+MOVED = DTYPES = [*REDUCED, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32]
+if MPI.COMM_WORLD.size != 2:  # which have all of them: here a dtype of each kind, and of each size in bytes
     REDUCED = [torch.bool, torch.uint16, torch.int64, torch.bfloat16, torch.float32, torch.complex128]
     MOVED = [torch.bool, torch.float8_e5m2, torch.bfloat16, torch.complex32, torch.float64, torch.complex128]
 
@@ -156,12 +155,12 @@ def differences(call: Callable[[Space], Pairs], dtypes: list[torch.dtype]) -> li
 
 
 def spaces(dtype: torch.dtype) -> Iterator[tuple[Space, str]]:
-    """Return each layout for inputs with some for outputs, others on each rank."""
+    """Return each layout for inputs with one for outputs, others on each rank. All dtypes together have all pairs."""
     both = [*LAYOUTS, *(NEGATED if dtype in (torch.float32, torch.float64) else [])]
     sources, outputs = [*both, *EXPANDED], both
-    for number in range(OUTPUTS * len(sources)):
+    for number in range(len(sources)):
         source = sources[(number + rank()) % len(sources)]
-        output = outputs[(3 * number + 2 * rank()) % len(outputs)]
+        output = outputs[(3 * number + 2 * rank() + DTYPES.index(dtype)) % len(outputs)]
         yield Space(dtype, source, output), f"{dtype}, {source} to {output}"
 
 
