@@ -11,7 +11,7 @@ import numpy as np
 
 from allreduce import Topology
 from allreduce.elastic.exchange import Exchange
-from trainers.apps.serving.answering import Dealer, answer_requests
+from trainers.apps.serving.answering import NUMBER, answer_requests
 
 SIZE = 300_000  # elements: more than MPI sends at once
 
@@ -40,37 +40,35 @@ def main() -> None:
 
 
 def serve(exchange: Exchange) -> None:
-    dealer, large = Dealer(exchange), np.arange(SIZE)
+    large, pids = np.arange(SIZE), {}
 
-    def answers(count: int) -> dict[int, bool]:
-        found: dict[int, bool] = {}
+    def deal(rank: int, number: int) -> None:
+        exchange.send(rank, {NUMBER: number}, [large])
+
+    def answered(*numbers: int) -> bool:
+        """Whether the next answers are those to work of these numbers."""
+        found: list[int] = []
 
         def done() -> bool:
-            for answer in dealer.answers():
-                found[answer.rank] = answer.header is not None
-                if answer.arrays:
-                    pids[answer.rank] = int(answer.arrays[0][0])
-                    assert np.array_equal(answer.arrays[1], large)
-            return len(found) >= count
+            for message in exchange.poll():
+                found.append(message.header[NUMBER])
+                pids[message.source] = int(message.arrays[0][0])
+                assert np.array_equal(message.arrays[1], large)
+            return len(found) >= len(numbers)
 
-        assert exchange.wait(done, 30), found
-        return found
+        return exchange.wait(done, 30) and sorted(found) == sorted(numbers)
 
-    pids: dict[int, int] = {}
-    for rank in (1, 2):
-        dealer.deal(rank, {}, [large])
-    assert answers(2) == {1: True, 2: True}
+    deal(1, 1)
+    deal(2, 2)
+    assert answered(1, 2)
     stop(pids[1])
     os.kill(pids[2], signal.SIGKILL)
-    late = dealer.deal(1, {}, [large])
-    dealer.deal(2, {}, [large])
-    assert answers(1) == {2: False}
-    assert exchange.lost == {2}
-    dealer.forget(late)
-    assert dealer.busy(1) == 1
+    deal(1, 3)
+    deal(2, 4)
+    assert exchange.wait(lambda: exchange.poll() == [] and exchange.lost == {2}, 30)
     os.kill(pids[1], signal.SIGCONT)
-    assert exchange.wait(lambda: dealer.answers() == [] and dealer.late == 1, 30)
-    dealer.forget(dealer.deal(1, {"done": True}))
+    assert answered(3)
+    exchange.send(1, {"done": True}, [])
 
 
 def stop(pid: int) -> None:

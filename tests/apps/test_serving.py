@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from allreduce.elastic.exchange import Exchange
+from allreduce.elastic.exchange import Exchange, Message
 from allreduce.topology import Topology
 from benchmarks import serving
 from tests import launch
@@ -27,7 +27,7 @@ from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.model import SavedEnsemble, SavedMember
 from trainers.apps.ensemble.voting import Voting
 from trainers.apps.serving import dealing, web
-from trainers.apps.serving.answering import Answer
+from trainers.apps.serving.answering import NUMBER
 from trainers.apps.serving.command import COMMAND
 from trainers.apps.serving.dealing import Peer, Prepared, Server
 from trainers.apps.serving.models import load_whole
@@ -168,26 +168,18 @@ def test_votes_that_can_not_be_combined_do_not_end_the_server(tmp_path: Path) ->
 
 
 class OtherRank:
-    """A Dealer with one other rank. open: the headers of the work that it has not answered, by sequence numbers."""
+    """An Exchange with one other rank. sent: the headers of its work. given: its answers."""
+
+    lost: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
-        self.dealt: list[dict[str, Any]] = []
-        self.open: dict[int, dict[str, Any]] = {}
-        self.told: list[Any] = []
-        self.given: list[Answer] = []
+        self.sent: list[dict[str, Any]] = []
+        self.given: list[Message] = []
 
-    def deal(self, rank: int, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> int:
-        self.dealt.append(header)
-        self.open[len(self.dealt)] = header
-        return len(self.dealt)
+    def send(self, rank: int, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+        self.sent.append(header)
 
-    def busy(self, rank: int) -> int:
-        return len(self.open)
-
-    def forget(self, number: int) -> None:
-        raise AssertionError("the answer to a LOAD is awaited")
-
-    def answers(self) -> list[Answer]:
+    def poll(self) -> list[Message]:
         found, self.given = self.given, []
         return found
 
@@ -196,7 +188,7 @@ def test_a_rank_that_loads_for_long_is_late_and_then_answers(tmp_path: Path, mon
     NumpyNetwork([4, 3]).save(str(tmp_path / "m.npz"))
     monkeypatch.setattr(dealing, "LOAD_SECONDS", 0.0)
     with _server(tmp_path / "m.npz") as (server, version):
-        server._dealer, server._peers[1] = (other := OtherRank()), (peer := Peer(1, {}))  # type: ignore[assignment]
+        server._exchange, server._peers[1] = (other := OtherRank()), (peer := Peer(1, {}))  # type: ignore[assignment]
 
         def turn() -> None:
             server._awake.set()
@@ -205,13 +197,12 @@ def test_a_rank_that_loads_for_long_is_late_and_then_answers(tmp_path: Path, mon
         turn()
         turn()
         assert peer.late
-        other.open.clear()
-        other.given = [Answer(1, 1, {}, [])]
+        other.given = [Message(1, {NUMBER: 1}, [])]
         turn()
         assert not peer.late
         assert peer.holds(version)
         turn()
-        assert [dealing.LOAD in header for header in other.dealt] == [True]
+        assert [dealing.LOAD in header for header in other.sent] == [True]
 
 
 def _is_answer(given: tuple[int, dict], wanted: np.ndarray) -> bool:

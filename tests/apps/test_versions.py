@@ -14,6 +14,7 @@ from trainers.apps.serving.versions import (
     AVAILABLE,
     END,
     LOADING,
+    UNLOADING,
     Version,
     Versions,
     Watcher,
@@ -33,15 +34,17 @@ class World:
         self.folder, self.versions = folder, Versions("m", {7: 0.5})
         self.loaded: list[int] = []
         self.gone: list[int] = []
-        self.watcher = Watcher(str(folder), self.versions, keep, 1, self._load, self._drop)
+        self.watcher = Watcher(str(folder), self.versions, keep, 1, self._serve)
 
-    def _load(self, version: Version) -> None:
-        version.state = AVAILABLE
-        self.loaded.append(version.number)
-
-    def _drop(self, number: int) -> None:
-        self.gone.append(number)
-        self.versions.drop(number)
+    def _serve(self) -> None:
+        """Do what the server does."""
+        for version in self.versions.listed():
+            if version.state == LOADING:
+                version.state = AVAILABLE
+                self.loaded.append(version.number)
+            elif version.state == UNLOADING:
+                self.gone.append(version.number)
+                self.versions.drop(version.number)
 
     def write(self, number: int, size: int = 4, part: float = 1.0) -> None:
         own = self.folder / f"{number:04}"

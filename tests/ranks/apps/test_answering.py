@@ -7,8 +7,8 @@ import pytest
 
 from allreduce import Topology
 from allreduce.elastic import exchange as exchanges
-from allreduce.elastic.exchange import Exchange
-from trainers.apps.serving.answering import Dealer, answer_requests
+from allreduce.elastic.exchange import Exchange, Message
+from trainers.apps.serving.answering import NUMBER, answer_requests
 
 SHAPES = [(), (0,), (3, 0, 2), (5,), (70_000, 3), (1 << 20,)]
 
@@ -39,46 +39,22 @@ def test_work_is_answered(exchange: Exchange, topology: Topology) -> None:
         answer_requests(exchange, handle)
         end(exchange, topology)
         return
-    dealer, found = Dealer(exchange), {}
     given = [np.full(shape, 2, dtype) for shape, dtype in zip(SHAPES, "fdilbH", strict=True)]
-    numbers = {
-        dealer.deal(rank, {"text": "ü", "fails": fails}, given): (rank, fails)
-        for rank in range(1, topology.size)
-        for fails in (False, True, False)
-    }
-
-    def done() -> bool:
-        found.update({answer.number: answer for answer in dealer.answers()})
-        return len(found) == len(numbers)
-
-    assert exchange.wait(done, 60)
-    for number, (rank, fails) in numbers.items():
-        answer = found[number]
-        assert answer.rank == rank
-        assert dealer.busy(rank) == 0
-        if fails:
+    work = [(rank, fails) for rank in range(1, topology.size) for fails in (False, True, False)]
+    for number, (rank, fails) in enumerate(work):
+        exchange.send(rank, {NUMBER: number, "text": "ü", "fails": fails}, given)
+    found: list[Message] = []
+    assert exchange.wait(lambda: bool(found.extend(exchange.poll()) or len(found) == len(work)), 60)
+    numbers = [answer.header.pop(NUMBER) for answer in found]
+    for answer, number in zip(found, numbers, strict=True):
+        assert answer.source == work[number][0]
+        if work[number][1]:
             assert answer.header == {"error": "ValueError: no such row"}
             continue
         assert answer.header == {"text": "üé"}
         assert [array.dtype for array in answer.arrays] == [array.dtype for array in given]
         assert all(np.array_equal(own, array + 1) for own, array in zip(answer.arrays, given, strict=True))
-    end(exchange, topology)
-
-
-def test_a_late_answer_is_dropped(exchange: Exchange, topology: Topology) -> None:
-    if topology.rank:
-        answer_requests(exchange, lambda header, arrays: ({"own": header["own"]}, arrays))
-        end(exchange, topology)
-        return
-    dealer = Dealer(exchange)
-    for rank in range(1, topology.size):
-        dealer.forget(dealer.deal(rank, {"own": "first"}))
-        assert dealer.busy(rank) == 1
-        second, found = dealer.deal(rank, {"own": "second"}), []
-        assert exchange.wait(lambda found=found: bool(found.extend(dealer.answers()) or found), 60)
-        assert [(answer.number, answer.header) for answer in found] == [(second, {"own": "second"})]
-        assert dealer.busy(rank) == 0
-    assert dealer.late == topology.size - 1
+    assert sorted(numbers) == list(range(len(work)))
     end(exchange, topology)
 
 

@@ -21,13 +21,12 @@ from trainers.apps.serving.versions import (
     Version,
     Versions,
     checked_canary,
-    load_alike,
     scan,
     wanted_of,
 )
 from trainers.apps.serving.web import check_packages, listen
 from trainers.cli.command import Command
-from trainers.errors import ArgumentError, ModelFileError, TrainerError, as_error
+from trainers.errors import ArgumentError, ModelFileError, as_error
 from trainers.recovery.terminating import Terminating
 
 log = logging.getLogger("trainers")
@@ -147,20 +146,14 @@ def _versions_in(options: argparse.Namespace, versions: Versions, folder: str) -
     """Load the versions in a folder, the newest first; returns their files. Raises ModelFileError if there is none."""
     with as_error(ModelFileError, f"--model {options.model} can't be read"):
         found = scan(folder)
-    errors = []
     for number in sorted(wanted_of(found, options.keep, versions.canary), reverse=True):
-        try:
-            loaded = load_alike(found[number].path, [version.model for version in versions.available()])
-        except TrainerError as error:
-            log.warning("version %d is not served: %s", number, error)
-            errors.append(str(error))
-        else:
-            versions.add(Version(number, found[number].path, AVAILABLE, loaded))
+        version = versions.load(number, found[number].path)
+        if not version.error:
+            version.state = AVAILABLE
     if not versions.available():
         raise ModelFileError(
-            errors[0]
-            if errors
-            else f"--model {options.model} has no version: expected is a folder 0001, say, with one .npz or .onnx file"
+            next((version.error for version in versions.listed()), "")
+            or f"--model {options.model} has no version: expected is a folder 0001, say, with one .npz or .onnx file"
         )
     return {version.number: found[version.number] for version in versions.listed()}
 

@@ -2,20 +2,19 @@
 
 import argparse
 import logging
-import queue
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from allreduce.elastic.exchange import Exchange
+from allreduce.elastic.exchange import Exchange, Message
 from allreduce.elastic.ranks import survives
-from trainers.apps.serving.answering import Answer, Dealer
+from trainers.apps.serving.answering import NUMBER
 from trainers.apps.serving.batches import TRIES, Batch, Request, Waiting
 from trainers.apps.serving.metrics import Metrics
 from trainers.apps.serving.versions import AVAILABLE, END, LOADING, UNLOADING, Found, Version, Versions, Watcher
@@ -54,12 +53,14 @@ class Change(NamedTuple):
 
 class Peer:
     """Another rank, as rank 0 sees it. has: the stamps of the versions that it has loaded, by their numbers. work: the
-    work that it has not answered, by sequence numbers."""
+    work that it has not answered, by sequence numbers. forgotten: the numbers of late work, whose answers are dropped.
+    """
 
     def __init__(self, rank: int, has: dict[int, str]) -> None:
         self.rank, self.has = rank, has
         self.refused: dict[int, str] = {}  # the stamps of versions that it can't load
         self.work: dict[int, Batch | Change] = {}
+        self.forgotten: set[int] = set()
         self.since = 0.0  # when it was last dealt work, or has answered
         self.late = False  # the last work was not answered in time
 
@@ -87,14 +88,13 @@ class Server:
         self, options: argparse.Namespace, exchange: Exchange, prepared: Prepared, sigterm: Terminating
     ) -> None:
         self._options, self._exchange, self._versions, self._sigterm = options, exchange, prepared.versions, sigterm
-        self._dealer, self._awake = Dealer(exchange), threading.Event()
+        self._dealt, self._awake = 0, threading.Event()  # how much work was dealt to other ranks
         self._waiting = Waiting(options.max_queue, options.max_batch, options.max_wait_ms / 1000, self._awake.set)
         self._thread = ThreadPoolExecutor(1, "compute")  # rank 0 as a rank that computes
         self._computed: dict[Future[np.ndarray], Batch] = {}  # what it has not answered
         has = {version.number: version.stamp for version in self._versions.available()}
         self._peers = {rank: Peer(rank, dict(has)) for rank in range(1, exchange.size)}
         self._metrics = Metrics(self._waiting, self._versions, lambda: len(self._peers) + 1)
-        self._news: queue.SimpleQueue[Version | int] = queue.SimpleQueue()  # from the watcher: to load, to unload
         limits = Limits(
             options.max_request_bytes, options.max_rows, options.max_connections, 3 * options.answer_seconds + 1
         )
@@ -103,9 +103,7 @@ class Server:
         self._web = Web(pages, prepared.listener, limits, options.drain_seconds)
         self._watcher = None
         if prepared.found:
-            self._watcher = Watcher(
-                options.model, self._versions, options.keep, options.poll_seconds, self._tell, self._tell
-            )
+            self._watcher = Watcher(options.model, self._versions, options.keep, options.poll_seconds, self._awake.set)
             self._watcher.start(prepared.found)
         self._draining = False
         self._due = 0.0  # the next turn in which there is something to do, unless something wakes this rank
@@ -115,11 +113,6 @@ class Server:
         request = Request(version, rows)
         self._waiting.put(request)
         return request.future
-
-    def _tell(self, news: Version | int) -> None:
-        """In the watcher's thread."""
-        self._news.put(news)
-        self._awake.set()
 
     def run(self) -> None:
         """Serve until SIGTERM."""
@@ -151,15 +144,16 @@ class Server:
 
     def _turn(self) -> bool:
         """Take the answers that have come, and deal the waiting batches; True at the end. Most turns find no answer."""
-        now, answers = time.monotonic(), self._dealer.answers()
-        if not (answers or self._dealer.told or self._awake.is_set()) and now < self._due:
+        now, messages = time.monotonic(), self._exchange.poll()
+        if not (messages or self._awake.is_set()) and now < self._due:
             return False
         self._awake.clear()
-        self._take_answers(answers)
+        self._take_computed()
+        for message in messages:
+            self._take_answer(message)
         self._note_lost()
         self._retry_late(now)
-        self._learn_of_versions()
-        self._stop_if_told()
+        self._stop_if_told(any(STOP in message.header for message in messages))
         self._bring_versions()
         self._deal(now)
         has_room = not self._computed or not all(peer.work or peer.late for peer in self._peers.values())
@@ -172,32 +166,29 @@ class Server:
         others = any(peer.work and not peer.late for peer in self._peers.values())
         self._awake.wait(min(BUSY_SECONDS, self._due - now) if others else self._due - now)
 
-    def _take_answers(self, answers: Iterable[Answer]) -> None:
-        """answers: of the other ranks."""
+    def _take_computed(self) -> None:
+        """Take what rank 0 has computed."""
         for future in [each for each in self._computed if each.done()]:
             batch, failure = self._computed.pop(future), future.exception()
             if failure is not None:
                 self._fail(batch, f"{type(failure).__name__}: {failure}")
             else:
                 self._answer(batch, future.result())
-        for answer in answers:
-            peer = self._peers.get(answer.rank)
-            work = None if peer is None else peer.work.pop(answer.number, None)
-            if peer is None or work is None:
-                continue
-            header, peer.since = answer.header, time.monotonic()
-            if isinstance(work, Change):
-                if header is not None:
-                    self._take_change(peer, work, header.get("error", ""))
-            elif header is not None:
-                if "error" in header:
-                    self._fail(work, header["error"])
-                else:
-                    self._answer(work, answer.arrays[0])
-            else:
-                self._again(work, f"two ranks in turn were lost; the last one was rank {answer.rank}")
-        for peer in self._peers.values():
-            peer.late &= self._dealer.busy(peer.rank) > 0
+
+    def _take_answer(self, message: Message) -> None:
+        """Take an answer of another rank."""
+        peer, number = self._peers.get(message.source), message.header.get(NUMBER)
+        if peer is None or number is None:
+            return
+        work, peer.since, error = peer.work.pop(number, None), time.monotonic(), message.header.get("error", "")
+        peer.forgotten.discard(number)
+        peer.late &= bool(peer.work or peer.forgotten)
+        if isinstance(work, Change):
+            self._take_change(peer, work, error)
+        elif work is not None and error:
+            self._fail(work, error)
+        elif work is not None:
+            self._answer(work, message.arrays[0])
 
     def _answer(self, batch: Batch, outputs: np.ndarray) -> None:
         self._metrics.batch(batch.rows)
@@ -221,8 +212,10 @@ class Server:
 
     def _note_lost(self) -> None:
         for rank in self._exchange.lost & self._peers.keys():
-            del self._peers[rank]
+            lost = self._peers.pop(rank)
             log.warning("rank %d was lost; ranks that go on: %d", rank, len(self._peers) + 1)
+            for batch in lost.batches:
+                self._again(batch, f"two ranks in turn were lost; the last one was rank {rank}")
 
     def _retry_late(self, now: float) -> None:
         """Deal the batches of ranks that take too long to others. A version that such a rank loads is awaited."""
@@ -234,22 +227,11 @@ class Server:
                 peer.late = True
                 log.warning("rank %d has not answered for %.0f s", peer.rank, now - peer.since)
                 if isinstance(work, Batch):
-                    self._dealer.forget(number)
                     del peer.work[number]
+                    peer.forgotten.add(number)
                     self._again(work, f"rank {peer.rank} has not answered in {limit:g} s")
 
     # Versions
-
-    def _learn_of_versions(self) -> None:
-        """Take the watcher's news."""
-        known = {version.number: version for version in self._versions.listed()}
-        while not self._news.empty():
-            news = self._news.get()
-            if isinstance(news, Version):
-                log.info("version %d is being loaded on %d ranks", news.number, len(self._peers) + 1)
-            elif news in known and known[news].state != UNLOADING:
-                known[news].state = UNLOADING
-                log.warning("version %d is gone, and answers no more requests", news)
 
     def _bring_versions(self) -> None:
         """Load and unload versions on the ranks, one rank after the other, and set their states."""
@@ -334,12 +316,13 @@ class Server:
     def _deal_to(
         self, peer: Peer, header: dict[str, Any], work: Batch | Change, arrays: Sequence[np.ndarray] = ()
     ) -> None:
-        peer.work[self._dealer.deal(peer.rank, header, arrays)] = work
-        peer.since = time.monotonic()
+        """Start to send work to a rank. The arrays must not change until the answer."""
+        self._dealt += 1
+        self._exchange.send(peer.rank, {**header, NUMBER: self._dealt}, arrays)
+        peer.work[self._dealt], peer.since = work, time.monotonic()
 
-    def _stop_if_told(self) -> None:
-        told = any(STOP in message.header for message in self._dealer.told)
-        self._dealer.told.clear()
+    def _stop_if_told(self, told: bool) -> None:
+        """Begin to end after SIGTERM. told: another rank has received it."""
         if (told or self._sigterm.here) and not self._draining:
             print("SIGTERM: the last requests are answered", flush=True)
             self._web.drain()

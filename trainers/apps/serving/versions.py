@@ -114,6 +114,17 @@ class Versions:
         with self._lock:
             self.known.pop(number, None)
 
+    def load(self, number: int, path: str) -> Version:
+        """Load a version on this rank, and add it. One that can't be loaded is at its END."""
+        version = Version(number, path)
+        try:
+            version.loaded = load_alike(path, [each.model for each in self.available()])
+        except TrainerError as error:
+            log.warning("version %d is not served: %s", number, error)
+            version.state, version.error = END, str(error)
+        self.add(version)
+        return version
+
     def listed(self) -> list[Version]:
         """Return the versions, newest first."""
         with self._lock:
@@ -172,8 +183,8 @@ class Watcher:
     """Watches the folder of a model in a thread of rank 0, and loads new versions on this rank.
 
     folder: of the versions. keep: how many of the newest versions are loaded, besides the canaries. seconds: between
-    two looks. A file is loaded when it is the same in two looks; one that can't be loaded, when it has changed. loaded,
-    gone: called in the thread.
+    two looks. A file is loaded when it is the same in two looks; one that can't be loaded, when it has changed. wake:
+    called in the thread when a version is LOADING, which the other ranks have to load, or UNLOADING.
     """
 
     def __init__(
@@ -182,11 +193,9 @@ class Watcher:
         versions: Versions,
         keep: int,
         seconds: float,
-        loaded: Callable[[Version], object],
-        gone: Callable[[int], object],
+        wake: Callable[[], object],
     ) -> None:
-        self._folder, self._versions, self._keep, self._seconds = folder, versions, keep, seconds
-        self._loaded, self._gone = loaded, gone
+        self._folder, self._versions, self._keep, self._seconds, self._wake = folder, versions, keep, seconds, wake
         self._before: dict[int, Found] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="versions", daemon=True)
@@ -215,26 +224,18 @@ class Watcher:
         refused = {number for number, version in known.items() if version.state == END}
         wanted = wanted_of(found.keys() - refused, self._keep, self._versions.canary)
         complete = wanted <= {version.number for version in self._versions.available()}
-        for number in known:
+        for number, version in known.items():
             displaced = number not in wanted | refused and complete  # an old one stays until the new ones answer
-            if number not in found or found[number] != self._before.get(number) or displaced:
-                self._gone(number)
+            gone = number not in found or found[number] != self._before.get(number) or displaced
+            if gone and version.state != UNLOADING:
+                log.warning("version %d is gone, and answers no more requests", number)
+                version.state = UNLOADING
+                self._wake()
         for number in sorted(wanted - known.keys(), reverse=True):
             if self._before.get(number) == found[number]:
-                self._load(number, found[number])
+                self._versions.load(number, found[number].path)
+                self._wake()
         self._before = found
-
-    def _load(self, number: int, found: Found) -> None:
-        version = Version(number, found.path)
-        try:
-            version.loaded = load_alike(found.path, [each.model for each in self._versions.available()])
-        except TrainerError as error:
-            log.warning("version %d is not served: %s", number, error)
-            version.state, version.error = END, str(error)
-            self._versions.add(version)
-            return
-        self._versions.add(version)
-        self._loaded(version)
 
 
 def wanted_of(found: Iterable[int], keep: int, canary: Mapping[int, float]) -> set[int]:
