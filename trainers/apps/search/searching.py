@@ -24,12 +24,12 @@ from allreduce.elastic.ranks import (
 from allreduce.topology import Topology
 from trainers.apps.search.outcome import STOPPED, Outcome, text_of
 from trainers.apps.search.parts import Parts, parts_error
-from trainers.apps.search.stopping import Relay
 from trainers.apps.search.study import (
     DIRECTIONS,
     FAIL,
     RANKS,
     SECONDS,
+    SIGTERM,
     WHY,
     Claim,
     Ended,
@@ -124,8 +124,8 @@ def search(
     told: called on the first rank of a part with each trial that has ended there.
 
     After a failure of a rank (mpirun --with-ft ulfm) the trial of its part has failed. Its part continues with the
-    ranks that are left, and other parts don't notice. After SIGTERM to any rank all trials that run are stopped, and
-    all ranks raise Terminated. A later search with this storage repeats these trials.
+    ranks that are left, and other parts don't notice. After SIGTERM to any rank the trial of its part is stopped, the
+    other parts begin no trials, and all ranks raise Terminated. A later search with this storage repeats these trials.
 
     Raises the same error on all ranks; ArgumentError for bad arguments.
     """
@@ -195,7 +195,7 @@ class _Search:
         self._begin = time.monotonic()
         self._study: Study | None = None
         self._claim: Claim | None = None
-        self._relay: Relay | None = None
+        self._sigterm: Terminating | None = None
         self._stops = False  # this part ends after SIGTERM
         self._keeps, self._path = storage is not None, ""
         self._told: set[int] = set()  # the trials for which told= was called on this rank
@@ -211,7 +211,6 @@ class _Search:
         path = storage or str(Path(tempfile.mkdtemp(prefix="allreduce-search-")) / "journal")
         self._path = path
         self._claim = Claim(path, first=True)
-        Path(f"{path}.stop").unlink(missing_ok=True)
         mend(path)
         study = self._opened(fresh=True)
         study.begin(self._settings.about)
@@ -244,11 +243,11 @@ class _Search:
 
     def run(self, sigterm: Terminating) -> SearchResult | None:
         """Run trials until there are enough; returns None after SIGTERM. Collective. sigterm: an open block."""
+        self._sigterm = sigterm
         try:
-            with Relay(sigterm, f"{self._path}.stop") as self._relay:
-                parts = retry(self.topology, self._divided, self._survivors)
-                error = self._run_part(parts)
-                found = retry(self.topology, partial(self._meet, error), self._survivors)
+            parts = retry(self.topology, self._divided, self._survivors)
+            error = self._run_part(parts)
+            found = retry(self.topology, partial(self._meet, error), self._survivors)
             sigterm.agreed |= found is None  # by all ranks
             return found
         except Exception as met:
@@ -270,8 +269,6 @@ class _Search:
         given = self._settings
         self._parts = parts = Parts(topology, min(given.ranks_per_trial, topology.size), given.parallel)
         together(topology.world, lambda: self._opened() if parts.leader else None)
-        if self._relay is not None:
-            self._relay.looks = parts.leader
         return parts
 
     def _meet(self, error: Exception | None, topology: Topology) -> SearchResult | None:
@@ -280,8 +277,7 @@ class _Search:
         self._parts = None
         meet(topology, "wait for the other parts of a search")
         raise_together(topology.world, error)
-        stops = self._stops or (self._relay is not None and self._relay.here)
-        if any(all_values(topology.world, stops, "learn of SIGTERM")):
+        if any(all_values(topology.world, self._stops or self._is_told, "learn of SIGTERM")):
             return None
         return self._result(topology)
 
@@ -303,6 +299,11 @@ class _Search:
                 part.abandon()
             return error
         return None
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether this rank has received SIGTERM."""
+        return self._sigterm is not None and self._sigterm.here
 
     @property
     def how_stopped(self) -> str:
@@ -359,13 +360,12 @@ class _Search:
 
         together(topology.world, tell)
         self._running = None
-        here = self._relay is not None and self._relay.here
-        self._stops = any(all_values(topology.world, state == STOPPED or here, "learn of SIGTERM"))
+        self._stops = any(all_values(topology.world, state == STOPPED or self._is_told, "learn of SIGTERM"))
+        if self._stops and topology.rank == 0:
+            self._opened().stop(SIGTERM)  # the other parts begin no trials
         return not self._stops
 
     def _ask(self) -> Any:
-        if self._relay is not None and self._relay.here:
-            return None
         return self._opened().ask(self._settings.trials)
 
     def _tell(self, number: int, state: str, values: list[float] | None, about: dict[str, Any]) -> None:
@@ -393,7 +393,5 @@ class _Search:
 
             together(topology.world, tell)
             self._running = None
-            if self._relay is not None:
-                self._relay.looks = topology.rank == 0
 
         return recover(topology, repair, lambda _: parts.survivors())

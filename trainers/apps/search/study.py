@@ -23,7 +23,8 @@ STUDY = "search"  # the study's name in the file
 MOST_ATTEMPTS = 3  # how often the parameters of a trial begin, if a job ends meanwhile
 GRACE_SECONDS = 10  # after which optuna's lock of a killed process is released
 WHY, REPEATS, ATTEMPT, SECONDS, RANKS = "reason", "repeats", "attempt", "seconds", "ranks"  # attributes of a trial
-STOPPED, ABOUT = "stopped", "about"  # attributes of the study: its sampler has no other trials; see Study.begin
+STOPPED, ABOUT = "stopped", "about"  # attributes of the study: no trial begins; see Study.begin
+SAMPLER, SIGTERM = "sampler", "SIGTERM"  # what has stopped the study
 DIRECTIONS = ("minimize", "maximize")
 COMPLETE, PRUNED, FAIL = "COMPLETE", "PRUNED", "FAIL"  # how a trial ends; optuna's names
 
@@ -95,7 +96,7 @@ class Study:
             raise ArgumentError(
                 f"{path}: its trials {begun}, and this search is to {', '.join(directions)}; give another file"
             )
-        self.study.stop = self._stop  # which samplers call that have tried everything; optuna's needs its own loop
+        self.study.stop = self.stop  # which samplers call that have tried everything; optuna's needs its own loop
         if sampler is not None and (not fresh or self.trials()):
             sampler.reseed_rng()  # else it would repeat the points of another part, or of the former job
 
@@ -104,7 +105,7 @@ class Study:
         with locked(f"{self._path}.ask"):
             trials = self.trials()
             waiting = any(trial.state.name == "WAITING" for trial in trials)
-            if not waiting and (self.stopped or counted(trials) >= most):
+            if self.stopped == SIGTERM or (not waiting and (self.stopped or counted(trials) >= most)):
                 return None
             if self._seeds_sampler:
                 seed = zlib.crc32(f"{self._seed} {len(trials)}".encode())
@@ -127,11 +128,11 @@ class Study:
     def begin(self, about: str) -> None:
         """Begin a job. about: what is equal in all trials; ArgumentError if a former job had another text.
 
-        A sampler of a former job may have stopped the study; it goes on.
+        A former job may have stopped the study; it goes on.
         """
         attributes = self.study.user_attrs
         if self.stopped:
-            self.study.set_user_attr(STOPPED, False)
+            self.stop("")
         if (former := attributes.get(ABOUT, about)) != about:
             raise ArgumentError(
                 f"{self._path}: its trials were of {former!r}, and this search is of {about!r}, so they can't be "
@@ -140,13 +141,14 @@ class Study:
         if ABOUT not in attributes:
             self.study.set_user_attr(ABOUT, about)
 
-    def _stop(self) -> None:
-        self.study.set_user_attr(STOPPED, True)
+    def stop(self, why: str = SAMPLER) -> None:
+        """Let no part begin another trial, but those that are queued if the sampler has tried everything."""
+        self.study.set_user_attr(STOPPED, why)
 
     @property
-    def stopped(self) -> bool:
-        """Whether the sampler has tried everything."""
-        return bool(self.study.user_attrs.get(STOPPED, False))
+    def stopped(self) -> str:
+        """Why no trial begins any more, SAMPLER or SIGTERM; "" if trials begin."""
+        return str(self.study.user_attrs.get(STOPPED) or "")
 
     def _id_of(self, number: int) -> int:
         study = self._storage.get_study_id_from_name(STUDY)
