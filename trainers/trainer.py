@@ -310,7 +310,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             (x,) = source.to_read(self.strategy, "predict", Given(given, source.NO_TARGETS), {"out": out}).data
         self.strategy.owners.end_round()
         with self._weights(ema):
-            path: str = _app("tables.predicting").predict_into(group, replica, rows, out)
+            path: str = _app("tables.predicting").predict_into(group.comm, replica, rows, out)
         return path
 
     @recoverable

@@ -26,14 +26,10 @@ def test_a_claim_as_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(study.fcntl, "flock", flock)
     path = str(tmp_path / "journal")
-    claim = Claim(path, first=True)
-    claim.share()
-    claim.close()
+    Claim(path, first=True).close()
     unfit.append(fcntl.LOCK_SH)
-    claim = Claim(path, first=True)
     with pytest.raises(ArgumentError, match="journal can't be used: Bad file descriptor"):
-        claim.share()
-    claim.close()
+        Claim(path, first=True)
 
 
 def test_a_grid_goes_on_with_a_trial_that_was_killed(tmp_path: Path) -> None:

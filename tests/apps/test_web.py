@@ -48,17 +48,6 @@ def test_gets_are_those_of_tensorflow_serving(target: Target) -> None:
     assert get(target, "/v1/models/m/versions/1") == status
     assert "versions/2" not in str(error := get(target, "/v1/models/m/versions/2", 404))
     assert set(error) == {"error"}
-    found = get(target, "/v1/models/m/metadata")
-    assert found == {
-        "name": "m",
-        "version": 1,
-        "kind": "NumpyNetwork",
-        "members": 1,
-        "instances": {"dtype": "float32", "shape": [None, 4]},
-        "outputs": 3,
-        "classes": [],
-        "columns": None,
-    }
     assert target.ask(request("/metrics", b"", "GET")) == (200, b"x 1\n")
     assert target.ask(request("/v1/models/m", b"", "HEAD")) == (200, b"")
 

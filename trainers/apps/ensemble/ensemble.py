@@ -234,8 +234,8 @@ class EnsembleTrainer(GroupOwner):
         settings: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size}
         given = Given.of(x, y, sample_weight)
         rows = self._run(lambda: self._checked("fit", given, settings))
+        drawn = DrawnRows(self._bagging, self._seed, len(self.members), len(rows))  # the same error on all ranks
         self._run(lambda: self._check_kinds(rows))
-        drawn = DrawnRows(self._bagging, self._seed, len(self.members), len(rows))
         settings |= {"shuffle": shuffle, "class_weight": class_weight, "transforms": transforms}
         settings |= {"validation_data": validation_data, "resume": resume, "progress": False}
         rows_of = partial(taken, rows, drawn, given.prefetch)
@@ -294,11 +294,6 @@ class EnsembleTrainer(GroupOwner):
         rows, row, error = tried(call, lambda: checked_rows(replica, given, settings), settings)
         if given.loads:
             error = ArgumentError(f"{call}: members take rows by number: give a data set or arrays, without rows=")
-        if rows is not None and error is None and call == "fit":
-            try:
-                DrawnRows(self._bagging, self._seed, len(self.members), len(rows))
-            except ArgumentError as refused:
-                error = refused
         self.group.enter(row, error)
         assert rows is not None
         return rows

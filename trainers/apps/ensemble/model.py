@@ -163,7 +163,7 @@ class EnsembleModel(Model):
         """The number of models that vote."""
         return len(self.replicas)
 
-    def check(self, rows: Tree) -> None:
+    def check(self, rows: Tree, y: None = None) -> None:
         for replica in self.replicas.values():
             replica.check(rows, None)
 
@@ -190,9 +190,3 @@ def votes_of(replica: Replica, x: Tree, voting: Voting) -> Tree:
         parts = [member_votes(replica, part, voting) for part in cut(x, max(1, row_count(x)), ROWS)]
     pieces = zip(*map(leaves, parts), strict=True)
     return mapped(lambda _: np.concatenate(next(pieces)), parts[0])
-
-
-def load_model(path: str) -> EnsembleModel:
-    """Load an ensemble of networks of this library, for `trainers.apps.serving.models`. Raises ModelFileError and
-    ArgumentError."""
-    return EnsembleModel.load(path)

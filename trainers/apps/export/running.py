@@ -1,6 +1,5 @@
 """Runs exported models by onnxruntime, on rows as `predict` takes them; compares their outputs with a replica's."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,7 +115,8 @@ def compared(session: Session, about: Exported, x: Tree, outputs: Tree, toleranc
     for rows in sorted({row_count(x), 1}):
         with explained(ExportError, "onnxruntime can't run the exported model"):
             found = session.run(sliced(x, slice(rows)))
-        worst = max(worst, largest_difference(about, found, [each[:rows] for each in expected]))
+        given = [found[PROBABILITIES]] if about.classifies else found.values()
+        worst = max([worst, *(_difference(one, other[:rows]) for one, other in zip(given, expected, strict=True))])
         if about.classifies:
             _check_classes(about, found[LABEL], expected[0][:rows], tolerance)
     if not worst <= tolerance:
@@ -125,13 +125,6 @@ def compared(session: Session, about: Exported, x: Tree, outputs: Tree, toleranc
             "accepted: does the model compute something else in training, or with other numbers of rows?"
         )
     return worst
-
-
-def largest_difference(about: Exported, found: Mapping[str, np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """Return the largest difference between the outputs of a file and those of a replica. Raises ExportError if the
-    shapes differ. See `compared`."""
-    given = [found[PROBABILITIES]] if about.classifies else list(found.values())
-    return max(_difference(one, other) for one, other in zip(given, expected, strict=True))
 
 
 def _difference(one: np.ndarray, other: np.ndarray) -> float:

@@ -223,23 +223,20 @@ class Keeper:
                 raise optuna().TrialPruned()
             if watch.value is None:
                 raise ArgumentError(f"--epochs {options.epochs}: a trial needs an epoch, whose {tuned.metric} counts")
-            trainer.save(str(self._file(trial.number)))
+            trainer.save(str(file_of(self._models, trial.number)))
         return watch.value
 
     def told(self, trial: Ended) -> None:
         """Print a trial that has ended, and remove models that are not the best of this part. On its first rank."""
         _say(self._job, line_of(trial))
         if trial.state != COMPLETE or trial.values is None:
-            self._file(trial.number).unlink(missing_ok=True)
+            file_of(self._models, trial.number).unlink(missing_ok=True)
             return
         value = trial.values[0] * (1 if self._job.tuning.goal == "MAXIMIZE" else -1)
         former, this = self._best, (value, trial.number)
         self._best = this if former is None or value > former[0] else former
         for _, number in {former or this, this} - {self._best}:
-            self._file(number).unlink(missing_ok=True)
-
-    def _file(self, number: int) -> Path:
-        return file_of(self._models, number)
+            file_of(self._models, number).unlink(missing_ok=True)
 
 
 class Watching(Callback):

@@ -9,8 +9,8 @@ from allreduce.elastic.meeting import meet
 from allreduce.elastic.ranks import all_values, everywhere, lost, world_ranks
 from allreduce.errors import AllReduceError, RankLeftError
 from allreduce.topology import Topology
-from trainers.apps.search.study import COMPLETE, FAIL, PRUNED
-from trainers.apps.search.trial import checked_values, is_pruned
+from trainers.apps.search.study import COMPLETE, FAIL, PRUNED, optuna
+from trainers.apps.search.trial import checked_values
 from trainers.errors import ArgumentError
 from trainers.recovery.terminating import CODE
 
@@ -57,7 +57,7 @@ class Outcome:
             self._agree("ends after SIGTERM", None)
             return STOPPED, None, None
         except Exception as error:
-            if not is_pruned(error):
+            if not isinstance(error, optuna().TrialPruned):
                 raise
             self._agree("is pruned", None)
             return PRUNED, None, None

@@ -48,10 +48,6 @@ class Parts:
         """Close the topology of this rank's part. Collective over the part."""
         self.topology.close()
 
-    def __str__(self) -> str:
-        sizes = "+".join(str(len(ranks)) for ranks in self.ranks)
-        return f"{self.count} part{'s' * (self.count != 1)} of {sizes} rank{'s' * (sizes != '1')}"
-
 
 def parts_error(ranks: int, ranks_per_part: object, most: object = None) -> ArgumentError | None:
     """Return the error if the ranks can't be divided so. Local."""

@@ -220,7 +220,6 @@ class _Search:
                 ", ".join(map(str, left)),
                 KILLED,
             )
-        self._claim.share()
         return path
 
     def _opened(self, fresh: bool = False) -> Study:
@@ -232,7 +231,6 @@ class _Search:
             )
         if self._claim is None:
             self._claim = Claim(self._path, first=False)
-            self._claim.share()
         if self._study is None:
             given = self._settings
             options = {"sampler": given.sampler, "pruner": given.pruner, "seed": given.seed, "fresh": fresh}

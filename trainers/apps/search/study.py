@@ -243,16 +243,10 @@ class Claim:
             self._file = io.FileIO(f"{path}.job", "a+")  # on NFS a shared lock needs reading, the other one writing
         except OSError as error:
             raise self._unusable(error) from error
-        if first:
-            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def share(self) -> None:
-        """Let the other ranks of this job claim the file too."""
-        self._lock(fcntl.LOCK_SH)
-
-    def _lock(self, kind: int) -> None:
         try:
-            fcntl.flock(self._file, kind)
+            if first:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_SH)  # with the other ranks of this job
         except BlockingIOError as error:
             self.close()
             raise ArgumentError(

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from allreduce.elastic.ranks import root_value, together
 from allreduce.topology import Topology
-from trainers.apps.search.study import failure_of, optuna
+from trainers.apps.search.study import failure_of
 from trainers.errors import ArgumentError, SearchError
 
 ResultT = TypeVar("ResultT")
@@ -97,8 +97,3 @@ def checked_values(returned: Any, directions: Sequence[str]) -> list[float]:
     if any(math.isnan(value) for value in found):
         raise ArgumentError(f"the objective returned {returned!r}; a trial needs numbers that can be compared")
     return found
-
-
-def is_pruned(error: BaseException) -> bool:
-    """Return whether an exception of an objective says that the trial was pruned."""
-    return isinstance(error, optuna().TrialPruned)

@@ -1,13 +1,11 @@
 """Saved models that answer: load_model(path) returns a Model, which predicts rows. No MPI."""
 
 import hashlib
-import importlib
 import math
 import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -20,9 +18,6 @@ from trainers.replicas.numpy.categories import load_network
 from trainers.replicas.numpy.network import NumpyNetwork
 
 ENDINGS = (".npz", ".onnx")
-OTHERS = {  # the kind in a model file -> the module whose `load_model(path)` reads it, imported when it is needed
-    "Ensemble": "trainers.apps.ensemble.model",
-}
 
 
 class Model(ABC):
@@ -50,7 +45,7 @@ class Model(ABC):
     stamp = ""
 
     @abstractmethod
-    def check(self, rows: np.ndarray) -> None:
+    def check(self, rows: np.ndarray, y: None = None) -> None:
         """Raise ArgumentError if the model can't predict these rows. May run beside `predict` in another thread."""
 
     @abstractmethod
@@ -82,7 +77,7 @@ class NetworkModel(Model):
         if network.average:
             network.use_average()
 
-    def check(self, rows: np.ndarray) -> None:
+    def check(self, rows: np.ndarray, y: None = None) -> None:
         self._network.check(rows, None)
 
     def predict(self, rows: np.ndarray) -> np.ndarray:
@@ -125,7 +120,7 @@ class OnnxModel(Model):
         self.dtype = np.dtype(NUMBERS[inputs[0].type])
         self.shape = tuple(size if isinstance(size, int) else None for size in inputs[0].shape[1:])
 
-    def check(self, rows: np.ndarray) -> None:
+    def check(self, rows: np.ndarray, y: None = None) -> None:
         own = rows.shape[1:]
         if len(self.shape) == 1 and len(own) > 1:
             own = (math.prod(own),)  # see Session.feeds
@@ -151,9 +146,10 @@ def load_model(path: str) -> Model:
             model_file.open_regular(path).close()
         return OnnxModel(path)
     kind, _ = model_file.read_header(path)
-    if kind in OTHERS:
-        module: Any = importlib.import_module(OTHERS[kind])
-        return module.load_model(path)
+    if kind == "Ensemble":
+        from trainers.apps.ensemble.model import EnsembleModel  # which imports this module
+
+        return EnsembleModel.load(path)
     return NetworkModel(load_network(path))
 
 
@@ -164,19 +160,12 @@ def load_whole(path: str) -> Model:
     damaged = explained(ModelFileError, f"{path} can't be loaded", passes=(TrainerError,))
     with damaged, as_error(ModelFileError, f"the model file {path} can't be read"):
         files = [path, *_constants(path)]
-        before = _times(files)
         stamp = _stamp(files)
         model = load_model(path)
-        after = _times(files)
-    if after != before:
+        model.stamp = _stamp(files)
+    if model.stamp != stamp:
         raise ModelFileError(f"{path} changed while it was read")
-    model.stamp = stamp
     return model
-
-
-def _times(files: Sequence[str]) -> list[tuple[int, int, int]]:
-    """Return the numbers that change on this host when a file is written or replaced."""
-    return [(found.st_ino, found.st_size, found.st_mtime_ns) for found in map(os.stat, files)]
 
 
 def _stamp(files: Sequence[str]) -> str:

@@ -12,8 +12,10 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 from trainers.apps.serving.models import ENDINGS, Model, load_whole
@@ -35,27 +37,18 @@ class Found(NamedTuple):
 
 def scan(folder: str) -> dict[int, Found]:
     """Return the versions in a folder that have one model file. Raises OSError if the folder can't be read."""
-    found, folder = {}, os.path.abspath(folder)  # so a version has the same path, whatever the form of `folder`
-    for name in os.listdir(folder):
-        if FOLDER.fullmatch(name) and os.path.isdir(own := os.path.join(folder, name)):
-            listed = sorted(each for each in _listed(own) if not each.startswith("."))
-            files = [each for each in listed if each.endswith(ENDINGS)]
-            if len(files) == 1:
-                stamped = listed if files[0].endswith(".onnx") else files
-                try:
-                    statuses = [os.stat(os.path.join(own, each)) for each in stamped]
-                except OSError:  # removed meanwhile
-                    continue
-                stamp = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in statuses]
-                found[int(name)] = Found(os.path.join(own, files[0]), tuple(chain(*stamp)))
+    found = {}
+    for own in Path(os.path.abspath(folder)).iterdir():  # so a version has the same path, whatever the form of `folder`
+        with suppress(OSError):  # it is no folder, or a file was removed meanwhile
+            if FOLDER.fullmatch(own.name):
+                listed = sorted(each for each in own.iterdir() if not each.name.startswith("."))
+                files = [each for each in listed if each.suffix in ENDINGS]
+                stamped = listed if files and files[0].suffix == ".onnx" else files
+                if len(files) == 1:
+                    statuses = [each.stat() for each in stamped]
+                    stamp = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in statuses]
+                    found[int(own.name)] = Found(str(files[0]), tuple(chain(*stamp)))
     return found
-
-
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 @dataclass

@@ -3,7 +3,6 @@ and uvicorn. No MPI.
 
     POST /v1/models/NAME[/versions/N]:predict     {"instances": [row, ...]} -> {"predictions": [row, ...]}
     GET  /v1/models/NAME[/versions/N]             the states of the versions
-    GET  /v1/models/NAME[/versions/N]/metadata    what the model takes and gives
     GET  /metrics                                 for Prometheus
     GET  /health                                  200 while a version answers, else 503
 
@@ -27,12 +26,11 @@ import numpy as np
 
 from trainers.apps.serving.instances import answer_of, requested
 from trainers.apps.serving.versions import Version, Versions
-from trainers.datasets.columns import Category
 from trainers.errors import ArgumentError, TrainerError, needing
 
 log = logging.getLogger("trainers")
 
-PATH = re.compile(r"(?P<name>[^/:]+)(/versions/(?P<version>[0-9]{1,9}))?(?P<verb>:predict|/metadata)?")
+PATH = re.compile(r"(?P<name>[^/:]+)(/versions/(?P<version>[0-9]{1,9}))?(?P<verb>:predict)?")
 TYPES = {"application/json", "application/x-www-form-urlencoded", "text/plain", ""}  # curl's default too
 MOST_HEAD = 1 << 14  # bytes of a request's head
 HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # in which a head and a body must come; an answer must be read as a body
@@ -83,8 +81,7 @@ class Pages:
             routing.Route("/metrics", self._metric_page),
             routing.Route("/health", self._health),
         ]
-        handlers = {exceptions.HTTPException: self._http_error, Exception: self._defect}
-        return applications.Starlette(routes=routes, exception_handlers=handlers)
+        return applications.Starlette(routes=routes, exception_handlers={exceptions.HTTPException: self._http_error})
 
     async def _health(self, request: Any) -> Any:
         answers = bool(self._versions.available())
@@ -118,17 +115,10 @@ class Pages:
             raise RefusedError(405, f"{request.method} is not for this path; use {wanted}", Allow=wanted)
         if verb == ":predict":
             return await self._predicted(request, number)
-        if verb == "/metadata":
-            return _json(_metadata(self._versions.name, self._there(self._versions.at(number), number)))
         listed = [each for each in self._versions.listed() if number in (None, each.number)]
         if not listed:
             raise RefusedError(404, self._no_version(number))
         return _json({"model_version_status": [_status(each) for each in listed]})
-
-    def _there(self, version: Version | None, number: int | None) -> Version:
-        if version is None:
-            raise RefusedError(404 if number is not None else 503, self._no_version(number))
-        return version
 
     def _no_version(self, number: int | None) -> str:
         known = ", ".join(f"{each.number} ({each.state})" for each in self._versions.listed()) or "none"
@@ -137,7 +127,10 @@ class Pages:
         )
 
     async def _predicted(self, request: Any, number: int | None) -> Any:
-        version, body = self._there(self._versions.choose(number), number), await self._body(request)
+        version = self._versions.choose(number)
+        if version is None:
+            raise RefusedError(404 if number is not None else 503, self._no_version(number))
+        body = await self._body(request)
         try:
             rows = requested(body, version.model, self._limits.rows)
         except TrainerError as error:
@@ -188,10 +181,6 @@ class Pages:
         self._count(error.status_code, 0.0)
         return _json({"error": f"{request.method}: {error.detail}"[:LONGEST]}, error.status_code, error.headers)
 
-    async def _defect(self, request: Any, error: Exception) -> Any:
-        self._count(500, 0.0)
-        return _json({"error": f"the server met an error: {type(error).__name__}"}, 500)
-
 
 def _json(given: dict[str, Any], code: int = 200, headers: Any = None) -> Any:
     return _response(json.dumps(given).encode(), code, headers or {})
@@ -207,26 +196,6 @@ def _status(version: Version) -> dict[str, Any]:
     code = "OK" if not version.error else "UNKNOWN"
     status = {"error_code": code, "error_message": version.error}
     return {"version": str(version.number), "state": version.state, "status": status}
-
-
-def _metadata(name: str, version: Version) -> dict[str, Any]:
-    """Return what a model takes and gives. A size of the shape is None if any number fits, as the number of rows."""
-    model, columns = version.model, None
-    if model.columns is not None:
-        columns = [
-            {"name": each.name, "values": list(each.values)} if isinstance(each, Category) else {"name": each.name}
-            for each in model.columns.columns
-        ]
-    return {
-        "name": name,
-        "version": version.number,
-        "kind": model.kind,
-        "members": model.members,
-        "instances": {"dtype": model.dtype.name, "shape": [None, *model.shape]},
-        "outputs": model.outputs,
-        "classes": list(model.classes),
-        "columns": columns,
-    }
 
 
 # The thread

@@ -2,18 +2,16 @@
 
 import argparse
 import time
+import zlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from allreduce.elastic.ranks import together
 from allreduce.topology import Topology
-from trainers.apps.serving.models import Model, load_whole
+from trainers.apps.serving.models import load_whole
 from trainers.apps.tables.predicting import predict_into
 from trainers.apps.tables.streams import open_stream
 from trainers.cli.command import Command
-from trainers.data import Tree
-from trainers.group import RankGroup
 
 ABOUT = """Predict the rows of files by a saved model, on all ranks, in constant memory.
 
@@ -53,35 +51,10 @@ def run(arguments: Sequence[str], world: Topology, program: str) -> None:
     options = together(world.world, lambda: COMMAND.parse(arguments, world.rank == 0, program))
     model = together(world.world, lambda: load_whole(options.load))
     begin = time.perf_counter()
-    path = _Predicting(model, world).files(options)
+    row = f"predict: {options.load} of {model.stamp}, {options.data}, out={options.out}"
+    world.agree([zlib.crc32(row.encode())], row)
+    features = model.shape[0] if len(model.shape) == 1 else None
+    rows = partial(open_stream, options.data, model.columns, features)
+    path = predict_into(world.world, model, rows, options.out, model.classes)
     if world.rank == 0:
         print(f"predictions: {path} ({time.perf_counter() - begin:.1f} s)", flush=True)
-
-
-class _Predicting:
-    """A loaded model as `predict_into` takes it, on all ranks. Creating it is collective. See Predictor."""
-
-    def __init__(self, model: Model, world: Topology) -> None:
-        self._model = model
-        self.columns, self.probabilities = model.columns, model.probabilities
-        self._features = model.shape[0] if len(model.shape) == 1 else None
-        self._group = RankGroup(world, self)
-
-    def check(self, x: Tree, y: Tree | None) -> None:
-        self._model.check(x)
-
-    def predict(self, x: Any) -> Tree:
-        return self._model.predict(x)
-
-    def files(self, options: argparse.Namespace) -> str:
-        """Predict the rows of files; returns the path of the predictions. Collective."""
-        group = self._group
-        group.enter(f"predict: {options.load} of {self._model.stamp}, {options.data}, out={options.out}")
-        rows = partial(open_stream, options.data, self.columns, self._features)
-        return predict_into(group, self, rows, options.out, self._model.classes)
-
-    def close(self) -> None:
-        self._group.release()
-
-    def abandon(self) -> None:
-        self._group.abandon()

@@ -13,8 +13,9 @@ from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
+from mpi4py import MPI
 
-from allreduce.elastic.ranks import on_all_ranks, root_value, segments, together
+from allreduce.elastic.ranks import all_values, on_all_ranks, root_value, segments, together
 from allreduce.files import writable
 from trainers.apps.tables.streams import Stream, unknown_text
 from trainers.data import Tree, row_count, sliced
@@ -22,7 +23,6 @@ from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, DataError
 from trainers.files.model_file import replacing
 from trainers.fit.evaluation import ROWS
-from trainers.group import RankGroup
 from trainers.watching.callback import writing
 
 log = logging.getLogger("trainers")
@@ -71,9 +71,9 @@ class Target:
         with writing(self.path):
             self._file = self._opened.enter_context(replacing(self.path))
 
-    def write(self, texts: Sequence[str]) -> None:
+    def write(self, text: str) -> None:
         with writing(self.path):
-            self._file.write("".join(texts).encode())
+            self._file.write(text.encode())
 
     def end(self) -> None:
         """Give the temporary file the target's name."""
@@ -150,7 +150,7 @@ class Lines:
 
 
 def predict_into(
-    group: RankGroup,
+    comm: MPI.Intracomm,
     model: Predictor,
     rows: Callable[[dict[str, int]], Stream],
     out: Any,
@@ -162,44 +162,49 @@ def predict_into(
     out: as for `Trainer.predict`. classes: see Lines.
     """
     unknown: dict[str, int] = {}
-    target, stream = together(group.comm, lambda: (Target(out), rows(unknown)))
-    _write(group, model, stream, target, classes)
-    everyone = group.values(unknown, "predict: values that training has not met")
+    target, stream = together(comm, lambda: (Target(out), rows(unknown)))
+    _write(comm, model, stream, target, classes)
+    everyone = all_values(comm, unknown, "predict: values that training has not met")
     text = unknown_text(sum(map(Counter, everyone), Counter()))
-    if text and group.rank == 0:
+    if text and comm.rank == 0:
         log.warning("trainers: predict: %s", text)
     return target.path
 
 
-def _write(group: RankGroup, model: Predictor, stream: Stream, target: Target, classes: Sequence[str]) -> None:
+def _write(comm: MPI.Intracomm, model: Predictor, stream: Stream, target: Target, classes: Sequence[str]) -> None:
     """Predict all rows of a stream, and write them to the target. Collective.
 
     In each round every rank predicts a piece, and rank 0 writes the lines in order. After an error, which all ranks
     raise, nothing is left, and a file that was there before is unchanged.
     """
-    if len(set(group.values(stream.size, "predict: the size of the data"))) > 1:
-        raise on_all_ranks(DataError("the data change while they are read, or are others on each rank"), group.comm)
-    pieces = islice(stream.pieces(), group.rank, None, group.size)
+    if len(set(all_values(comm, stream.size, "predict: the size of the data"))) > 1:
+        raise on_all_ranks(DataError("the data change while they are read, or are others on each rank"), comm)
+    pieces = islice(stream.pieces(), comm.rank, None, comm.size)
     lines, written, begun, ended = Lines(target.ending, model, classes), 0, False, False
     with target:
-        group.on_one(target.begin)
+        _on_first(comm, target.begin)
         while not ended:
-            outputs = together(group.comm, partial(_predicted, model, pieces))
+            outputs = together(comm, partial(_predicted, model, pieces))
             mine = np.empty(0) if outputs is None else outputs
-            names = together(group.comm, partial(lines.learn, mine))
+            names = together(comm, partial(lines.learn, mine))
             row = [None if outputs is None else len(mine), names]
-            everyone = group.values(row, "predict: the rows of the ranks")
+            everyone = all_values(comm, row, "predict: the rows of the ranks")
             counts, known = [count or 0 for count, _ in everyone], next((each for _, each in everyone if each), None)
             ended = all(count is None for count, _ in everyone)
-            text = together(group.comm, partial(lines.text, written + sum(counts[: group.rank]), mine))
+            text = together(comm, partial(lines.text, written + sum(counts[: comm.rank]), mine))
             written += sum(counts)
             if not begun and (known or ended):
                 lines.names, begun = known or lines.names, True
-                group.on_one(lambda: target.write([lines.header()]))
-            for rank in range(group.size):  # one by one: together they may be too long
-                part = root_value(group.comm, text, "predict: the lines of a rank", rank)
-                group.on_one(partial(target.write, [part]))
-        group.on_one(target.end)
+                _on_first(comm, lambda: target.write(lines.header()))
+            for rank in range(comm.size):  # one by one: together they may be too long
+                part = root_value(comm, text, "predict: the lines of a rank", rank)
+                _on_first(comm, partial(target.write, part))
+        _on_first(comm, target.end)
+
+
+def _on_first(comm: MPI.Intracomm, action: Callable[[], object]) -> None:
+    """Do something on rank 0; an error there is raised on all ranks. Collective."""
+    together(comm, lambda: action() if comm.rank == 0 else None)
 
 
 def _predicted(model: Predictor, pieces: Iterator[Callable[[], Any]]) -> np.ndarray | None:
