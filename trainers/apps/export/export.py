@@ -77,7 +77,8 @@ def write(
     session.columns = about.columns
     difference = compared(session, about, rows, expected, tolerance)
     about = replace(about, average=average, rows=row_count(rows), difference=difference)
-    graph.describe(model, about)
+    del model.metadata_props[:]
+    need_onnx().helper.set_model_props(model, about.as_properties())
     with as_error(ExportError, f"the export can't be written to {path}"), replacing(path) as file:
         file.write(model.SerializeToString())
     return about

@@ -163,9 +163,3 @@ def add_softmax(core: Any) -> Any:
     model.graph.node.extend(graph.nodes)
     output.name = made
     return model
-
-
-def describe(model: Any, about: Exported) -> None:
-    """Write the metadata of a file. Changes `model`."""
-    del model.metadata_props[:]
-    need_onnx().helper.set_model_props(model, about.as_properties())

@@ -142,7 +142,8 @@ def search(
             made = _Search(ranks, objective, settings, storage)
             result = made.run(sigterm)
         if result is None:
-            raise terminated(made.how_stopped, made.topology.world)
+            how = f"a search with the same file goes on, {storage}" if storage else "it had no file (storage=)"
+            raise terminated(f"SIGTERM: the search has been stopped; {how}", made.topology.world)
     except BaseException as met:
         last = ranks if made is None else made.topology
         if not last.closed and (own or last is not ranks):
@@ -302,12 +303,6 @@ class _Search:
     def _is_told(self) -> bool:
         """Whether this rank has received SIGTERM."""
         return self._sigterm is not None and self._sigterm.here
-
-    @property
-    def how_stopped(self) -> str:
-        """What all ranks raise after SIGTERM, in words."""
-        how = f"a search with the same file goes on, {self._path}" if self._keeps else "it had no file (storage=)"
-        return f"SIGTERM: the search has been stopped; {how}"
 
     def _result(self, topology: Topology) -> SearchResult:
         seconds = time.monotonic() - self._begin

@@ -6,6 +6,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from importlib import import_module
 
 import numpy as np
 
@@ -147,9 +148,9 @@ def load_model(path: str) -> Model:
         return OnnxModel(path)
     kind, _ = model_file.read_header(path)
     if kind == "Ensemble":
-        from trainers.apps.ensemble.model import EnsembleModel  # which imports this module
-
-        return EnsembleModel.load(path)
+        ensembles: Any = import_module("trainers.apps.ensemble.model")  # which is above this module
+        loaded: Model = ensembles.EnsembleModel.load(path)
+        return loaded
     return NetworkModel(load_network(path))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -26,6 +26,8 @@ from trainers.fit.evaluation import ROWS
 from trainers.watching.callback import writing
 
 log = logging.getLogger("trainers")
+
+ResultT = TypeVar("ResultT")
 
 ENDINGS = (".csv", ".jsonl")
 DIGITS = 6  # of numbers in the files
@@ -45,46 +47,18 @@ class Predictor(Protocol):
     def predict(self, x: Any) -> Tree: ...
 
 
-class Target:
-    """Where predictions go. out: a file that ends in .csv or .jsonl, which is replaced.
-
-    Raises ArgumentError if it is none, or can't be written.
-    A context manager, in which rank 0 calls `begin`, `write` and `end`. Without `end` the file is not replaced.
-    """
-
-    def __init__(self, out: Any) -> None:
-        if out is None:
-            raise ArgumentError("predict: x are files: say where the predictions go, by out=")
-        self.ending = os.path.splitext(out)[1] if isinstance(out, str | os.PathLike) else ""
-        if self.ending not in ENDINGS:
-            raise ArgumentError(f"out={out!r}: give a file that ends in .csv or .jsonl")
-        if os.path.exists(out) and not os.path.isfile(out):
-            raise ArgumentError(f"out={out!r} is no regular file")
-        if not writable(os.fspath(out)):
-            raise ArgumentError(f"out={out!r} can't be written; give a file in a folder that exists")
-        self.path = os.path.realpath(out)  # a link stays one, and its file may have another ending
-        self._opened = ExitStack()
-        self._file: Any = None
-
-    def begin(self) -> None:
-        """Open a temporary file."""
-        with writing(self.path):
-            self._file = self._opened.enter_context(replacing(self.path))
-
-    def write(self, text: str) -> None:
-        with writing(self.path):
-            self._file.write(text.encode())
-
-    def end(self) -> None:
-        """Give the temporary file the target's name."""
-        with writing(self.path):
-            self._opened.close()
-
-    def __enter__(self) -> "Target":
-        return self
-
-    def __exit__(self, *met: Any) -> None:
-        self._opened.__exit__(*met)
+def checked_path(out: Any) -> str:
+    """Return the path of the predictions. out: a file that ends in .csv or .jsonl, which is replaced. Raises
+    ArgumentError if it is none, or can't be written."""
+    if out is None:
+        raise ArgumentError("predict: x are files: say where the predictions go, by out=")
+    if not isinstance(out, str | os.PathLike) or os.path.splitext(out)[1] not in ENDINGS:
+        raise ArgumentError(f"out={out!r}: give a file that ends in .csv or .jsonl")
+    if os.path.exists(out) and not os.path.isfile(out):
+        raise ArgumentError(f"out={out!r} is no regular file")
+    if not writable(os.fspath(out)):
+        raise ArgumentError(f"out={out!r} can't be written; give a file in a folder that exists")
+    return os.path.realpath(out)  # a link stays one, and its file may have another ending
 
 
 class Lines:
@@ -162,17 +136,17 @@ def predict_into(
     out: as for `Trainer.predict`. classes: see Lines.
     """
     unknown: dict[str, int] = {}
-    target, stream = together(comm, lambda: (Target(out), rows(unknown)))
-    _write(comm, model, stream, target, classes)
+    path, stream = together(comm, lambda: (checked_path(out), rows(unknown)))
+    _write(comm, stream, path, model, Lines(os.path.splitext(out)[1], model, classes))
     everyone = all_values(comm, unknown, "predict: values that training has not met")
     text = unknown_text(sum(map(Counter, everyone), Counter()))
     if text and comm.rank == 0:
         log.warning("trainers: predict: %s", text)
-    return target.path
+    return path
 
 
-def _write(comm: MPI.Intracomm, model: Predictor, stream: Stream, target: Target, classes: Sequence[str]) -> None:
-    """Predict all rows of a stream, and write them to the target. Collective.
+def _write(comm: MPI.Intracomm, stream: Stream, path: str, model: Predictor, lines: "Lines") -> None:
+    """Predict all rows of a stream, and write their lines to a file. Collective.
 
     In each round every rank predicts a piece, and rank 0 writes the lines in order. After an error, which all ranks
     raise, nothing is left, and a file that was there before is unchanged.
@@ -180,9 +154,13 @@ def _write(comm: MPI.Intracomm, model: Predictor, stream: Stream, target: Target
     if len(set(all_values(comm, stream.size, "predict: the size of the data"))) > 1:
         raise on_all_ranks(DataError("the data change while they are read, or are others on each rank"), comm)
     pieces = islice(stream.pieces(), comm.rank, None, comm.size)
-    lines, written, begun, ended = Lines(target.ending, model, classes), 0, False, False
-    with target:
-        _on_first(comm, target.begin)
+    written, begun, ended = 0, False, False
+    with ExitStack() as opened:
+        file: Any = _on_first(comm, path, lambda: opened.enter_context(replacing(path)))
+
+        def put(text: str) -> None:
+            _on_first(comm, path, lambda: file.write(text.encode()))
+
         while not ended:
             outputs = together(comm, partial(_predicted, model, pieces))
             mine = np.empty(0) if outputs is None else outputs
@@ -195,16 +173,20 @@ def _write(comm: MPI.Intracomm, model: Predictor, stream: Stream, target: Target
             written += sum(counts)
             if not begun and (known or ended):
                 lines.names, begun = known or lines.names, True
-                _on_first(comm, lambda: target.write(lines.header()))
+                put(lines.header())
             for rank in range(comm.size):  # one by one: together they may be too long
-                part = root_value(comm, text, "predict: the lines of a rank", rank)
-                _on_first(comm, partial(target.write, part))
-        _on_first(comm, target.end)
+                put(root_value(comm, text, "predict: the lines of a rank", rank))
+        _on_first(comm, path, opened.close)  # the file gets its name
 
 
-def _on_first(comm: MPI.Intracomm, action: Callable[[], object]) -> None:
-    """Do something on rank 0; an error there is raised on all ranks. Collective."""
-    together(comm, lambda: action() if comm.rank == 0 else None)
+def _on_first(comm: MPI.Intracomm, path: str, action: Callable[[], ResultT]) -> ResultT | None:
+    """Do something with a file on rank 0; returns the result there. An error is raised on all ranks. Collective."""
+
+    def done() -> ResultT | None:
+        with writing(path):
+            return action() if comm.rank == 0 else None
+
+    return together(comm, done)
 
 
 def _predicted(model: Predictor, pieces: Iterator[Callable[[], Any]]) -> np.ndarray | None:
