@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 
