@@ -46,42 +46,55 @@ def test_rows_of_a_table() -> None:
 
 
 REFUSED = [
-    (b"", "must be JSON"),
-    (b"\xff\xfe", "must be JSON"),
-    (b"[1]", 'no "instances"'),
-    (b'{"instances": 5}', "must be a list"),
-    (b'{"instances": []}', "at least one row"),
-    (b'{"inputs": [[1, 2, 3, 4]]}', 'no "instances"'),
-    (b'{"inputs": [[1, 2, 3, 4]], "instances": [[1, 2, 3, 4]]}', "has 'inputs'"),
-    (b'{"instances": [[1]], "more": 1}', "'more'"),
-    (b'{"instances": [[1, 2, 3, 4]], "signature_name": "x"}', "serving_default"),
-    (b'{"instances": [[NaN, 1, 1, 1]]}', "must be JSON"),
-    (b'{"instances": [[-Infinity, 1, 1, 1]]}', "must be JSON"),
-    (b'{"instances": [[1e999, 1, 1, 1]]}', "must be JSON"),
-    (b'{"instances": [[1e39, 1, 1, 1]]}', "too large for float32"),
-    (b'{"instances": [[true, 1, 1, 1]]}', "texts or objects, true"),
-    (b'{"instances": [[null, 1, 1, 1]]}', "false or null"),
-    (b'{"instances": [["1", 1, 1, 1]]}', "texts or objects"),
-    (b'{"instances": [{"x": 1}]}', "texts or objects"),
-    (b'{"instances": [[{"x": 1}]]}', "texts or objects"),
-    (b'{"instances": [["\\ud800"]]}', "must be JSON"),
-    (b'{"instances": [[1, 2, 3, 4], [1, 2, 3, [["x"]]]]}', "texts or objects"),
-    (b'{"instances": [[1, 2, 3, 4], [1]]}', "ragged"),
-    (b'{"instances": [[1, 2, 3]]}', "4 features"),
-    (b'{"instances": [[' + b"9" * 5000 + b", 1, 1, 1]]}", "must be JSON"),
-    (b'{"instances": [[' + b"9" * 400 + b", 1, 1, 1]]}", "must be JSON"),
-    (b'{"instances": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "must be JSON"),
-    (b'{"instances": ' + b'{"a":' * 100_000, "must be JSON"),
-    (b'{"instances": "' + b'\\"' * 100_000, "must be JSON"),
-    (b'{"instances": "\\\\", ' + b"[" * 100_000, "must be JSON"),
-    (b'{"instances": [[1,2,3,4],[1,2,3,4],[1,2,3,4],[1,2,3,4]]}', "the most are 3"),
+    (MODEL, b"", "must be JSON"),
+    (MODEL, b"\xff\xfe", "must be JSON"),
+    (MODEL, b"[1]", 'no "instances"'),
+    (MODEL, b'{"instances": 5}', "must be a list"),
+    (MODEL, b'{"instances": []}', "at least one row"),
+    (MODEL, b'{"inputs": [[1, 2, 3, 4]]}', 'no "instances"'),
+    (MODEL, b'{"inputs": [[1, 2, 3, 4]], "instances": [[1, 2, 3, 4]]}', "has 'inputs'"),
+    (MODEL, b'{"instances": [[1]], "more": 1}', "'more'"),
+    (MODEL, b'{"instances": [[1, 2, 3, 4]], "signature_name": "x"}', "serving_default"),
+    (MODEL, b'{"instances": [[NaN, 1, 1, 1]]}', "must be JSON"),
+    (MODEL, b'{"instances": [[-Infinity, 1, 1, 1]]}', "must be JSON"),
+    (MODEL, b'{"instances": [[1e999, 1, 1, 1]]}', "must be JSON"),
+    (MODEL, b'{"instances": [[1e39, 1, 1, 1]]}', "too large for float32"),
+    (MODEL, b'{"instances": [[true, 1, 1, 1]]}', "texts or objects, true"),
+    (MODEL, b'{"instances": [[null, 1, 1, 1]]}', "false or null"),
+    (MODEL, b'{"instances": [["1", 1, 1, 1]]}', "texts or objects"),
+    (MODEL, b'{"instances": [{"x": 1}]}', "texts or objects"),
+    (MODEL, b'{"instances": [[{"x": 1}]]}', "texts or objects"),
+    (MODEL, b'{"instances": [["\\ud800"]]}', "must be JSON"),
+    (MODEL, b'{"instances": [[1, 2, 3, 4], [1, 2, 3, [["x"]]]]}', "texts or objects"),
+    (MODEL, b'{"instances": [[1, 2, 3, 4], [1]]}', "ragged"),
+    (MODEL, b'{"instances": [[1, 2, 3]]}', "4 features"),
+    (MODEL, b'{"instances": [[' + b"9" * 5000 + b", 1, 1, 1]]}", "must be JSON"),
+    (MODEL, b'{"instances": [[' + b"9" * 400 + b", 1, 1, 1]]}", "must be JSON"),
+    (MODEL, b'{"instances": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "must be JSON"),
+    (MODEL, b'{"instances": ' + b'{"a":' * 100_000, "must be JSON"),
+    (MODEL, b'{"instances": "' + b'\\"' * 100_000, "must be JSON"),
+    (MODEL, b'{"instances": "\\\\", ' + b"[" * 100_000, "must be JSON"),
+    (MODEL, b'{"instances": [[1,2,3,4],[1,2,3,4],[1,2,3,4],[1,2,3,4]]}', "the most are 3"),
+    (WORDS, [[1.0]], "integers from"),
+    (WORDS, [[2**63]], "integers from"),
+    (WORDS, [[]], "integers from"),
+    (table(), [[1]], "a list of 1"),
+    (table(), [[1, True]], "true or false"),
+    (table(), [[1, ["Rom"]]], "a list"),
+    (table(), [{"age": 1, "town": {"x": 1}}], "an object is neither"),
+    (table(), [{"age": 1}], "lacks 'town'"),
+    (table(), [{"age": 1, "town": "Ulm", "sex": 1}], "has 'sex'"),
+    (table(), [["old", "Ulm"]], "not a finite number"),
+    (table(), [[10**400, "Ulm"]], "must be JSON"),
+    (table(), [[1e308, "Ulm"]], "too large"),
+    (table(), ["old"], "a text"),
 ]
 
 
-@pytest.mark.parametrize(("given", "text"), REFUSED, ids=range(len(REFUSED)))
-def test_refused_bodies(given: bytes, text: str) -> None:
+@pytest.mark.parametrize(("model", "given", "text"), REFUSED, ids=range(len(REFUSED)))
+def test_refused_bodies(model: NetworkModel, given: Any, text: str) -> None:
     with pytest.raises(TrainerError, match=text):
-        requested(given, MODEL, 3)
+        requested(given if isinstance(given, bytes) else body(given), model, 3)
 
 
 def test_a_long_text_takes_no_memory_for_other_texts() -> None:
@@ -93,29 +106,6 @@ def test_a_long_text_takes_no_memory_for_other_texts() -> None:
         assert tracemalloc.get_traced_memory()[1] < 100 * len(given)
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize(
-    ("model", "instances", "text"),
-    [
-        (WORDS, [[1.0]], "integers from"),
-        (WORDS, [[2**63]], "integers from"),
-        (WORDS, [[]], "integers from"),
-        (table(), [[1]], "a list of 1"),
-        (table(), [[1, True]], "true or false"),
-        (table(), [[1, ["Rom"]]], "a list"),
-        (table(), [{"age": 1, "town": {"x": 1}}], "an object is neither"),
-        (table(), [{"age": 1}], "lacks 'town'"),
-        (table(), [{"age": 1, "town": "Ulm", "sex": 1}], "has 'sex'"),
-        (table(), [["old", "Ulm"]], "not a finite number"),
-        (table(), [[10**400, "Ulm"]], "must be JSON"),
-        (table(), [[1e308, "Ulm"]], "too large"),
-        (table(), ["old"], "a text"),
-    ],
-)
-def test_refused_rows(model: NetworkModel, instances: Any, text: str) -> None:
-    with pytest.raises(TrainerError, match=text):
-        requested(body(instances), model, 3)
 
 
 def test_answers_are_json() -> None:
