@@ -6,8 +6,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +81,14 @@ class Peer:
         return self.holds(request.version)
 
 
+def _compute(future: "Future[np.ndarray]", predict: Callable[[np.ndarray], np.ndarray], rows: np.ndarray) -> None:
+    """Compute a batch. In a daemon thread: a model that hangs does not keep the program from ending."""
+    try:
+        future.set_result(predict(rows))
+    except BaseException as error:  # of any model; it is the answer
+        future.set_exception(error)
+
+
 class Server:
     """Rank 0: takes requests from the web thread, and deals batches to the other ranks and to its own thread."""
 
@@ -90,8 +98,7 @@ class Server:
         self._options, self._exchange, self._versions, self._sigterm = options, exchange, prepared.versions, sigterm
         self._dealt, self._awake = 0, threading.Event()  # how much work was dealt to other ranks
         self._waiting = Waiting(options.max_queue, options.max_batch, options.max_wait_ms / 1000, self._awake.set)
-        self._thread = ThreadPoolExecutor(1, "compute")  # rank 0 as a rank that computes
-        self._computed: dict[Future[np.ndarray], Batch] = {}  # what it has not answered
+        self._computed: dict[Future[np.ndarray], Batch] = {}  # by rank 0, and not answered
         has = {version.number: version.stamp for version in self._versions.available()}
         self._peers = {rank: Peer(rank, dict(has)) for rank in range(1, exchange.size)}
         self._metrics = Metrics(self._waiting, self._versions, lambda: len(self._peers) + 1)
@@ -122,7 +129,6 @@ class Server:
             self._exchange.wait(self._turn, pause=self._pause)
         finally:
             self._web.drain()
-            self._thread.shutdown(wait=False)
             if self._watcher is not None:
                 self._watcher.stop()
         if self._web.error is not None:
@@ -136,9 +142,8 @@ class Server:
         text = f"serving {self._versions.name} (version {numbers}) on {ranks} at "
         print(f"{text}http://{shown}:{port}/v1/models/{self._versions.name}", flush=True)
         if self._exchange.size > 1 and not survives():
-            print(
-                "a killed rank ends this job; mpirun --with-ft ulfm lets the others go on", file=sys.stderr, flush=True
-            )
+            end = "a killed rank ends this job; mpirun --with-ft ulfm lets the others go on"
+            print(end, file=sys.stderr, flush=True)
 
     # A turn of the loop
 
@@ -293,9 +298,11 @@ class Server:
         if not self._computed:
             batch = self._waiting.take(now, self._is_for_this_rank, self._draining)
             if batch is not None:
-                future = self._thread.submit(self._begun(batch).version.model.predict, batch.input())
-                self._computed[future] = batch
+                future: Future[np.ndarray] = Future()
                 future.add_done_callback(lambda _: self._awake.set())
+                self._computed[future] = batch
+                work = future, self._begun(batch).version.model.predict, batch.input()
+                threading.Thread(target=_compute, args=work, daemon=True).start()
         for peer in self._peers.values():
             if len(peer.batches) == 1 and not peer.changes and not peer.late:
                 self._deal_batch(peer, self._waiting.take_full(peer.can_answer))
