@@ -24,6 +24,7 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes, ops
 from allreduce.transport.control import combine
+from benchmarks.lib.columns import columns
 from benchmarks.lib.outputs import Screen
 from benchmarks.lib.results import COLD, Result, summarize
 
@@ -268,14 +269,10 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 def table(times: Mapping[str, Sequence[float]], *references: str) -> str:
     """Return a line for each kind of step. references: kinds; the medians of all kinds are divided by theirs."""
-    width, known = max(map(len, times)) + 2, [name for name in references if times.get(name)]
-    heads = [f"  / {name}" for name in known]
-    lines = [f"{'':<{width}}{'steps':>6}{'median ms':>11}{'min':>9}{'p90':>9}{'max':>9}{''.join(heads)}"]
+    known = [name for name in references if times.get(name)]
+    rows = []
     for name, each in times.items():
         if each:
-            row = summary(each)
-            line = f"{name:<{width}}{len(each):>6}{row['median_ms']:>11.1f}{row['min_ms']:>9.1f}{row['p90_ms']:>9.1f}"
-            ratios = [median(each) / median(times[reference]) for reference in known]
-            shown = (f"{ratio:>{len(head)}.2f}" for ratio, head in zip(ratios, heads, strict=True))
-            lines.append(f"{line}{1e3 * max(each):>9.1f}{''.join(shown)}")
-    return "\n".join(lines)
+            shown = (f"{value:.1f}" for value in (*summary(each).values(), 1e3 * max(each)))
+            rows.append([name, len(each), *shown, *(f"{median(each) / median(times[other]):.2f}" for other in known)])
+    return "\n".join(columns(["", "steps", "median ms", "min", "p90", "max", *(f"/ {name}" for name in known)], rows))
