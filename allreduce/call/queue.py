@@ -481,8 +481,7 @@ class Worker:
     def work_until(self, done: Callable[[], bool], limit: float = math.inf) -> None:
         """Do the worker's work until `done`, or wait while another thread does it. TimeoutError after the limit."""
         # the worker thread leaves its core to the program's thread, which may compute
-        leaves = self._crowded or threading.current_thread() is self._thread
-        pause = Pause() if leaves else Pause(EAGER_SECONDS)
+        pause = Pause() if self._crowded or threading.current_thread() is self._thread else Pause(EAGER_SECONDS)
         checked = time.monotonic()
 
         def work() -> None:
