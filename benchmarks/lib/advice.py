@@ -192,7 +192,6 @@ def in_words(found: Sequence[Range]) -> str:
     if len(found) == 1:
         return f'"{found[0].backend}"'
     first, *middle, last = found
-    spans = [(each.backend, show(each.first), show(each.last)) for each in middle]
-    between = [f'"{name}" ' + (f"at {at}" if at == end else f"from {at} to {end}") for name, at, end in spans]
+    between = [f'"{each.backend}" from {show(each.first)} to {show(each.last)}' for each in middle]
     ends = f'"{first.backend}" up to {show(first.last)}', f'"{last.backend}" from {show(last.first)} on'
     return ", ".join([ends[0], *between, ends[1]])
