@@ -211,6 +211,22 @@ def test_the_thread_runs_alone_and_ends(topology: allreduce.Topology) -> None:
     assert threading.active_count() == before - 1
 
 
+def test_a_caller_that_waits_does_the_work_itself(topology: allreduce.Topology) -> None:
+    """With calls of another user under way the worker thread may do it; no call is lost in any order of the ranks."""
+    queues = [topology.service(Worker).queue(name, threaded=True) for name in "ab"]
+    threads: list[threading.Thread] = []
+    for turn in range(20):
+        queues[0].submit(lambda: threads.append(threading.current_thread()), waits=True).wait()
+        assert threads.pop() is threading.current_thread()
+        first, second = queues if (topology.rank + turn) % 2 else queues[::-1]
+        earlier = first.submit(lambda: threads.append(threading.current_thread()))
+        second.submit(lambda: threads.append(threading.current_thread()), waits=True).wait()
+        earlier.wait()
+        assert len(threads) == 2
+        threads.clear()
+    topology.close()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
 def test_the_thread_runs_before_others_where_that_is_permitted(topology: allreduce.Topology) -> None:
     found: list[int] = []
