@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from allreduce import Topology
 from allreduce.torch_backend.rendezvous import store_of_rank_0
 from benchmarks.lib import timing
+from benchmarks.lib.outputs import Screen
 from trainers.callbacks import CheckDivergence
 from trainers.datasets.parser import Parser
 from trainers.pytorch import MirroredOptimizer
@@ -75,7 +76,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
 
 def report(topology: Topology, options: argparse.Namespace, name: str, train: Callable[[], None]) -> None:
     """Print the step times of the slowest rank, after five warm-up steps. Collective."""
-    times = timing.take_turns(topology.world, {name: train}, options.steps, warmups=5)
+    times = timing.take_turns(topology.world, {name: train}, options.steps, 5, Screen(False, None, ""))
     if topology.rank == 0:
         print(timing.table(times), flush=True)
 

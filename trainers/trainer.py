@@ -221,8 +221,8 @@ class Trainer(GroupOwner, Generic[StrategyT]):
                 average = all(each.validates_average for each in options)
                 validate = partial(self._evaluate, validation, average)
             strategy.owners.end_round()
-            strategy.rule.use(options)
-            strategy.rule.begin(trains=epochs > 0)
+            together(group.comm, partial(strategy.rule.use, options))
+            together(group.comm, partial(strategy.rule.begin, trains=epochs > 0))
             mirror(strategy)
             saver = together(group.comm, partial(make_saver, strategy, batches, checkpoint, resume))
             return Fit(
@@ -549,7 +549,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
             wrong += itertools.starmap(flag_error, flags.items())
             require(*[f"fit: {each}" for each in wrong if each])
             settings |= {"transforms": found} if found else {}
-        except ArgumentError as refused:
+        except Exception as refused:  # any exception, of a user's transform
             error = refused
         if error is not None:
             self.group.enter(f"fit: {', '.join(f'{name}={value}' for name, value in settings.items())}", error)

@@ -3,8 +3,8 @@
 Rounding takes two float operations, x + m - m, with m = 1.5 * 2^(e + d) for 2^e <= |x| < 2^(e + 1), if the small float
 has d bits less in its fraction: the last bit of a float32 sum with m is that of the small float. Below the least normal
 number, e is that of this number: this rounds to subnormal numbers. The result times a power of two has the small
-float's exponent and fraction in neighbouring bits (F. Giesen: half to float done quick, 2012). A process that flushes
-float32's subnormal numbers flushes those of the small floats here, too.
+float's exponent and fraction in neighbouring bits (F. Giesen: half to float done quick, 2012). A thread that flushes
+float32's subnormal numbers to zero would flush those of the small floats too, so NumPy and ml_dtypes cast there.
 """
 
 from typing import NamedTuple
@@ -36,12 +36,21 @@ FORMATS = {
 }
 
 
+def _flushes() -> bool:
+    """Whether this thread flushes subnormal numbers to zero, as torch.set_flush_denormal asks."""
+    return not np.float32(2.0**-149) * np.float32(2)
+
+
 def narrow(values: np.ndarray, out: np.ndarray, scratch: np.ndarray, negated: np.ndarray) -> None:
     """Write float32 values to `out`, rounded to nearest, ties to even, and minus the rounded numbers to `negated`.
 
     values: float8 takes none between 464 and 512. scratch, negated: float32, as long; `negated` may be `values`, and is
     undefined where a value is not finite or `out` can't hold it.
     """
+    if _flushes():
+        out[:] = values.astype(out.dtype)
+        np.negative(out.astype(FLOAT), out=negated)
+        return
     form = FORMATS[out.dtype]
     codes, bits = out.view(form.word), scratch.view(BITS)
     signs = np.signbit(values).astype(form.word)
@@ -52,7 +61,7 @@ def narrow(values: np.ndarray, out: np.ndarray, scratch: np.ndarray, negated: np
     bits.clip(form.least, form.largest, out=bits)
     bits += (form.dropped << 23) + (1 << 22)
     np.add(values, scratch, out=negated)
-    np.subtract(scratch, negated, out=negated)  # the other way, zeros would lose their sign
+    np.subtract(scratch, negated, out=negated)  # +0 for both zeros, so values + negated is +0, as in C
     np.multiply(negated, form.scale, out=scratch)
     bits >>= form.dropped
     np.copyto(codes, bits, casting="unsafe")
@@ -63,6 +72,9 @@ def narrow(values: np.ndarray, out: np.ndarray, scratch: np.ndarray, negated: np
 
 def widen(source: np.ndarray, out: np.ndarray) -> None:
     """Write small floats to `out`, float32."""
+    if _flushes():
+        out[:] = source
+        return
     form = FORMATS[source.dtype]
     bits, magnitudes = out.view(BITS), source.view(form.word) & (form.sign - 1)
     np.copyto(bits, source.view(f"i{source.itemsize}"))  # the sign fills the upper bits

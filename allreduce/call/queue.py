@@ -184,13 +184,13 @@ class Queue:
         limit: float = math.inf,
         waits: bool = False,
     ) -> Future:
-        """Submit a call: the worker does `work` once all ranks have submitted the call. Local; returns at once.
+        """Submit a call: the worker does `work` once all ranks have submitted the call. Local.
 
         description, numbers: describe the call, and must be equal on all ranks. Otherwise the future fails with the
         same DisagreementError on all ranks. ended: called with the error or None when the call has ended or was
         cancelled, in any thread. limit: seconds that `work` may take; after that the call and all waiting ones fail
-        with CollectiveTimeoutError. waits: the caller waits for it now; see Worker.submit. Do not wait for a future
-        inside `work`.
+        with CollectiveTimeoutError. waits: if no other call is under way, do the work here and now, and return when
+        the call has ended; else return at once. Do not wait for a future inside `work`.
         """
         text = f"{description or 'call'} of {self.name}" + (f" {list(numbers)}" if numbers else "")
         return self._submit(Future(lambda _: work(), self, text, "", ended, limit), Request(text), waits)
@@ -414,7 +414,11 @@ class Worker:
         if not here:
             self._wake.put(True)
         elif waits:
-            self.work_until(future.done)
+            try:
+                self.work_until(future.done)
+            except BaseException:  # a signal handler's, say
+                self._wake.put(True)  # the worker thread goes on: other ranks may wait for this call
+                raise
         return future
 
     def wait_for(self, done: threading.Event, timeout: float | None) -> None:

@@ -75,6 +75,10 @@ def test_casts_of_float32_of_all_upper_bits(half: np.dtype, lower: int, by_numpy
     assert kernels.cast(values, found)
     with np.errstate(all="ignore"):
         same_bits(found, values.astype(half))
+    by_numpy()
+    with np.errstate(all="ignore"):
+        casts.cast(values, found)
+        same_bits(found, values.astype(half))
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Collection
 
 Values = tuple[tuple[int, str], ...]
-OF_MORE_RANKS = {"twos", "uneven", "uneven hosts"}  # that 2 ranks can't be divided into
+OF_MORE_RANKS = {"flat", "twos", "uneven", "uneven hosts"}  # divisions that are others than those of 2 ranks
 
 
 def chosen(tests: list[str], job: str, every_pair: Collection[str] = ()) -> set[str]:

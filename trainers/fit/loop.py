@@ -222,7 +222,7 @@ class Fit:
         """Call train_begin of the callbacks, write a first checkpoint if a failure would need it, and set the first
         position. Collective."""
         # again: a checkpoint may have an average that this fit does not keep
-        self.strategy.rule.begin(trains=len(self.history) < self._epochs)
+        self.keep_error(partial(self.strategy.rule.begin, trains=len(self.history) < self._epochs))
         self.keep_error(self.callbacks.train_begin)
         self.keep_error(lambda: self.callbacks.load_state({} if self.saver is None else self.saver.watching))
         self._agree("before the first epoch")
@@ -392,6 +392,7 @@ class Fit:
             reduce_left_out_step(strategy, self._share, flags, self.meter.last())
         else:
             strategy.core(flags)
+            self.keep_error(strategy.rule.raise_kept)
         if (step + 1) % self._read_every == 0 or step + 1 == self.batches.steps:
             self.read_flags()
         strategy.count_step()
@@ -611,7 +612,7 @@ class Fit:
         assert self.saver is not None
         if step:
             self.meter.check_loss()
-        self.strategy.rule.end_step()
+        together(self.group.comm, self.strategy.rule.end_step)
         progress = self.snapshot(number, step)
         if step:
             progress.seconds += time.perf_counter() - self._since

@@ -259,6 +259,7 @@ class LocalMirrored(Mirrored):
         with self.clock.span("update"):
             self.rule.transform([self._gradients[: self._trained]])
             self.rule.update()
+            self.rule.raise_kept()
             self._parameters[self._trained :] = self._gradients[self._trained :]  # statistics, if there are any
         return True
 

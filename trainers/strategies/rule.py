@@ -17,9 +17,10 @@ from allreduce.transport.control import all_values, combine
 from trainers.arrays import average
 from trainers.arrays.squares import scale, sum_of_squares
 from trainers.data import Batch, Data, row_count
+from trainers.errors import ArgumentError
 from trainers.replica import ALL, Replica, Slices, gradients_of, spans_in, weight_of
 from trainers.strategies.alike import MARKS
-from trainers.strategies.transforms.transform import Compute, Rows, Transform
+from trainers.strategies.transforms.transform import Applied, Compute, Rows, Transform
 from trainers.watching.meter import NormMeter
 
 NORM = "learn the norm of the gradients"
@@ -45,12 +46,20 @@ class UpdateRule:
         self._replica = replica
         self.weight: float
         self.unused: np.ndarray
+        self._failed: Exception | None = None  # the first error of a transform after the reduction, in this step
         self.use(())
         self.take_none()
 
     def use(self, transforms: Sequence[Transform]) -> None:
-        """Use these transforms from now on, in a new fit. Local, called on all ranks."""
-        self.applied = [each.start(self._replica) for each in transforms]
+        """Use these transforms from now on, in a new fit. Local, called on all ranks. Raises ArgumentError if two of
+        their meters have one name, or one has that of a metric."""
+        self.applied, self._failed = [each.start(self._replica) for each in transforms], None
+        names = [*self._replica.metrics, *(meter.name for meter in self.meters)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ArgumentError(
+                f'two numbers of a step are named "{twice[0]}": give the meter of a transform another name'
+            )
+        self._early = all(each.early or type(each).compute is Applied.compute for each in self.applied)
         self._asks: bool | None = None  # whether ranks ask each other in each step, see `hold_unused`; None: not known
         compute: Compute = self._computed
         for each in reversed(self.applied):
@@ -98,7 +107,7 @@ class UpdateRule:
         replica = replica or self._replica
         self.take_none()
         self.weight = share * mean_weight(replica, batch.data)
-        return self.compute(Rows(batch.data, share, memory, replica, ready))
+        return self.compute(Rows(batch.data, share, memory, replica, ready if self._early else None))
 
     def _computed(self, rows: Rows) -> Any:
         """Compute the gradients of rows, of which a batch may have several parts; see Compute."""
@@ -161,7 +170,7 @@ class UpdateRule:
     def transform(
         self, gradients: Sequence[Any], part: Slices | None = None, squares: Callable[[], Any] | None = None
     ) -> None:
-        """Let the transforms change averaged gradients. Collective if `squares` is.
+        """Let the transforms change averaged gradients. Collective if `squares` is. The error of one is kept.
 
         gradients, part: see Applied.reduced. squares: returns the sum of the squares of all gradients of all ranks, if
             these are only a part.
@@ -170,13 +179,28 @@ class UpdateRule:
             found = None
             if each.needs_squares:
                 found = sum(map(sum_of_squares, gradients)) if squares is None else squares()
-            each.reduced(gradients, part, found)
+            self._keep(partial(each.reduced, gradients, part, found))
 
     def update(self, part: Slices | None = None) -> None:
-        """Update the parameters by the gradients as they are. part: see Replica.update."""
+        """Update the parameters by the gradients as they are. part: see Replica.update. The error of a transform is
+        kept."""
         self._replica.update(ALL if part is None else part)
         for each in self.applied:
-            each.updated(spans_in(self._replica, part))
+            self._keep(partial(each.updated, spans_in(self._replica, part)))
+
+    def _keep(self, action: Callable[[], object]) -> None:
+        """Do the work of a transform, unless one has failed: other ranks wait for this one in the rest of the step."""
+        if self._failed is None:
+            try:
+                action()
+            except Exception as error:  # any exception, of a user's transform
+                self._failed = error
+
+    def raise_kept(self) -> None:
+        """Raise the error of a transform in this step, if there was one. Local."""
+        error, self._failed = self._failed, None
+        if error is not None:
+            raise error
 
 
 def mean_weight(replica: Replica, data: Data) -> float:

@@ -30,6 +30,7 @@ def values(number: int, dtype: str, length: int = LENGTH) -> np.ndarray:
     return np.random.default_rng(number).normal(size=length).astype(dtype)
 
 
+@pytest.mark.every_pair
 @pytest.mark.skipif(size < 3, reason="needs a node of several ranks, and another one")
 @pytest.mark.parametrize("per_node", [2, (1, size - 1)])
 @pytest.mark.parametrize("name", ["hierarchical_copy", "auto"])

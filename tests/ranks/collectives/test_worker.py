@@ -4,6 +4,7 @@ import contextlib
 import gc
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -224,6 +225,22 @@ def test_a_caller_that_waits_does_the_work_itself(topology: allreduce.Topology) 
         earlier.wait()
         assert len(threads) == 2
         threads.clear()
+    topology.close()
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="nobody waits for one rank")
+def test_the_worker_thread_goes_on_after_an_interrupt(topology: allreduce.Topology) -> None:
+    queue = topology.service(Worker).queue("interrupted", threaded=True)
+    done = threading.Event()
+    if topology.rank == 0:
+        threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            queue.submit(done.set, waits=True)
+        assert done.wait(20)
+    else:
+        time.sleep(0.5)
+        queue.submit(done.set, waits=True).wait()
+    queue.submit(lambda: None, waits=True).wait()
     topology.close()
 
 

@@ -64,6 +64,7 @@ def test_replicas_are_copied_again(world: MPI.Intracomm, flat: allreduce.Topolog
             assert momentum[1] != 3.0
 
 
+@pytest.mark.every_pair
 @both_updates
 @both_overlaps
 def test_who_brings_nan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
@@ -140,6 +141,7 @@ def test_averages_that_overflow(world: MPI.Intracomm, flat: allreduce.Topology, 
 SENT = {"float16": 65504, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64": 1.7e308}  # the largest of a dtype
 
 
+@pytest.mark.every_pair
 @both_updates
 @pytest.mark.parametrize("check", ["raise", "skip"])
 @pytest.mark.parametrize("compress", [None, "float16", "bfloat16"])
@@ -188,6 +190,7 @@ def test_gradients_too_large_to_be_sent(
             assert_mirrored(world, model)
 
 
+@pytest.mark.every_pair
 @both_updates
 @both_overlaps
 @pytest.mark.parametrize("check", ["raise", "skip"])

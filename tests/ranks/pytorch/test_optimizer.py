@@ -496,6 +496,7 @@ def test_errors_of_a_gather_are_raised(monkeypatch: pytest.MonkeyPatch, flat: al
                 optimizer.synchronize()
 
 
+@pytest.mark.every_pair
 @pytest.mark.skipif(SIZE != 3, reason="needs three ranks")
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])

@@ -197,6 +197,7 @@ def test_a_batch_that_was_left_out_has_no_loss(kind: str, flat: allreduce.Topolo
     assert kind == "async" or told
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("check", ["raise", "skip"])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 @pytest.mark.parametrize("compress", ["float16", "bfloat16"])
@@ -294,6 +295,7 @@ class LeavesOut(Callback):
         return batch == 1
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "sync"])
 def test_one_rank_leaves_a_step_out(kind: str, alone: bool, flat: allreduce.Topology, world: MPI.Intracomm) -> None:

@@ -142,6 +142,7 @@ class Shard:
             replica.learning_rates = [rate * factor for rate in rates]
         try:
             self._rule.update(self.part)
+            self._rule.raise_kept()
         finally:
             if factor != 1.0:
                 replica.learning_rates = rates

@@ -301,6 +301,7 @@ class AsynchronousServers(ServerStrategy):
         self.rule.weigh(measured, trained)
         if self._worker.leads:
             self.rule.transform(trained)
+            run.keep_error(self.rule.raise_kept)
         own = count if self._worker.leads else 0  # the rows of the part are counted once
         run.keep_error(lambda: self._tally.add(measured[:metrics], own, number // self.parts))
         return run.error is None

@@ -57,6 +57,8 @@ class MicroBatches(Applied):
     statistics become the mean of those of the micro-batches. most: the number of micro-batches, if there are as many
     rows."""
 
+    early = True
+
     def __init__(self, most: int) -> None:
         self._most = most
         self._sum: Any = None  # of the gradients of the micro-batches so far

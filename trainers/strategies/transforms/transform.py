@@ -32,15 +32,20 @@ Compute = Callable[[Rows], Any]
 class Applied:
     """A transform in one fit: it has what changes while the fit runs. Override the methods that the transform needs.
 
-    All methods are local, and called on all ranks, in the order of the list. An error of one is raised on all ranks.
+    All methods are local, and called in the order of the list: `start`, `begin`, `plan`, `end_step` on all ranks, the
+    others on the ranks that compute or update. Asynchronous servers, say, call `reduced` on workers, `updated` on
+    servers. An error of one ends the fit on all ranks; the step of an error in `reduced` or `updated` is then spoilt.
 
-    meter: adds up a number of each step, of which the logs then have the mean. watchers: callbacks of the fit.
-    needs_squares: whether `reduced` gets the sum of the squares of all gradients, which may cost a message.
+    meter: adds up a number of each step, of which the logs then have the mean; its name is its own. watchers: callbacks
+    of the fit. needs_squares: whether `reduced` gets the sum of the squares of all gradients, which may cost a message.
+    early: whether a `compute` of its own leaves the gradients alone of which it has told `rows.ready`. Without it,
+    gradients are summed after `compute`, not during it.
     """
 
     meter: NormMeter | None = None
     watchers: Sequence[Callback] = ()
     needs_squares = False
+    early = False
 
     def begin(self) -> None:
         """The fit begins; called again after a checkpoint has been loaded."""
@@ -67,8 +72,9 @@ class Applied:
         """Change averaged gradients in place, before the update.
 
         gradients: 1-D arrays: those of the parameters in `part`, which this rank updates; None: of all parameters. A
-            slice may begin inside of a tensor. Ranks that update the same parameters must get the same bits. With
-            LocalSGD and asynchronous servers nothing is averaged: they are all gradients of this rank's own rows.
+            slice may begin inside of a tensor, or be empty. Ranks that update the same parameters must get the same
+            bits. With LocalSGD and asynchronous servers nothing is averaged: they are all gradients of this rank's
+            own rows.
         squares: the sum of the squares of all gradients of all parameters; None without `needs_squares`.
         """
 
@@ -77,7 +83,8 @@ class Applied:
 
 
 class Transform(Checked):
-    """Base of the options that change the steps of a fit: frozen dataclasses; see Checked for their fields.
+    """Base of the options that change the steps of a fit: frozen dataclasses; see Checked for their fields. The ranks
+    compare their `repr`, so give one to a class whose fields have functions, as Schedule does.
 
     divides: whether it computes the rows of a batch in parts.
     """
