@@ -104,6 +104,34 @@ def test_an_onnx_file(tmp_path: Path) -> None:
             load_model(str(tmp_path / "m.onnx"))
 
 
+def test_an_onnx_file_of_a_fixed_number_of_rows_and_other_outputs(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    x, total, y = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in (("x", [2000, 3]), ("total", []), ("y", [2000, 3]))
+    )
+    nodes = [
+        onnx.helper.make_node("ReduceSum", ["x"], ["total"], keepdims=0),
+        onnx.helper.make_node("Neg", ["x"], ["y"]),
+    ]
+    graph = onnx.helper.make_graph(nodes, "g", [x], [total, y])
+    made = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    (tmp_path / "m.onnx").write_bytes(made.SerializeToString())
+    rows = np.random.default_rng(1).standard_normal((2000, 3), np.float32)
+    np.testing.assert_array_equal(load_model(str(tmp_path / "m.onnx")).predict(rows), -rows)
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 1, 1), (0, 1, 1)])
+def test_rows_of_one_number_have_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    pytest.importorskip("onnxruntime")
+    network = NumpyNetwork([1, 4, 2], seed=4)
+    write(str(tmp_path / "m.onnx"), network, None)
+    model, x = load_model(str(tmp_path / "m.onnx")), np.linspace(0, 1, shape[0], dtype=np.float32).reshape(shape)
+    model.check(x)
+    np.testing.assert_allclose(model.predict(x), network.predict(x), atol=1e-5)
+
+
 @pytest.mark.parametrize("of_a_table", [False, True])
 def test_an_exported_file(tmp_path: Path, of_a_table: bool) -> None:
     pytest.importorskip("onnxruntime")

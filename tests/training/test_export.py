@@ -68,6 +68,7 @@ def test_hostile_metadata_are_refused_or_read(name: str, text: str | None) -> No
 NETWORKS: dict[str, Callable[[], tuple[NumpyNetwork, np.ndarray]]] = {
     "relu": lambda: (NumpyNetwork([6, 5, 3]), np.random.default_rng(1).normal(5, 3, (9, 6))),
     "tanh": lambda: (NumpyNetwork([6, 5, 4, 3], activation="tanh"), np.ones((9, 2, 3), np.float32)),
+    "one number": lambda: (NumpyNetwork([1, 5, 3]), np.linspace(0, 1, 9)),
     "regression": lambda: (NumpyNetwork([6, 2], loss="mean_squared_error"), np.ones((9, 6), np.uint8)),
     "categories": lambda: (
         CategoryNetwork([2 + 3 + 1, 3], embedded=[(5, 3), (2, 1)]),

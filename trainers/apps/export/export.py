@@ -118,12 +118,7 @@ def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None, l
             "probabilities: give logits=True if a softmax makes probabilities of them, or leave out classes"
         )
     classifies = width > 0 and bool(known) and bool(replica.scores or logits or len(names) == width)
-    about = Exported(
-        kind,
-        names if classifies and len(names) == width else (),
-        classifies,
-        replica.columns,
-    )
+    about = Exported(kind, names if classifies and len(names) == width else (), classifies, replica.columns)
     return about, classifies and known == "logits"
 
 

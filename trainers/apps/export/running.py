@@ -1,16 +1,17 @@
 """Runs exported models by onnxruntime, on rows as `predict` takes them; compares their outputs with a replica's."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from trainers.apps.export.metadata import LABEL, PROBABILITIES, Exported
-from trainers.data import Tree, cut, leaves, row_count, sliced
+from trainers.data import Tree, leaves, row_count, sliced
 from trainers.datasets.columns import Category, Columns
 from trainers.errors import ExportError, explained, needing
 from trainers.files.onnx_graph import INSTALL
 
-ROWS = 1024  # of a batch
 SUM_TOLERANCE = 1e-3  # how far the probabilities of a row may be from 1 in sum, in 16-bit floats
 QUIET = 4  # onnxruntime prints nothing: its errors are raised
 NUMBERS = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
@@ -51,16 +52,14 @@ class Session:
             return cells_of(self.columns, x)
         found: dict[str, np.ndarray] = {}
         for each, array in zip(self.inputs, map(np.asarray, leaves(x)), strict=True):
-            flat = len(self.inputs) == 1 and len(each.shape) == 2 and array.ndim > 2
-            rows = array.reshape(len(array), -1) if flat else array
+            flat = len(self.inputs) == 1 and len(each.shape) == 2 and array.ndim != 2
+            rows = array.reshape(len(array), math.prod(array.shape[1:])) if flat else array
             found[each.name] = np.ascontiguousarray(rows, DTYPES.get(each.type, np.float32))
         return found
 
-    def run(self, x: Tree) -> dict[str, np.ndarray]:
-        """Return the outputs for rows, by name."""
-        parts = [self._session.run(None, self.feeds(part)) for part in cut(x, row_count(x), ROWS)]
-        names = [each.name for each in self.outputs]
-        return {name: np.concatenate(each) for name, each in zip(names, zip(*parts, strict=True), strict=True)}
+    def run(self, x: Tree, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return the outputs of these names for rows. The others are not computed."""
+        return dict(zip(names, self._session.run(names, self.feeds(x)), strict=True))
 
 
 def softmax(values: np.ndarray) -> np.ndarray:
@@ -114,7 +113,7 @@ def compared(session: Session, about: Exported, x: Tree, outputs: Tree, toleranc
     worst = 0.0
     for rows in sorted({row_count(x), 1}):
         with explained(ExportError, "onnxruntime can't run the exported model"):
-            found = session.run(sliced(x, slice(rows)))
+            found = session.run(sliced(x, slice(rows)), [each.name for each in session.outputs])
         given = [found[PROBABILITIES]] if about.classifies else found.values()
         worst = max([worst, *(_difference(one, other[:rows]) for one, other in zip(given, expected, strict=True))])
         if about.classifies:

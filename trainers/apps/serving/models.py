@@ -124,7 +124,7 @@ class OnnxModel(Model):
 
     def check(self, rows: np.ndarray, y: None = None) -> None:
         own = rows.shape[1:]
-        if len(self.shape) == 1 and len(own) > 1:
+        if len(self.shape) == 1 and len(own) != 1:
             own = (math.prod(own),)  # see Session.feeds
         fits = rows.ndim > 0 and len(own) == len(self.shape)
         fits = fits and all(size in (None, given) for size, given in zip(self.shape, own, strict=True))
@@ -137,7 +137,7 @@ class OnnxModel(Model):
 
     def predict(self, rows: np.ndarray) -> np.ndarray:
         with explained(ArgumentError, "onnxruntime can't compute the outputs of these rows"):
-            return self._session.run(np.asarray(rows, self.dtype))[self._output]
+            return self._session.run(np.asarray(rows, self.dtype), [self._output])[self._output]
 
 
 def load_model(path: str) -> Model:
