@@ -57,6 +57,25 @@ def test_all_ranks_of_a_part_get_the_same(flat: allreduce.Topology, world: MPI.I
         search(quadratic, 7, flat, storage=str(folder), about="other rows")
 
 
+@pytest.mark.filterwarnings("ignore:Choices for a categorical distribution:UserWarning")
+def test_a_choice_is_the_object_that_was_given(flat: allreduce.Topology, folder: Path) -> None:
+    """The journal and the other ranks get JSON, which has no tuples."""
+    choices = [(64, 32), (128,), float("nan"), 1.0, 1, True, None]
+    seen: list[int] = []
+
+    def objective(trial: Trial, topology: allreduce.Topology) -> float:
+        found = trial.suggest_categorical("sizes", choices)
+        seen.append(next(number for number, each in enumerate(choices) if each is found))
+        assert trial.params["sizes"] is found
+        assert all_values(topology.world, seen[-1], "compare") == [seen[-1]] * topology.size
+        return 1.0
+
+    sampler = optuna.samplers.RandomSampler(seed=1)
+    result = search(objective, 30, flat, SIZE, storage=str(folder), sampler=sampler)
+    assert states(result) == ["COMPLETE"] * 30, result.trials
+    assert set(seen) == set(range(len(choices)))
+
+
 def test_one_part_is_repeatable(flat: allreduce.Topology) -> None:
     def params(trials: int, **options: Any) -> list[dict[str, Any]]:
         return [each.params for each in search(quadratic, trials, flat, SIZE, **options).trials]

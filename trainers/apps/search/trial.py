@@ -42,9 +42,11 @@ class Trial:
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """Return one of `choices`, the same on all ranks."""
-        listed = list(choices)
+        listed, texts = list(choices), list(map(repr, choices))  # 1, 1.0 and True are equal, and their texts are not
         row = f"suggest_categorical({name!r}, {listed!r})"
-        return self._suggest(name, row, lambda asked: asked.suggest_categorical(name, listed))
+        index = self._suggest(name, row, lambda asked: texts.index(repr(asked.suggest_categorical(name, listed))))
+        self.params[name] = listed[index]  # the number of the choice is sent, not the choice
+        return self.params[name]
 
     def report(self, value: float, step: int) -> None:
         """Report a value of the objective before its end, at a step of its training; the first rank's value counts."""
