@@ -31,7 +31,7 @@ from trainers.apps.serving.answering import NUMBER
 from trainers.apps.serving.command import COMMAND
 from trainers.apps.serving.dealing import Peer, Prepared, Server
 from trainers.apps.serving.models import load_whole
-from trainers.apps.serving.versions import AVAILABLE, Version, Versions
+from trainers.apps.serving.versions import AVAILABLE, LOADING, UNLOADING, Version, Versions
 from trainers.apps.serving.web import RefusedError, listen
 from trainers.errors import ArgumentError
 from trainers.recovery.terminating import Terminating
@@ -203,6 +203,25 @@ def test_a_rank_that_loads_for_long_is_late_and_then_answers(tmp_path: Path, mon
         assert peer.holds(version)
         turn()
         assert [dealing.LOAD in header for header in other.sent] == [True]
+
+
+def test_a_version_that_is_gone_meanwhile_does_not_answer(tmp_path: Path) -> None:
+    class Meanwhile(Peer):
+        """The thread of the watcher runs while the server asks this rank."""
+
+        def holds(self, version: Version) -> bool:
+            version.state = UNLOADING
+            return True
+
+    NumpyNetwork([4, 3]).save(str(tmp_path / "m.npz"))
+    with _server(tmp_path / "m.npz") as (server, version):
+        server._exchange = OtherRank()  # type: ignore[assignment]
+        server._peers[1] = Meanwhile(1, {1: version.stamp})
+        version.state = LOADING
+        server._awake.set()
+        server._turn()
+        assert version.state == UNLOADING
+        assert not server._versions.listed()
 
 
 def _is_answer(given: tuple[int, dict], wanted: np.ndarray) -> bool:

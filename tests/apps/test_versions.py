@@ -121,6 +121,16 @@ def test_a_relative_folder_has_the_same_files(tmp_path: Path, monkeypatch: pytes
     assert scan("m") == scan(str(tmp_path / "m"))
 
 
+def test_a_state_changes_only_from_those_that_are_named() -> None:
+    versions, version = Versions("m"), Version(1, "")
+    assert versions.move(version, [LOADING], AVAILABLE)
+    assert versions.move(version, [LOADING, AVAILABLE], UNLOADING)
+    assert not versions.move(version, [LOADING], END, "rank 1: damaged")
+    assert (version.state, version.error) == (UNLOADING, "")
+    assert versions.move(other := Version(2, ""), [LOADING], END, "rank 1: damaged")
+    assert (other.state, other.error) == (END, "rank 1: damaged")
+
+
 def test_a_canary_gets_its_share() -> None:
     versions = Versions("m", checked_canary(["2=0.1"]), draws=random.Random(1))
     assert versions.choose(None) is None

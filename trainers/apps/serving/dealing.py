@@ -261,8 +261,8 @@ class Server:
                     self._deal_to(peer, {LOAD: number, "path": version.path, "stamp": stamp}, Change(number, stamp))
                     loading = True
         for version in listed:
-            if version.state == LOADING and all(p.holds(version) for p in self._peers.values() if not p.late):
-                version.state = AVAILABLE
+            held = all(peer.holds(version) for peer in self._peers.values() if not peer.late)
+            if held and self._versions.move(version, (LOADING,), AVAILABLE):
                 log.warning("version %d answers", version.number)
             if version.state == UNLOADING and not self._in_use(version.number):
                 self._versions.drop(version.number)
@@ -281,8 +281,11 @@ class Server:
             return
         log.warning("rank %d can't load version %d: %s", peer.rank, number, error)
         version = self._versions.known.get(number)
-        if version is not None and version.stamp == change.stamp and version.state == LOADING:
-            version.state, version.error = END, f"rank {peer.rank}: {error}"
+        if (
+            version is not None
+            and version.stamp == change.stamp
+            and self._versions.move(version, (LOADING,), END, f"rank {peer.rank}: {error}")
+        ):
             log.warning("version %d is not served: %s", number, version.error)
         else:  # the other ranks answer by it
             peer.refused[number] = change.stamp

@@ -11,7 +11,7 @@ import os
 import random
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -107,6 +107,15 @@ class Versions:
         with self._lock:
             self.known.pop(number, None)
 
+    def move(self, version: Version, of: Collection[str], to: str, error: str = "") -> bool:
+        """Change the state of a version if it is one of those in `of`; return whether it was. The threads of the server
+        and of the watcher change states by this alone. error: why it does not answer."""
+        with self._lock:
+            moved = version.state in of
+            if moved:
+                version.state, version.error = to, error or version.error
+        return moved
+
     def load(self, number: int, path: str) -> Version:
         """Load a version on this rank, and add it. One that can't be loaded is at its END."""
         version = Version(number, path)
@@ -180,14 +189,7 @@ class Watcher:
     called in the thread when a version is LOADING, which the other ranks have to load, or UNLOADING.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        versions: Versions,
-        keep: int,
-        seconds: float,
-        wake: Callable[[], object],
-    ) -> None:
+    def __init__(self, folder: str, versions: Versions, keep: int, seconds: float, wake: Callable[[], object]) -> None:
         self._folder, self._versions, self._keep, self._seconds, self._wake = folder, versions, keep, seconds, wake
         self._before: dict[int, Found] = {}
         self._stop = threading.Event()
@@ -220,9 +222,8 @@ class Watcher:
         for number, version in known.items():
             displaced = number not in wanted | refused and complete  # an old one stays until the new ones answer
             gone = number not in found or found[number] != self._before.get(number) or displaced
-            if gone and version.state != UNLOADING:
+            if gone and self._versions.move(version, (LOADING, AVAILABLE, END), UNLOADING):
                 log.warning("version %d is gone, and answers no more requests", number)
-                version.state = UNLOADING
                 self._wake()
         for number in sorted(wanted - known.keys(), reverse=True):
             if self._before.get(number) == found[number]:
