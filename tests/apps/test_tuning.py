@@ -119,6 +119,12 @@ def test_a_mistake_has_a_named_error(content: Any, text: str) -> None:
         config.read(content)
 
 
+def test_a_long_value_is_cut() -> None:
+    with pytest.raises(ArgumentError, match=r"^maxTrials: .*, got '999") as caught:
+        config.read(changed(maxTrials=5000 * "9"))
+    assert len(str(caught.value)) < 400
+
+
 def test_parameters_follow_those_that_they_need() -> None:
     def choice(name: str, *values: Any) -> dict[str, Any]:
         return {

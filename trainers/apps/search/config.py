@@ -18,10 +18,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
+from allreduce.notices import shown
 from trainers.apps.search.options import arguments, has_value, varied
 from trainers.apps.search.trial import Trial
 from trainers.cli.options import BY_NAME, parse
-from trainers.errors import ArgumentError
+from trainers.errors import ArgumentError, as_error
 
 SENSE = {"MAXIMIZE": "accuracy", "MINIMIZE": "loss"}  # the end of the metrics' names
 
@@ -209,13 +210,11 @@ def _meets(value: Any, allowed: tuple[str, ...]) -> bool:
 
 def load(path: str) -> Tuning:
     """Read a YAML file. Raises ArgumentError, which names the key."""
-    try:
-        with open(path, encoding="utf-8") as file:
+    with as_error(ArgumentError, f"--config {path} can't be read"), open(path, encoding="utf-8") as file:
+        try:
             content = yaml.load(file, yaml.BaseLoader)
-    except OSError as error:
-        raise ArgumentError(f"--config {path} can't be read: {error.strerror or error}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of bytes that are no UTF-8
-        raise ArgumentError(f"--config {path} is no YAML file: {error}") from error
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of bytes that are no UTF-8
+            raise ArgumentError(f"--config {path} is no YAML file: {error}") from error
     try:
         return read(content)
     except ArgumentError as error:
@@ -234,4 +233,4 @@ def _text(mistake: Any) -> str:
     """Return a mistake that pydantic has found as text: its place in the file, and what is expected there."""
     place = ".".join(map(str, mistake["loc"])) or "the file"
     own = mistake["type"] == "value_error"
-    return f"{place}: {mistake['ctx']['error'] if own else mistake['msg'] + ', got ' + repr(mistake['input'])}"
+    return f"{place}: {mistake['ctx']['error'] if own else mistake['msg'] + ', got ' + shown(mistake['input'], 200)}"
