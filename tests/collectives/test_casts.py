@@ -16,6 +16,21 @@ def _by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(kernels, "_function", lambda name: None)
 
 
+def test_subnormal_numbers_stay_where_a_thread_flushes_them() -> None:
+    torch = pytest.importorskip("torch")
+    given = np.array([1e-5, -3e-5, 6e-5, -0.0, 1e-3], np.float32)
+    wanted, small, wide = given.astype(np.float16), np.empty(5, np.float16), np.empty(5, np.float32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor can't flush subnormal numbers")
+    try:
+        casts.cast(given, small)
+        casts.cast(wanted, wide)
+    finally:
+        torch.set_flush_denormal(False)
+    np.testing.assert_array_equal(small.view(np.uint16), wanted.view(np.uint16))
+    np.testing.assert_array_equal(wide, wanted.astype(np.float32))
+
+
 @pytest.mark.parametrize("given", ["float64", "int32", "float32", "float16"])
 @pytest.mark.parametrize("wanted", DTYPES, ids=str)
 @pytest.mark.parametrize("writeable", [True, False])

@@ -33,6 +33,7 @@ from trainers import (
 from trainers.arrays import squares
 from trainers.callbacks import LearningRateSchedule
 from trainers.errors import ArgumentError
+from trainers.options.buckets import Buckets
 from trainers.replica import Replica, Slices
 from trainers.state.adopt import complete, copy_state
 from trainers.strategies.transforms.transform import Applied, Compute, Rows, Transform
@@ -301,6 +302,57 @@ def test_a_fit_takes_a_transform_of_a_program(kind: str, flat: allreduce.Topolog
         assert first.metrics["grad_norm"] == pytest.approx(first.metrics["scaled_norm"], rel=1e-4)
         assert second.metrics["grad_norm"] == pytest.approx(2 * first.metrics["grad_norm"], rel=1e-4)
         assert second.metrics["scaled_norm"] < CLIP * 1.01
+
+
+@dataclass(frozen=True)
+class Failing(Transform):
+    """Its method fails on the last rank."""
+
+    method: str
+
+    def start(self, replica: Replica) -> Applied:
+        applied = Applied()
+        if MPI.COMM_WORLD.rank + 1 == SIZE:
+            setattr(applied, self.method, lambda *_: {}["on purpose"])
+        return applied
+
+
+@few
+@pytest.mark.parametrize("method", ["begin", "begin_step", "compute", "reduced", "updated", "end_step"])
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "central"])
+def test_an_error_of_a_transform_is_raised_on_all_ranks(
+    kind: str, method: str, flat: allreduce.Topology, folder: Path
+) -> None:
+    with TRAINERS[kind](network(), topology=flat) as trainer, pytest.raises(KeyError, match="on purpose"):
+        fitted(trainer, [Failing(method), ClipNorm(CLIP)], checkpoint=str(folder))
+
+
+def test_meters_have_names_of_their_own(flat: allreduce.Topology) -> None:
+    class Named(Scale):
+        def start(self, replica: Replica) -> Applied:
+            applied = super().start(replica)
+            applied.meter = NormMeter()
+            return applied
+
+    with TRAINERS["replicated"](network(), topology=flat) as trainer:
+        with pytest.raises(ArgumentError, match='two numbers of a step are named "grad_norm"'):
+            fitted(trainer, [Named(1.0), ClipNorm(CLIP)])
+        assert "grad_norm" in fitted(trainer, [Named(1.0)])["history"][0].metrics
+
+
+@few
+def test_a_compute_of_its_own_is_not_overlapped(flat: allreduce.Topology) -> None:
+    torch = pytest.importorskip("torch")
+    from trainers.replicas.pytorch.replica import TorchReplica
+
+    found = []
+    for buckets in (None, Buckets(True, mb=1e-4, first_mb=1e-4)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
+        replica = TorchReplica(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+        with MirroredTrainer(replica, "ring", topology=flat, buckets=buckets) as trainer:
+            found.append(fitted(trainer, [Scale(0.5), Accumulate(2)])["parameters"])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-6)
 
 
 def test_sums_of_squares() -> None:
