@@ -54,8 +54,8 @@ class UpdateRule:
         """Use these transforms from now on, in a new fit. Local, called on all ranks. Raises ArgumentError if two of
         their meters have one name, or one has that of a metric."""
         self.applied, self._failed = [each.start(self._replica) for each in transforms], None
-        names = [*self._replica.metrics, *(meter.name for meter in self.meters)]
-        if twice := [name for name in names if names.count(name) > 1]:
+        names = [meter.name for meter in self.meters]
+        if twice := [name for name in names if [*self._replica.metrics, *names].count(name) > 1]:
             raise ArgumentError(
                 f'two numbers of a step are named "{twice[0]}": give the meter of a transform another name'
             )
