@@ -16,7 +16,7 @@ from trainers.apps.ensemble.drawn_rows import DrawnRows, taken
 from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.apps.ensemble.model import EnsembleModel
 from trainers.apps.ensemble.voting import Scorer, Voting
-from trainers.apps.serving.models import load_model
+from trainers.apps.serving.versions import load_model
 from trainers.data import Arrays
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError
 from trainers.files import model_file

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from trainers.apps.export.export import write
-from trainers.apps.serving import models
-from trainers.apps.serving.models import load_model, load_whole
+from trainers.apps.serving import models, versions
+from trainers.apps.serving.versions import load_model, load_whole
 from trainers.arrays import average
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.errors import ArgumentError, DataError, ModelFileError
@@ -182,7 +182,7 @@ def test_the_stamp_of_an_onnx_file_is_of_its_constants_too(tmp_path: Path) -> No
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be replaced by one of the same size and time."""
     path, other = saved(NumpyNetwork([4, 3], seed=1), tmp_path / "m.npz"), str(tmp_path / "other.npz")
-    load = models.load_model
+    load = versions.load_model
 
     def replaced(path: str) -> models.Model:
         saved(NumpyNetwork([4, 3], seed=2), Path(other))
@@ -190,7 +190,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytes
         os.replace(other, path)
         return load(path)
 
-    monkeypatch.setattr(models, "load_model", replaced)
+    monkeypatch.setattr(versions, "load_model", replaced)
     with pytest.raises(ModelFileError, match="changed while it was read"):
         load_whole(path)
 

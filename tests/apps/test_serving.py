@@ -30,8 +30,7 @@ from trainers.apps.serving import dealing, web
 from trainers.apps.serving.answering import NUMBER
 from trainers.apps.serving.command import COMMAND
 from trainers.apps.serving.dealing import Peer, Prepared, Server
-from trainers.apps.serving.models import load_whole
-from trainers.apps.serving.versions import AVAILABLE, LOADING, UNLOADING, Version, Versions
+from trainers.apps.serving.versions import AVAILABLE, LOADING, UNLOADING, Version, Versions, load_whole
 from trainers.apps.serving.web import RefusedError, listen
 from trainers.errors import ArgumentError
 from trainers.recovery.terminating import Terminating

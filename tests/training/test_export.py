@@ -16,7 +16,7 @@ from tests.training.test_tables import people, write
 from trainers import EMA, MirroredTrainer, datasets
 from trainers.apps.export import export, running
 from trainers.apps.export.metadata import Exported
-from trainers.apps.serving.models import load_model
+from trainers.apps.serving.versions import load_model
 from trainers.cli.main import main
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.errors import ArgumentError, ExportError, ModelFileError

@@ -223,7 +223,7 @@ def logs_of(comm: MPI.Intracomm, rule: UpdateRule, same: bool) -> dict[str, floa
     """
     logs = {}
     for meter in rule.meters:
-        sums = np.array(all_values(comm, meter.sums().tolist(), "learn the norms of an epoch"))
+        sums = np.array(all_values(comm, meter.sums().tolist(), "learn the means of an epoch"))
         total, count = sums[sums[:, 1].argmax()] if same else sums.sum(axis=0)
         logs[meter.name] = float(total / count) if count else math.nan
     return logs

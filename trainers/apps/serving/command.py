@@ -14,13 +14,14 @@ from allreduce.topology import Topology
 from trainers import arguments
 from trainers.apps.serving.answering import answer_requests
 from trainers.apps.serving.dealing import LOAD, PREDICT, STOP, UNLOAD, Prepared, Server
-from trainers.apps.serving.models import ENDINGS, Model, load_whole
+from trainers.apps.serving.models import ENDINGS, Model
 from trainers.apps.serving.versions import (
     AVAILABLE,
     Found,
     Version,
     Versions,
     checked_canary,
+    load_whole,
     scan,
     wanted_of,
 )

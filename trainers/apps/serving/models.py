@@ -1,22 +1,16 @@
-"""Saved models that answer: load_model(path) returns a Model, which predicts rows. No MPI."""
+"""Models that answer: a Model predicts rows. No MPI."""
 
-import hashlib
 import math
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 
 from trainers.apps.export.metadata import Exported
 from trainers.apps.export.running import NUMBERS, Session, need_onnxruntime
 from trainers.datasets.columns import Columns
-from trainers.errors import ArgumentError, ModelFileError, TrainerError, as_error, explained
-from trainers.files import model_file
-from trainers.replicas.numpy.categories import load_network
+from trainers.errors import ArgumentError, ModelFileError, explained
 from trainers.replicas.numpy.network import NumpyNetwork
 
 ENDINGS = (".npz", ".onnx")
@@ -33,7 +27,7 @@ class Model(ABC):
     members: the number of models whose answers are combined; 1 for a single model.
     outputs: the number of outputs of a row; None if it is not known.
     probabilities: whether `predict` is known to return the probabilities of classes.
-    stamp: of the content of the file, see `load_whole`; "" before.
+    stamp: of the content of the file, see versions.load_whole; "" before.
     """
 
     kind: str
@@ -138,56 +132,3 @@ class OnnxModel(Model):
     def predict(self, rows: np.ndarray) -> np.ndarray:
         with explained(ArgumentError, "onnxruntime can't compute the outputs of these rows"):
             return self._session.run(np.asarray(rows, self.dtype), [self._output])[self._output]
-
-
-def load_model(path: str) -> Model:
-    """Load a saved model: a .npz of `save`, or an .onnx file (needs the extra "export"). Raises ModelFileError, and
-    ArgumentError if a package is missing."""
-    if path.endswith(".onnx"):
-        with as_error(ModelFileError, f"the model file {path} can't be read"):
-            model_file.open_regular(path).close()
-        return OnnxModel(path)
-    kind, _ = model_file.read_header(path)
-    if kind == "Ensemble":
-        ensembles: Any = import_module("trainers.apps.ensemble.model")  # which is above this module
-        loaded: Model = ensembles.EnsembleModel.load(path)
-        return loaded
-    return NetworkModel(load_network(path))
-
-
-def load_whole(path: str) -> Model:
-    """Load a model whose file may be in the course of being written, with the stamp of its content, by which ranks
-    compare what they have loaded. Raises ModelFileError if a file changes meanwhile, and the errors of `load_model`;
-    whatever a damaged file makes a package raise becomes a ModelFileError."""
-    damaged = explained(ModelFileError, f"{path} can't be loaded", passes=(TrainerError,))
-    with damaged, as_error(ModelFileError, f"the model file {path} can't be read"):
-        files = [path, *_constants(path)]
-        stamp = _stamp(files)
-        model = load_model(path)
-        model.stamp = _stamp(files)
-    if model.stamp != stamp:
-        raise ModelFileError(f"{path} changed while it was read")
-    return model
-
-
-def _stamp(files: Sequence[str]) -> str:
-    """Return the size and a hash of the content of files, which are equal for equal copies on all hosts."""
-    total, content = 0, hashlib.blake2b(digest_size=16)
-    for path in files:
-        with model_file.open_regular(path) as file:
-            while piece := file.read(model_file.PIECE):
-                total += len(piece)
-                content.update(piece)
-    return f"{total} bytes, BLAKE2b {content.hexdigest()}"
-
-
-def _constants(path: str) -> list[str]:
-    """Return the files beside an .onnx file that have its constants: it has pairs of "location" and a file name."""
-    if not path.endswith(".onnx"):
-        return []
-    with model_file.open_regular(path) as file:
-        content = file.read()
-    places = re.finditer(rb"\n\x08location\x12([\x01-\x7f])", content)
-    names = {os.fsdecode(content[place.end() : place.end() + place[1][0]]) for place in places}
-    beside = (os.path.join(os.path.dirname(path), name) for name in sorted(names) if "\0" not in name)
-    return [each for each in beside if os.path.isfile(each)]

@@ -1,4 +1,4 @@
-"""Versions of a served model: the folders that hold them, which of them answer, and a watcher of the folders. No MPI.
+"""Versions of a served model: the folders that hold them, which of them answer, a watcher, and loading. No MPI.
 
     models/digits/0001/model.npz
     models/digits/0002/model.onnx
@@ -6,20 +6,24 @@
 The name of the folder, digits, is the name of the model. Only folders whose names are digits are versions.
 """
 
+import hashlib
 import logging
 import os
 import random
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from trainers.apps.serving.models import ENDINGS, Model, load_whole
-from trainers.errors import ArgumentError, ModelFileError, TrainerError
+from trainers.apps.serving.models import ENDINGS, Model, NetworkModel, OnnxModel
+from trainers.errors import ArgumentError, ModelFileError, TrainerError, as_error, explained
+from trainers.files import model_file
+from trainers.replicas.numpy.categories import load_network
 
 log = logging.getLogger("trainers")
 
@@ -237,3 +241,56 @@ def wanted_of(found: Iterable[int], keep: int, canary: Mapping[int, float]) -> s
     present = set(found)
     canaries = present & set(canary)
     return canaries | set(sorted(present - canaries, reverse=True)[:keep])
+
+
+def load_model(path: str) -> Model:
+    """Load a saved model: a .npz of `save`, or an .onnx file (needs the extra "export"). Raises ModelFileError, and
+    ArgumentError if a package is missing."""
+    if path.endswith(".onnx"):
+        with as_error(ModelFileError, f"the model file {path} can't be read"):
+            model_file.open_regular(path).close()
+        return OnnxModel(path)
+    kind, _ = model_file.read_header(path)
+    if kind == "Ensemble":
+        ensembles: Any = import_module("trainers.apps.ensemble.model")  # which is above this package
+        loaded: Model = ensembles.EnsembleModel.load(path)
+        return loaded
+    return NetworkModel(load_network(path))
+
+
+def load_whole(path: str) -> Model:
+    """Load a model whose file may be in the course of being written, with the stamp of its content, by which ranks
+    compare what they have loaded. Raises ModelFileError if a file changes meanwhile, and the errors of `load_model`;
+    whatever a damaged file makes a package raise becomes a ModelFileError."""
+    damaged = explained(ModelFileError, f"{path} can't be loaded", passes=(TrainerError,))
+    with damaged, as_error(ModelFileError, f"the model file {path} can't be read"):
+        files = [path, *_constants(path)]
+        stamp = _stamp(files)
+        model = load_model(path)
+        model.stamp = _stamp(files)
+    if model.stamp != stamp:
+        raise ModelFileError(f"{path} changed while it was read")
+    return model
+
+
+def _stamp(files: Sequence[str]) -> str:
+    """Return the size and a hash of the content of files, which are equal for equal copies on all hosts."""
+    total, content = 0, hashlib.blake2b(digest_size=16)
+    for path in files:
+        with model_file.open_regular(path) as file:
+            while piece := file.read(model_file.PIECE):
+                total += len(piece)
+                content.update(piece)
+    return f"{total} bytes, BLAKE2b {content.hexdigest()}"
+
+
+def _constants(path: str) -> list[str]:
+    """Return the files beside an .onnx file that have its constants: it has pairs of "location" and a file name."""
+    if not path.endswith(".onnx"):
+        return []
+    with model_file.open_regular(path) as file:
+        content = file.read()
+    places = re.finditer(rb"\n\x08location\x12([\x01-\x7f])", content)
+    names = {os.fsdecode(content[place.end() : place.end() + place[1][0]]) for place in places}
+    beside = (os.path.join(os.path.dirname(path), name) for name in sorted(names) if "\0" not in name)
+    return [each for each in beside if os.path.isfile(each)]

@@ -8,7 +8,7 @@ from functools import partial
 
 from allreduce.elastic.ranks import together
 from allreduce.topology import Topology
-from trainers.apps.serving.models import load_whole
+from trainers.apps.serving.versions import load_whole
 from trainers.apps.tables.predicting import predict_into
 from trainers.apps.tables.streams import open_stream
 from trainers.cli.command import Command
