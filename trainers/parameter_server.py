@@ -6,8 +6,8 @@ from allreduce.topology import Topology
 from trainers.arguments import known_only
 from trainers.replica import Replica
 from trainers.strategies.few_owners import FewOwners
+from trainers.strategies.servers.asynchronous import AsynchronousServers
 from trainers.strategies.servers.options import Options
-from trainers.strategies.servers.strategy import AsynchronousServers
 from trainers.trainer import Trainer
 
 

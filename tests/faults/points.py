@@ -27,7 +27,7 @@ PROGRAMS = f"{__package__}.programs"
 POINTS = {
     "compute": [
         ("trainers.strategies.step:Step", "compute"),
-        ("trainers.strategies.servers.strategy:AsynchronousServers", "_compute_part"),
+        ("trainers.strategies.servers.asynchronous:AsynchronousServers", "_compute_part"),
         ("trainers.strategies.spare_replicas:SpareReplicas", "_compute_part"),
         (f"{PROGRAMS}.loop", "forward"),
     ],
@@ -35,7 +35,7 @@ POINTS = {
     "push": [("trainers.strategies.servers.mailbox:Client", "push")],
     "reply": [
         ("trainers.strategies.servers.mailbox:Mailbox", "reply"),
-        ("trainers.strategies.servers.service:ServerStrategy", "_broadcast_parameters"),
+        ("trainers.strategies.servers.service:ServerStrategy", "share_parameters"),
     ],
     "call": [("allreduce.call.executor:Executor", "prepare")],  # what it returns
     "reduce": [("allreduce.call.executor:Executor", "prepare")],  # inside of a call, when the ranks have met

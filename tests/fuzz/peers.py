@@ -18,7 +18,7 @@ from allreduce.transport.wait import NamedCall
 from tests.apps.server import Target
 from trainers import group
 from trainers.apps.serving import web
-from trainers.strategies.servers.asynchronous import Asynchronous, Dealer, EpochLedger, Parts, StalenessRule
+from trainers.strategies.servers.asynchronous import Asynchronous, Dealer, EpochLedger, StalenessRule
 from trainers.strategies.servers.mailbox import BYE, PUSH, Arrival, Header, Message
 from trainers.strategies.servers.server import Server
 
@@ -135,7 +135,7 @@ def read_pushes(value: tuple[bool, str, list[tuple[int, int, Header]]], _: Path)
     def apply(message: Message, factor: float) -> None:
         shard.version += 1
 
-    dealer = Dealer(Parts([iter(range(PARTS))], PARTS), range(3), rule.bound) if first else None
+    dealer = Dealer([iter(range(PARTS))], range(3), rule.bound, PARTS) if first else None
     mailbox: Any = _Mailbox([*messages, *((worker, PUSH, Header(BYE)) for worker in range(3))])
     Server(mailbox, shard).serve(Asynchronous(shard, rule, dealer, apply, lambda: False, epoch), range(3))
 

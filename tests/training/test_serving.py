@@ -30,7 +30,7 @@ from trainers.strategies.servers.asynchronous import (
     Asynchronous,
     Dealer,
     EpochLedger,
-    Parts,
+    EpochRows,
     StalenessRule,
 )
 from trainers.strategies.servers.mailbox import (
@@ -53,14 +53,13 @@ from trainers.strategies.servers.mailbox import (
     Waiter,
 )
 from trainers.strategies.servers.server import Policy, Server, Shard
-from trainers.strategies.servers.strategy import EpochRows
 from trainers.strategies.spare_replicas import First, SpareReplicas
 from trainers.watching.meter import Tally
 
 
-def listed(count: int) -> Parts:
-    """Return the parts of an epoch of arrays."""
-    return Parts([iter(range(count))], count)
+def dealing(count: int, workers: range, bound: int | None = None) -> Dealer:
+    """Return the dealer of an epoch of arrays."""
+    return Dealer([iter(range(count))], workers, bound, count)
 
 
 def play(dealer: Dealer, workers: int, seed: int) -> tuple[list[int], list[int]]:
@@ -104,7 +103,7 @@ def play(dealer: Dealer, workers: int, seed: int) -> tuple[list[int], list[int]]
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_every_part_is_dealt_once_and_no_gradient_is_beyond_the_bound(workers: int, bound: int | None) -> None:
     for seed in range(20):
-        staleness, _ = play(Dealer(listed(60), range(workers), bound), workers, seed)
+        staleness, _ = play(dealing(60, range(workers), bound), workers, seed)
         assert len(staleness) == 60
         assert bound is None or max(staleness) <= bound
         assert workers > 1 or not any(staleness)  # the only worker has always seen its own updates
@@ -112,17 +111,17 @@ def test_every_part_is_dealt_once_and_no_gradient_is_beyond_the_bound(workers: i
 
 def test_a_bound_is_used_as_far_as_it_goes() -> None:
     """A bound could also be kept by letting no two workers compute at once."""
-    assert max(max(play(Dealer(listed(60), range(4), 3), 4, seed)[0]) for seed in range(5)) == 3
+    assert max(max(play(dealing(60, range(4), 3), 4, seed)[0]) for seed in range(5)) == 3
 
 
 def test_a_warm_up_is_one_workers() -> None:
-    staleness, who = play(Dealer(listed(30), range(1)), 3, 1)
+    staleness, who = play(dealing(30, range(1)), 3, 1)
     assert set(who) == {0}
     assert not any(staleness)
 
 
 def test_near_the_end_nobody_is_dealt_a_part_ahead() -> None:
-    dealer = Dealer(listed(4), range(2))
+    dealer = dealing(4, range(2))
     assert [dealer.deal(0, 0), dealer.deal(0, 0)] == [0, 1]
     assert dealer.deal(0, 0) is None
     assert [dealer.deal(1, 0), dealer.deal(1, 0)] == [2, None]
@@ -132,7 +131,7 @@ def test_near_the_end_nobody_is_dealt_a_part_ahead() -> None:
 
 
 def test_a_stop_ends_the_dealing() -> None:
-    dealer = Dealer(listed(4), range(2))
+    dealer = dealing(4, range(2))
     dealer.deal(0, 0)
     dealer.stop()
     assert dealer.deal(1, 0) == NO_PART
@@ -332,7 +331,7 @@ def test_workers_that_rest_hear_that_the_others_go_on() -> None:
     first = [(1, ASK, asks), (0, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
     second = [(1, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
     mailbox = Counter([*first, *second, (1, PUSH, Header(BYE)), (0, PUSH, Header(BYE))])
-    dealer = Dealer(listed(2), range(1))
+    dealer = dealing(2, range(1))
     serve(mailbox, 2, lambda shard: Asynchronous(shard, StalenessRule(), dealer, lambda *_: None, bool, none_yet()))
     assert mailbox.answers == [(0, WORK), (1, AGAIN), (0, WORK), (1, END), (0, END)]
 
@@ -354,7 +353,7 @@ def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
     epoch = none_yet()
     epoch.outcomes[:] = 0, LEFT, 0, 0
     applied: list[int] = []
-    dealer = Dealer(Parts([iter([1, 3])], 2), range(1))
+    dealer = Dealer([iter([1, 3])], range(1), count=2)
 
     def apply(message: Message, factor: float) -> None:
         applied.append(message.header.step)

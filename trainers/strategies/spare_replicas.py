@@ -18,15 +18,13 @@ from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica, attach, copy_of
 from trainers.strategies.interface import EpochRun
-from trainers.strategies.servers.asynchronous import HOW_FAR
 from trainers.strategies.servers.mailbox import END, ENDED, FAILED, GRADIENTS, NOTHING, STOP, WORK, Arrival, Header
 from trainers.strategies.servers.server import Policy, Server, Shard
-from trainers.strategies.servers.service import SIZES, ServerStrategy, wait_before_raising
+from trainers.strategies.servers.service import HOW_FAR, SIZES, ServerStrategy, wait_before_raising
 from trainers.watching.meter import Tally
 
 CHIEF = 0
 ROUNDING = 1e-9  # a sum of shares this close to 1 counts as 1
-EXTRA = 3  # numbers of a push after its metrics: see First
 
 
 class First(Policy):
@@ -151,10 +149,10 @@ class SpareReplicas(ServerStrategy):
 
     rates_follow_batches = False  # the chief sets the rates of the step that it takes
     thread = "serve"
+    extra = 3  # see First
 
     def __init__(self, replica: Replica, name: str, spare: int) -> None:
-        measures = len(getattr(replica, "metrics", ())) + getattr(replica, "optional", 0) + EXTRA
-        super().__init__(replica, name, measures)
+        super().__init__(replica, name)
         self.spare = self._given = spare
         self._wanted = 0  # ranks whose gradients a step takes
         self._begun, self._taken = -1, 0  # the current epoch, and the number of its steps that were taken
@@ -166,13 +164,20 @@ class SpareReplicas(ServerStrategy):
     def describe(self) -> str:
         return f"{self.name}({type(self.replica).__name__}, spare={self._given!r})"
 
-    def _own_argument_error(self, ranks: Topology) -> Exception | None:
+    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
         spare = self._given
+        if error := super().argument_error(ranks, goes_on):
+            return error
         if not is_integer(spare, 0, ranks.size - 1):
             return ArgumentError(
                 f"spare must be an integer from 0 to {ranks.size - 1}, the number of ranks less one, got {spare!r}"
             )
-        return _copy_error(self.replica) if ranks.rank == CHIEF else None
+        try:
+            if ranks.rank == CHIEF:
+                copy_of(self.replica)
+        except ArgumentError as error:
+            return ArgumentError(f"the chief of spare replicas computes with a copy of the model, and {error}")
+        return None
 
     def renumber(self, previous: tuple[int, ...]) -> None:
         self._given = min(self._given, len(previous) - 1)
@@ -334,12 +339,3 @@ class SpareReplicas(ServerStrategy):
             self._own_step += rows > 0
             return batch._replace(rows=rows, share=float(rows)) if rows else None
         return batch._replace(rows=rows, share=batch.own / rows) if rows else None
-
-
-def _copy_error(replica: Replica) -> ArgumentError | None:
-    """Return the error if the chief's replica can't be copied, or None."""
-    try:
-        copy_of(replica)
-    except ArgumentError as error:
-        return ArgumentError(f"the chief of spare replicas computes with a copy of the model, and {error}")
-    return None

@@ -30,10 +30,10 @@ from trainers.strategies.interface import EpochRun, Strategy, replica_error
 from trainers.strategies.rule import FLAGS
 from trainers.strategies.servers.mailbox import FAILED, PARAMETERS, STOP, Client, Mailbox, Waiter
 from trainers.strategies.servers.server import Shard
-from trainers.strategies.servers.worker import WorkerRanks, Workers, remaining
+from trainers.strategies.servers.worker import WorkerRanks, Workers
 from trainers.watching.meter import Tally
 
-SIZES = "learn the rows of the batches of an epoch"
+SIZES, HOW_FAR = "learn the rows of the batches of an epoch", "learn the positions of the servers"
 
 
 class ServerStrategy(Strategy, Owners):
@@ -41,7 +41,7 @@ class ServerStrategy(Strategy, Owners):
 
     servers: the ranks that hold the parameters, in the order of their slices. workers: the ranks of each worker. Its
         first rank, the leader, speaks with the servers.
-    measures: the number of metrics (float64) in each message.
+    extra: the numbers (float64) in each message besides the metrics and one for each of Replica.optional.
     thread: the task of the second thread while this rank computes: "ask": requests the next part and its parameters
         (without MPI threads this is done after the computation); "serve": runs the server (needs MPI threads), and a
         rank requests its next part when it has pushed its gradients.
@@ -50,14 +50,14 @@ class ServerStrategy(Strategy, Owners):
     synchronous = False
     mirrors = "epoch"
     kind = "servers"
+    extra = 0
     thread: str
 
-    def __init__(self, replica: Replica, name: str, measures: int) -> None:
+    def __init__(self, replica: Replica, name: str) -> None:
         super().__init__(replica, name)
         self.servers: tuple[int, ...] = ()
         self.workers: Workers = ()
         self._worker = WorkerRanks(stopwatch.make("cpu"))  # of this rank
-        self._measures = measures
         self._connected = False  # whether `_mailbox` and `_client` were created
         self._mailbox: Mailbox | None = None  # of a server
         self._client: Client | None = None  # of the leader of a worker
@@ -69,16 +69,11 @@ class ServerStrategy(Strategy, Owners):
     # Construction
 
     def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
-        replica = self.replica
-        if error := replica_error(replica, self) or self._own_argument_error(ranks):
+        if error := replica_error(self.replica, self):
             return error
-        if replica.device != "cpu":
-            return ArgumentError(f"{self.describe()} works on the CPU, and this replica is on {replica.device}")
+        if self.replica.device != "cpu":
+            return ArgumentError(f"{self.describe()} works on the CPU, and this replica is on {self.replica.device}")
         return None
-
-    def _own_argument_error(self, ranks: Topology) -> Exception | None:
-        """Return the error if this strategy's own arguments are invalid on these ranks, or None. Local."""
-        raise NotImplementedError
 
     def _assign(self, group: RankGroup) -> None:
         """Set `servers` and `workers`. Collective."""
@@ -101,6 +96,7 @@ class ServerStrategy(Strategy, Owners):
         if replica.allocates:
             malloc.keep_freed_memory()
         self._assign(group)
+        self._measures = len(replica.metrics) + replica.optional + self.extra
         self.measured = np.zeros(len(replica.metrics) + len(FLAGS))
         length = replica.gradient_length
         self._dtype = dtypes.parse(replica.gradient_dtype)
@@ -213,7 +209,8 @@ class ServerStrategy(Strategy, Owners):
     def follow(self, previous: tuple[int, ...]) -> None:
         now = {old: rank for rank, old in enumerate(previous)}
         self.servers = tuple(now[rank] for rank in self.servers if rank in now)
-        self.workers = remaining(self.workers, now)
+        left = (tuple(now[rank] for rank in ranks if rank in now) for ranks in self.workers)
+        self.workers = tuple(ranks for ranks in left if ranks)  # a worker keeps its remaining ranks
 
     def rebuild(self, go_back: Callable[[], bool]) -> bool:
         """Load the servers' parameters on all ranks. Raises RankLostError on all ranks if a server, or every worker,
@@ -225,7 +222,7 @@ class ServerStrategy(Strategy, Owners):
         together(self.group.comm, self._bind)
         self._make_endpoints()
         self._agree_on_progress()
-        self._broadcast_parameters()
+        self.share_parameters()
         return True
 
     # Steps and epochs
@@ -261,9 +258,6 @@ class ServerStrategy(Strategy, Owners):
     def own_part(self) -> Slices | None:  # type: ignore[override]
         return slice(0, 0) if self._shard is None else self._shard.part
 
-    def share_parameters(self) -> None:
-        self._broadcast_parameters()
-
     def _learn_sizes(self, run: EpochRun, number: int, cut: bool, sizes: Sequence[int] | None = None) -> None:
         """Tell all ranks the rows of the batches of epoch `number` of a stream. Raises DataError on all ranks if whole
         batches differ, or a rank can't read the rest of them. Collective.
@@ -286,7 +280,7 @@ class ServerStrategy(Strategy, Owners):
         for step, total in enumerate(most[:length].tolist() if sizes is None else sizes):
             batches.learn(step, total)
 
-    def _broadcast_parameters(self) -> None:
+    def share_parameters(self) -> None:
         """Give all ranks the servers' parameters: servers send them to the workers' leaders, and these to the other
         ranks of their workers. Collective."""
         rank, comm, speakers = self.group.rank, self._messages, {*self.servers, *self.leaders}

@@ -40,15 +40,6 @@ def _cut(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(ranks[first : first + size])) for first in range(0, len(ranks), size)]
 
 
-def remaining(workers: Workers, now: dict[int, int]) -> Workers:
-    """Return the workers after a failure. A worker keeps its remaining ranks; one without ranks is left out. Local.
-
-    now: the new number of each remaining rank.
-    """
-    left = (tuple(now[rank] for rank in ranks if rank in now) for ranks in workers)
-    return tuple(ranks for ranks in left if ranks)
-
-
 def uneven_text(workers: Workers, nodes: Sequence[int], size: int) -> str:
     """Return a notice about workers that are smaller than `size` or span nodes, as text; "" if there are none."""
     small = [ranks for ranks in workers if len(ranks) < size]
