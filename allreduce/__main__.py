@@ -6,7 +6,6 @@ import platform
 import sys
 import traceback
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NoReturn
 
 import mpi4py
@@ -24,19 +23,9 @@ from allreduce.notices import near
 from allreduce.transport import processes
 from allreduce.transport.control import raise_together
 
-COMMANDS: dict[str, ModuleType] = {"doctor": doctor}
 FAILED = 2  # exit code if the doctor can't run; 0 to 2 are the level of its worst finding
 BAD_OPTIONS = 64  # EX_USAGE of sysexits.h
 PATIENCE = {STALL: "20", TIMEOUT: "90"}  # the doctor's waits are short if ranks can reach each other
-EXAMPLES = """\
-examples:
-  python -m allreduce doctor                 this machine
-  mpirun -n 4 python -m allreduce doctor     these ranks, their hosts and the network between them
-  python -m allreduce doctor --help          what it checks, and what its exit code means
-
-To train:            mpirun -n 4 python -m trainers --help
-To measure backends: mpirun -n 4 python -m benchmarks.bandwidth --help
-"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,13 +55,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "python -m allreduce") -> int:
-    """Run a command on all ranks; returns the exit code, the same on each. program: its name in --help. Collective."""
+    """Run the doctor on all ranks; returns the exit code, the same on each. program: its name in --help. Collective."""
     abort.set_error_exit_code(FAILED)
     for variable, seconds in PATIENCE.items():
         os.environ.setdefault(variable, seconds)
     try:
         with advise_if_late():
-            topology = _topology()
+            try:
+                topology = Topology()
+            except LauncherError:  # which the doctor reports
+                topology = Topology(MPI.COMM_SELF)
         return _main(sys.argv[1:] if arguments is None else arguments, topology, program)
     except AllReduceError as error:  # the ranks can't reach each other, so no collective exit is possible
         abort.end_job(f"{type(error).__name__}: {error}\n", FAILED)
@@ -83,19 +75,10 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m allre
         return FAILED
 
 
-def _topology() -> Topology:
-    """Return the topology of all ranks; of this rank alone under a wrong launcher, which the doctor then reports."""
-    try:
-        return Topology()
-    except LauncherError:
-        return Topology(MPI.COMM_SELF)
-
-
 def _main(arguments: Sequence[str], topology: Topology, program: str) -> int:
     shown = topology.rank == 0
     try:
-        name, chosen = parse(arguments, shown, program)
-        code: int = COMMANDS[name].run(chosen, topology)
+        code = doctor.run(parse(arguments, shown, program), topology)
     except OptionError as error:
         if shown:
             print(f"allreduce: error: {error}", file=sys.stderr, flush=True)
@@ -105,29 +88,15 @@ def _main(arguments: Sequence[str], topology: Topology, program: str) -> int:
     return code
 
 
-def parse(
-    arguments: Sequence[str], shown: bool, program: str = "python -m allreduce"
-) -> tuple[str, argparse.Namespace]:
-    """Return the command and its options. Raises the same OptionError on all ranks; --help and --version exit."""
-    top = Parser(shown, prog=program, usage="%(prog)s COMMAND [OPTION...]", epilog=EXAMPLES)
-    top.description = "commands:\n" + "".join(f"  {name:<10} {module.ABOUT}\n" for name, module in COMMANDS.items())
-    top.add_argument("--version", action="version", version=version())
-    if arguments and arguments[0] in COMMANDS:
-        module = COMMANDS[arguments[0]]
-        parser = Parser(shown, prog=f"{program} {arguments[0]}", description=module.ABOUT, epilog=module.MORE)
-        module.add_options(parser)
-        return arguments[0], parser.parse_args(arguments[1:])
-    if arguments and not arguments[0].startswith("-"):
-        top.error(f"no command is called {arguments[0]!r}{near(arguments[0], COMMANDS)}")
-    top.parse_args(arguments)
-    top.print_help()
-    sys.exit(0)
-
-
-def version() -> str:
-    """Return the versions of this package and of the libraries that it needs, as text."""
+def parse(arguments: Sequence[str], shown: bool, program: str = "python -m allreduce") -> argparse.Namespace:
+    """Return the doctor's options. Raises the same OptionError on all ranks; --help and --version exit."""
+    parser = Parser(shown, prog=program, description=f"doctor: {doctor.ABOUT}", epilog=doctor.MORE)
     libraries = f"{mpi_library()}, mpi4py {mpi4py.__version__}, NumPy {np.__version__}"
-    return f"allreduce {__version__} ({libraries}, Python {platform.python_version()})"
+    version = f"allreduce {__version__} ({libraries}, Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("command", nargs="?", choices=["doctor"], default="doctor")
+    doctor.add_options(parser)
+    return parser.parse_args(arguments or ["--help"])
 
 
 if __name__ == "__main__":

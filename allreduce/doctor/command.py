@@ -1,4 +1,4 @@
-"""The command `doctor`: its options, the checks of all ranks, its progress, and its report.
+"""The command `doctor`: its options, the checks of all ranks, and its report.
 
 A check gathers facts on each rank, and yields findings from the facts of all ranks (`CHECKS`). If gathering fails on a
 rank, its error is a finding, so that no rank waits for it.
@@ -6,13 +6,12 @@ rank, its error is a finding, so that no rank waits for it.
 
 import argparse
 import json
-import os
 import socket
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from allreduce.doctor import flight, host, network, pairs
@@ -20,14 +19,12 @@ from allreduce.doctor.findings import Finding, Needs, Rank, exit_code, grouped, 
 from allreduce.errors import OptionError
 from allreduce.files import replacing, writable
 from allreduce.health import abort
-from allreduce.process.proc import on_terminal
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, together
 
 ABOUT = "checks whether these hosts are fit for training, and says what to change"
 DEFAULT_PARAMETERS = 25_000_000  # a ResNet-50's
 DEFAULT_SECONDS = 10.0
-LAUNCHER_SECONDS = 0.2
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
 STANDARD_OUTPUT = "-"
 MORE = """\
@@ -44,8 +41,6 @@ A finding is ok, a warning (training works, but something makes it slow or fragi
 work). A finding that is not ok has advice below it. The exit code is that of the worst finding: 0 all is ok, 1 there
 are warnings, 2 there are problems, or the doctor could not run (ranks can't connect, say); 64 means bad options.
 """
-
-ShowProgress = Callable[[str], None]
 
 
 class Check(NamedTuple):
@@ -92,17 +87,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace, topology: Topology) -> int:
     """Examine, report on rank 0, and return the exit code, the same on all ranks. Collective."""
 
-    def on_first(step: Callable[..., int | None], *arguments: Any) -> int:
+    def on_first(step: Callable[..., Any], *arguments: Any) -> int:
         return together(topology.world, lambda: step(*arguments) if topology.rank == 0 else None) or 0
 
     if chosen.flight:
         return max(all_values(topology.private(), on_first(_flight, chosen.flight), "compare flight records"))
     on_first(check_target, chosen.json)
+    title, shown = f"allreduce doctor: {topology}", sys.stderr if chosen.json == STANDARD_OUTPUT else sys.stdout
+    on_first(partial(print, title, file=shown, flush=True))  # the examination takes some seconds
     needs = Needs(chosen.parameters or DEFAULT_PARAMETERS, asked=chosen.parameters is not None)
-    show_progress = _progress(topology.rank == 0)
-    found = examine(topology, needs, chosen.seconds, show_progress)
-    show_progress("")
-    on_first(show, f"allreduce doctor: {topology}", found, chosen.json)
+    found = examine(topology, needs, chosen.seconds)
+    on_first(write, title, found, chosen.json)
+    on_first(partial(print, report(found.findings), end="", file=shown, flush=True))
     code = exit_code(found.findings)
     if found.results.unreachable:  # messages to these ranks are pending, so MPI_Finalize would not return
         abort.end_job("some ranks don't answer\n", code)
@@ -121,14 +117,13 @@ def _flight(arguments: Sequence[str]) -> int:
 # The examination
 
 
-def examine(topology: Topology, needs: Needs, seconds: float, show_progress: ShowProgress) -> Examination:
-    """Run all checks. Collective. seconds: to measure pairs; 0 skips that. show_progress: shows the progress."""
+def examine(topology: Topology, needs: Needs, seconds: float) -> Examination:
+    """Run all checks. Collective. seconds: to measure pairs; 0 skips that."""
     comm = topology.private()
-    show_progress("checking each rank")
     hosts = all_values(comm, socket.gethostname(), "gather host names")
     facts = {key: _gathered(check, topology) for key, check in CHECKS.items()}
     ranks = ranks_of(hosts, all_values(comm, [topology.node_index, facts], "gather the facts of all ranks"))
-    results = pairs.measure_all(topology, [rank.node for rank in ranks], seconds, show_progress)
+    results = pairs.measure_all(topology, [rank.node for rank in ranks], seconds)
     return Examination(ranks, judge(ranks, needs, results), results)
 
 
@@ -174,21 +169,7 @@ def _facts_of(key: str, ranks: Sequence[Rank]) -> tuple[list[Rank], list[Rank]]:
     return [rank for rank in every if rank not in failed], failed
 
 
-# Progress and report
-
-
-def _progress(shown: bool) -> ShowProgress:
-    """Return a function that shows the progress on a terminal, in one line that it overwrites."""
-    if not (shown and on_terminal()):
-        return lambda text: None
-
-    def show_progress(text: str) -> None:
-        sys.stderr.write(f"\r\033[K{text}")
-        sys.stderr.flush()
-        if not text:  # the launcher forwards standard output separately, maybe faster
-            time.sleep(LAUNCHER_SECONDS)
-
-    return show_progress
+# The report
 
 
 def check_target(path: str | None) -> None:
@@ -197,17 +178,13 @@ def check_target(path: str | None) -> None:
         raise OptionError(f"--json {path}: this file can't be written; give a file in a folder that exists")
 
 
-def show(title: str, found: Examination, json_path: str | None) -> None:
-    """Print the report, and write the JSON. Raises OptionError if that fails."""
-    stream, descriptor = sys.stdout, 1
+def write(title: str, found: Examination, json_path: str | None) -> None:
+    """Write the JSON, if it is asked for. Raises OptionError if that fails."""
     if json_path == STANDARD_OUTPUT:
         print(as_json(title, found), end="", flush=True)
-        stream, descriptor = sys.stderr, 2
     elif json_path is not None:
         with replacing(json_path, "--json") as file:
             file.write(as_json(title, found))
-    coloured = on_terminal(descriptor) and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    print(report(title, found.findings, coloured), end="", file=stream, flush=True)
 
 
 def as_json(title: str, found: Examination) -> str:

@@ -13,8 +13,6 @@ OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")
 EXTRA = 'pip install ".[doctor]" in the checkout'  # libraries that let the doctor check more
 MOST_NAMED = 5  # items of a list that are named; the others are counted
 WIDTH, NARROWEST = 110, 40
-COLOURS = {OK: "\033[32m", WARNING: "\033[33m", PROBLEM: "\033[31m"}
-PLAIN = "\033[0m"
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
@@ -64,27 +62,23 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return max((LEVELS.index(finding.level) for finding in findings), default=0)
 
 
-def report(title: str, findings: Sequence[Finding], coloured: bool = False) -> str:
+def report(findings: Sequence[Finding]) -> str:
     """Format the findings: a heading for each area, then level, name and text; the advice below."""
     levels, names = max(map(len, LEVELS)), max(len(finding.name) for finding in findings)
     indent = " " * (2 + levels + 2 + names + 2)
-    lines = [title]
+    lines: list[str] = []
+
+    def add(text: str, first: str, others: str) -> None:
+        width = max(WIDTH, len(indent) + NARROWEST)
+        wrapper = textwrap.TextWrapper(width, first, others, break_long_words=False, break_on_hyphens=False)
+        lines.extend(wrapper.wrap(text))
+
     for area, group in groupby(findings, lambda finding: finding.area):
         lines += ["", area]
         for finding in group:
-            level = finding.level.ljust(levels)
-            shown = f"{COLOURS[finding.level]}{level}{PLAIN}" if coloured else level
-            lines += _wrapped(finding.text, f"  {shown}  {finding.name.ljust(names)}  ", indent)
-            if finding.advice:
-                lines += _wrapped(finding.advice, f"{indent}-> ", f"{indent}   ")
+            add(finding.text, f"  {finding.level.ljust(levels)}  {finding.name.ljust(names)}  ", indent)
+            add(finding.advice, f"{indent}-> ", f"{indent}   ")
     return "\n".join([*lines, "", summary(findings)]) + "\n"
-
-
-def _wrapped(text: str, first: str, indent: str) -> list[str]:
-    """Wrap a text to lines. first: the prefix of the first line; the others have `indent`."""
-    width = max(NARROWEST, WIDTH - len(indent))
-    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
-    return [first + lines[0], *(indent + line for line in lines[1:])]
 
 
 def summary(findings: Sequence[Finding]) -> str:

@@ -4,12 +4,12 @@ Each check is a local function that gathers facts on a rank, without MPI calls t
 findings from the facts of all ranks.
 """
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
-import re
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,6 @@ Nodes = Sequence[Sequence[Rank]]  # the ranks of each node
 
 MULTIPLE = "MPI_THREAD_MULTIPLE"
 THREADS = {getattr(MPI, f"THREAD_{name}"): f"MPI_THREAD_{name}" for name in ("SINGLE", "FUNNELED", "SERIALIZED")}
-FIRST_WITH_ULFM = 5  # of Open MPI
 
 
 def gather_mpi(topology: Topology) -> dict[str, Any]:
@@ -85,13 +84,6 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         yield warning("threads", text, advice)
     else:
         yield ok("threads", f"{MULTIPLE}: gradients can be reduced in the background")
-    version = re.match(r"Open MPI v(\d+)", facts["library"])
-    lost = "ends the job (only Open MPI 5 or later can continue it): train with --checkpoint, and restart with --resume"
-    if facts["ulfm"]:
-        lost = "ULFM is in force: with the trainers' --on-failure continue, the other ranks continue"
-    elif version and int(version[1]) >= FIRST_WITH_ULFM:
-        lost = "ends the job; with mpirun --with-ft ulfm and the trainers' --on-failure continue, the others continue"
-    yield ok("failed rank", lost)  # the user chooses the effect of a failed rank, so every one is ok
     if unguarded := [rank for rank in ranks if rank.facts["unguarded"]]:
         cause, _, advice = unguarded[0].facts["unguarded"].rpartition("; ")
         yield warning("recovery", f"{named(unguarded)}: {cause}", advice)
@@ -108,6 +100,7 @@ TRIED = json.loads(Path(__file__).with_name("tried.json").read_text())  # versio
 LIBRARIES = tuple(name for name in TRIED if name != "Python")
 PREFIXES = ("cupy", "nvidia-nccl")  # of package names that end in a CUDA version
 SAME = "install the same on all hosts: one environment in a folder that all of them see, or one container image"
+SLOWEST = "in every step all ranks wait for the slowest: use hosts of one kind"
 
 
 def gather_versions(topology: Topology) -> dict[str, Any]:
@@ -141,10 +134,8 @@ def judge_versions(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         if any(numbers(version)[:2] > numbers(tried[-1])[:2] for version in versions):
             text = f"{', '.join(sorted(versions))}; this version of allreduce was tried with {', '.join(tried)}"
             yield warning(f"{name}, tried", text, f"if something fails with it, use {name} {tried[-1]}")
-    yield ok("newest tried", ", ".join(f"{name} {tried[-1]}" for name, tried in TRIED.items()))
     yield alike("kernels", ranks, lambda rank: rank.facts["kernels"], "all ranks wait for those without the C library")
-    advice = "in every step all ranks wait for the slowest: use hosts of one kind"
-    yield alike("CPU", ranks, lambda rank: rank.facts["cpu"], advice)
+    yield alike("CPU", ranks, lambda rank: rank.facts["cpu"], SLOWEST)
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -298,56 +289,50 @@ def _memory(nodes: Nodes, needs: Needs) -> Finding:
     return Finding(PROBLEM if needs.asked else WARNING, "memory", f"{some(short)} for {model}", advice)
 
 
-# GPUs: their assignment to ranks, and whether CuPy, NCCL and MPI can use them
+# GPUs: the one of each rank, and whether CuPy, NCCL and MPI can use it
 
 PRESENT = Path("/proc/driver/nvidia/gpus")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE of CUDA's driver
 
 
 def gather_gpus(topology: Topology) -> dict[str, Any]:
-    found: dict[str, Any] = {"devices": [], "driver": None, "trouble": "", "cupy": None, "mine": None}
+    found: dict[str, Any] = {"device": None, "driver": None, "trouble": "", "cupy": None}
     found["present"] = len(list(PRESENT.iterdir())) if PRESENT.is_dir() else 0
     found["visible"] = os.environ.get(VISIBLE)
     found["cuda_aware"] = gpu.mpi_is_cuda_aware()
     try:
-        found["driver"], found["devices"] = _devices(found["visible"])
-    except ImportError:
-        found["trouble"] = f"the library that lists GPUs is missing: {EXTRA}"
-    except Exception as error:  # NVMLError, which belongs to the library
-        found["trouble"] = f"{type(error).__name__}: {error}" if found["present"] else ""
-    if found["devices"]:
-        found["mine"] = topology.node_rank % len(found["devices"])  # as gpu.choose_device has it
+        found["driver"], found["device"] = _device(topology.node_rank)
+    except (OSError, AttributeError) as error:  # no driver, or one without such a function
+        found["trouble"] = str(error)
+    if found["device"]:
         found["cupy"] = _cupy()
     return found
 
 
-def _devices(visible: str | None) -> tuple[int, list[dict[str, Any]]]:
-    """Return the driver's CUDA version and the devices that this process sees. Raises ImportError or pynvml.NVMLError.
+def _device(node_rank: int) -> tuple[int, dict[str, Any] | None]:
+    """Return the driver's CUDA version, and the GPU that `gpu.choose_device` takes, or None. Raises OSError.
 
-    It asks NVML, which creates no CUDA context and needs no CuPy. visible: CUDA_VISIBLE_DEVICES, which NVML ignores:
-    numbers and UUIDs, or their beginnings. As in CUDA, an entry that names no device hides those after it.
+    It asks the driver, which creates no CUDA context, knows CUDA_VISIBLE_DEVICES, and needs no CuPy.
     """
-    import pynvml
+    driver = ctypes.CDLL("libcuda.so.1")
 
-    def about(handle: Any) -> dict[str, Any]:
-        name, memory = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return {"uuid": pynvml.nvmlDeviceGetUUID(handle), "name": name, "bytes": memory.total}
+    def ask(function: str, *arguments: object) -> None:
+        if code := getattr(driver, function)(*arguments):
+            raise OSError(f"{function} of the CUDA driver returns {code}")
 
-    pynvml.nvmlInit()
-    try:
-        devices = [about(pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount())]
-        seen = devices if visible is None else []
-        for entry in [] if visible is None else visible.split(","):
-            names = [(str(index), device["uuid"][: len(entry) or None]) for index, device in enumerate(devices)]
-            meant = [device for device, known in zip(devices, names, strict=True) if entry in known]
-            if entry.startswith("MIG-"):  # a part of a GPU
-                meant = [about(pynvml.nvmlDeviceGetHandleByUUID(entry))]
-            if len(meant) != 1:
-                break
-            seen += meant
-        return pynvml.nvmlSystemGetCudaDriverVersion(), seen
-    finally:
-        pynvml.nvmlShutdown()
+    version, devices, device = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    name, size, uuid = ctypes.create_string_buffer(256), ctypes.c_size_t(), ctypes.create_string_buffer(16)
+    ask("cuDriverGetVersion", ctypes.byref(version))
+    if driver.cuInit(0) == NO_DEVICE:
+        return version.value, None
+    ask("cuInit", 0)
+    ask("cuDeviceGetCount", ctypes.byref(devices))
+    ask("cuDeviceGet", ctypes.byref(device), node_rank % devices.value)
+    ask("cuDeviceGetName", name, len(name), device)
+    ask("cuDeviceTotalMem_v2", ctypes.byref(size), device)
+    ask("cuDeviceGetUuid_v2", uuid, device)  # of a part of a GPU (MIG), too
+    return version.value, {"uuid": uuid.raw.hex(), "name": name.value.decode(), "bytes": size.value}
 
 
 def _cupy() -> dict[str, Any] | None:
@@ -369,19 +354,23 @@ def _cupy() -> dict[str, Any] | None:
 
 
 def judge_gpus(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
-    having = [rank for rank in ranks if rank.facts["devices"]]
-    without = [rank for rank in ranks if not rank.facts["devices"]]
+    having = [rank for rank in ranks if rank.facts["device"]]
+    without = [rank for rank in ranks if not rank.facts["device"]]
+    told = some(sorted({rank.facts["trouble"] for rank in without} - {""}))
     present = next((rank for rank in ranks if rank.facts["present"]), None)
     if having:
-        yield from _assigned(having)
+        yield alike("devices", having, _kind, SLOWEST)
     elif present:
         text = f"{present.host} has {plural(present.facts['present'], 'GPU')}, and no rank sees one"
         hidden = f"{VISIBLE}={present.facts['visible']}: unset it, or start the container with --gpus all"
-        yield warning("devices", text, present.facts["trouble"] or hidden)
+        yield warning("devices", text, f"{hidden} ({told})" if told else hidden)
     else:
         yield ok("devices", "none: training runs on CPUs")
+    shared = grouped(having, lambda rank: (rank.host, rank.facts["device"]["uuid"])).items()
+    if twice := [f"{named(each)} on {host} ({uuid[:8]})" for (host, uuid), each in shared if len(each) > 1]:
+        advice = "as many ranks on a node as it has GPUs; NCCL refuses a shared GPU, and its ranks slow each other down"
+        yield warning("duplicates", f"one GPU is shared by {some(twice)}", advice)
     if having and without:
-        told = some(sorted({rank.facts["trouble"] for rank in without} - {""}))
         text = f"{named(without)} see{'s' * (len(without) == 1)} none, and others do{f' ({told})' if told else ''}"
         advice = f"ask the scheduler for GPUs on every host (--gpus-per-node), and look at {VISIBLE} there"
         yield warning("missing", text, advice)
@@ -389,22 +378,8 @@ def judge_gpus(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     yield _cuda_aware(having or ranks)
 
 
-def _assigned(ranks: Sequence[Rank]) -> Iterator[Finding]:
-    mine = {rank.rank: rank.facts["devices"][rank.facts["mine"]] for rank in ranks}
-    texts = []
-    for here in by_node(ranks):
-        pairs = [f"rank {rank.rank}: GPU {rank.facts['mine']}" for rank in here]
-        kinds = {f"{mine[rank.rank]['name']}, {nbytes(mine[rank.rank]['bytes'])}" for rank in here}
-        texts.append(f"{here[0].host} ({' and '.join(sorted(kinds))}): {some(pairs, ', ')}")
-    yield ok("assignment", some(texts))
-    twice = [
-        f"{named(sharing)} on {host} ({uuid[:12]})"
-        for (host, uuid), sharing in grouped(ranks, lambda rank: (rank.host, mine[rank.rank]["uuid"])).items()
-        if len(sharing) > 1
-    ]
-    if twice:
-        advice = "as many ranks on a node as it has GPUs; NCCL refuses a shared GPU, and its ranks slow each other down"
-        yield warning("duplicates", f"one GPU is shared by {some(twice)}", advice)
+def _kind(rank: Rank) -> str:
+    return f"{rank.facts['device']['name']}, {nbytes(rank.facts['device']['bytes'])}"
 
 
 def _software(ranks: Sequence[Rank]) -> Iterator[Finding]:
@@ -435,7 +410,7 @@ def _cuda_aware(ranks: Sequence[Rank]) -> Finding:
     without = [rank for rank in ranks if not rank.facts["cuda_aware"]]
     if not without:
         return ok(name, 'yes: "native" hands arrays in GPU memory to MPI')
-    if len(ranks) == 1 or not ranks[0].facts["devices"]:
+    if len(ranks) == 1 or not ranks[0].facts["device"]:
         return ok(name, "no, and it is not needed here")
     where = f" on {named(without)}" if len(without) < len(ranks) else ""
     text = f'no{where}: "native" copies arrays in GPU memory to pinned host memory first, as all backends but nccl do'

@@ -5,7 +5,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median_high, median_low
 from typing import NamedTuple
 
@@ -68,39 +68,27 @@ class SilentError(Exception):
 # Measuring
 
 
-def measure_all(topology: Topology, nodes: Sequence[int], seconds: float, show: Callable[[str], None]) -> Results:
-    """Measure pairs of all ranks, and repeat those that seem slow. Collective.
-
-    nodes: the node of each rank. show: shows the progress.
-    """
+def measure_all(topology: Topology, nodes: Sequence[int], seconds: float) -> Results:
+    """Measure pairs of all ranks, and repeat those that seem slow. Collective. nodes: the node of each rank."""
     if topology.size == 1 or not seconds:
         return Results([], [])
     comm = topology.private()
-
-    def show_round(done: int, rounds: int) -> None:
-        show(f"measuring pairs of ranks, {seconds:g} s at most: round {done} of {rounds}")
-
-    results = measure(comm, plan(nodes), seconds * (1 - REPEATS * REPEAT_SHARE), show_round)
+    results = measure(comm, plan(nodes), seconds * (1 - REPEATS * REPEAT_SHARE))
     for _ in range(REPEATS):
         suspects = slow(results.measured, nodes)
         if not suspects or results.unreachable:
             break
-        again = measure(comm, [[pair[:2]] for pair in suspects], seconds * REPEAT_SHARE, show_round)
+        again = measure(comm, [[pair[:2]] for pair in suspects], seconds * REPEAT_SHARE)
         results = Results(better(results.measured, again.measured), again.unreachable)
     return results
 
 
-def measure(
-    comm: MPI.Intracomm, rounds: Sequence[Sequence[Pair]], seconds: float, show: Callable[[int, int], None]
-) -> Results:
-    """Measure pairs of `comm`, round by round, until the time is over. Collective.
-
-    show: called after each round with its number and how many there are.
-    """
+def measure(comm: MPI.Intracomm, rounds: Sequence[Sequence[Pair]], seconds: float) -> Results:
+    """Measure pairs of `comm`, round by round, until the time is over. Collective."""
     deadline = time.monotonic() + seconds
     found: list[tuple[int, int, float, float]] = []
     silent: list[Pair] = []
-    for number, pairs in enumerate(rounds):
+    for pairs in rounds:
         going = np.array([time.monotonic() < deadline and not silent], np.int64)
         if not combine(comm, going, "measure pairs of ranks", MPI.MIN)[0]:
             break
@@ -111,7 +99,6 @@ def measure(
                     found += [(first, second, *times)] if comm.rank == first else []
             except SilentError:
                 silent.append((first, second))
-        show(number + 1, len(rounds))
     reports = all_values(comm, [found, silent], "gather the measurements of pairs")
     measured = sorted(PairTimes(*pair) for mine, _ in reports for pair in mine)
     return Results(measured, sorted({(one, other) for _, mine in reports for one, other in mine}))

@@ -27,7 +27,7 @@ def facts_of(node: int, node_rank: int) -> dict[str, Any]:
             "cma": True,
         },
         "gpus": {
-            "devices": [], "driver": None, "trouble": "", "cupy": None, "mine": None, "present": 0, "visible": None,
+            "device": None, "driver": None, "trouble": "", "cupy": None, "present": 0, "visible": None,
             "cuda_aware": False,
         },
         "versions": {

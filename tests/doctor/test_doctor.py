@@ -21,10 +21,9 @@ def test_a_good_cluster_is_ok_in_few_lines() -> None:
     findings = command.judge(ranks, NEEDS, results)
     assert worse(findings) == []
     assert exit_code(findings) == 0
-    shown = report("64 ranks", findings)
+    shown = report(findings)
     assert len(shown.splitlines()) < 50
     assert max(map(len, shown.splitlines())) <= WIDTH
-    assert "\033" not in shown
     assert "gradients of 25M parameters take 0.83 s a step or more" in " ".join(shown.split())
 
 
@@ -53,13 +52,12 @@ def test_report() -> None:
         Finding(OK, "short", "all is well", area="a"),
         Finding(PROBLEM, "longer name", "x " * 100, "do this", "b"),
     ]
-    shown = report("title", findings)
-    assert shown.splitlines()[:4] == ["title", "", "a", "  ok       short        all is well"]
+    shown = report(findings)
+    assert shown.splitlines()[:3] == ["", "a", "  ok       short        all is well"]
     assert "\n                        -> do this\n" in shown
     assert shown.endswith("\n1 problem, 1 ok; exit code 2\n")
-    assert "\033[31mproblem\033[0m" in report("title", findings, coloured=True)
     assert summary(findings[:1]) == "1 finding, all ok"
-    assert "all is well" in report("title", [Finding(OK, "/tmp" * 40, "all is well")])
+    assert "all is well" in report([Finding(OK, "/tmp" * 40, "all is well")])
     for path in ("", "no/x"):
         with pytest.raises(OptionError, match="can't be written"):
             command.check_target(path)
@@ -79,7 +77,7 @@ def test_words() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["docter"], "no command is called 'docter'; did you mean 'doctor'?"),
+        (["docter"], "invalid choice: 'docter'"),
         (["doctor", "--jsn=x"], "did you mean '--json'?"),
         (["doctor", "--parameters", "-3"], "must be a number of parameters such as 350M, 1.5B or 25000000, got '-3'"),
         (["doctor", "--parameters", "many"], "must be a number of parameters"),
@@ -141,7 +139,6 @@ def test_a_job_with_a_look_that_fails_on_one_rank(mpi: str, mpirun: JobRunner, t
     assert found["pairs"]
     assert all(pair["latency_s"] > 0 < pair["bytes_per_s"] for pair in found["pairs"])
     assert job.stdout.count("allreduce doctor: 3 ranks on 1 node") == 1
-    assert "\033" not in job.stdout
 
 
 FAILS_TO_JUDGE = """
@@ -177,7 +174,7 @@ def test_commands_on_two_ranks_speak_once(tmp_path: Path) -> None:
     assert as_json[0]["stderr"].startswith("allreduce doctor: 2 ranks on 1 node\n")
     assert as_json[0]["code"] == as_json[1]["code"] == json.loads(as_json[0]["stdout"])["exit_code"]
     assert [outcome["code"] for outcome in wrong + shown + unwritable] == [64, 64, 0, 0, 64, 64]
-    assert "did you mean 'doctor'?" in wrong[0]["stderr"]
+    assert "invalid choice: 'docter'" in wrong[0]["stderr"]
     assert "no/x: this file can't be written" in unwritable[0]["stderr"]
     for outcomes in (as_json, wrong, shown, unwritable):
         assert outcomes[1]["stdout"] == outcomes[1]["stderr"] == ""

@@ -127,5 +127,5 @@ class SilentRank:
 def test_a_rank_that_does_not_answer_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "ANSWER_SECONDS", 0.01)
     comm: Any = SilentRank()
-    results = pairs.measure(comm, [[(0, 1)], [(0, 2)]], 10, lambda *_: None)
+    results = pairs.measure(comm, [[(0, 1)], [(0, 2)]], 10)
     assert results == Results([], [(0, 1)])
