@@ -23,7 +23,6 @@ import allreduce
 from allreduce import kernels
 from allreduce.arrays import gpu
 from allreduce.doctor.findings import (
-    EXTRA,
     OK,
     PROBLEM,
     WARNING,

@@ -6,8 +6,8 @@ message has each fact once, and a few bytes for each rank: the version of its ro
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from allreduce.transport.tables import LINES, listed, ranges
 
@@ -18,7 +18,6 @@ TEXT_BYTES = 300
 MOST_TEXTS = 40  # of calls in a message; beyond that, the calls of the fewest ranks have the text OTHERS
 OTHERS = "another call"
 MESSAGE_BYTES = 1 << 18  # of a message that is sent
-MOST_BYTES = 1 << 20  # of a message that is decoded
 FINAL = 1 << 60  # the version of a row that does not change any more, and the highest that is decoded
 
 
@@ -79,43 +78,20 @@ def encode_first(rows: Sequence[tuple[int, RankFacts]]) -> tuple[bytes, int]:
     return message, count
 
 
-def decode(message: bytes, ranks: int) -> Iterator[tuple[int, RankFacts]]:
-    """Yield the ranks, out of `ranks`, and their rows in a message, as far as they have this version's format."""
+def decode(message: bytes, ranks: int) -> dict[int, RankFacts]:
+    """Return the rows in a message by rank, out of `ranks`; none if it does not have this version's format."""
+    rows: dict[int, RankFacts] = {}
     try:
-        content = json.loads(message) if len(message) <= MOST_BYTES else None
-    except (ValueError, RecursionError):
-        return
-    match content:
-        case [list(given), list(entries)]:
-            known = [_fact(each) for each in given]
-            for entry in entries:
-                yield from _rows(entry, known, ranks)
-
-
-def _rows(entry: Any, known: Sequence[Fact | None], ranks: int) -> Iterator[tuple[int, RankFacts]]:
-    match entry:
-        case [list(indices), list(pairs), list(versions)]:
-            chosen = [known[each] for each in indices if isinstance(each, int) and 0 <= each < len(known)]
-            facts = tuple(each for each in chosen if each is not None)
-            members = [rank for pair in pairs for rank in _members(pair, ranks)]
-            versions = versions * len(members) if len(versions) == 1 else versions
-            for rank, version in zip(members, versions, strict=False):
-                if isinstance(version, int) and 0 < version <= FINAL:
-                    yield rank, RankFacts(version, facts)
-
-
-def _fact(given: Any) -> Fact | None:
-    match given:
-        case [int(kind), int(number), int(turn), int(fingerprint), str(text)] if WAITING <= kind <= ENDED:
-            return fact(kind, number, turn, fingerprint, text)
-    return None
-
-
-def _members(pair: Any, ranks: int) -> range:
-    match pair:
-        case [int(first), int(last)] if 0 <= first <= last < ranks:
-            return range(first, last + 1)
-    return range(0)
+        given, entries = json.loads(message)
+        known = [fact(int(kind), int(a), int(b), int(c), str(text)) for kind, a, b, c, text in given]
+        for indices, pairs, versions in entries:
+            facts = tuple(known[index] for index in indices)
+            members = [rank for first, last in pairs for rank in range(max(first, 0), min(last + 1, ranks))]
+            for rank, version in zip(members, versions * (len(members) if len(versions) == 1 else 1), strict=True):
+                rows[rank] = RankFacts(min(int(version), FINAL), facts)
+    except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
+        return {}
+    return rows
 
 
 def table(state: Mapping[Fact, Collection[int]], size: int, rank: int, call: str) -> str:

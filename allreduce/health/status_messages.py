@@ -141,7 +141,7 @@ class StatusMessages:
         if self._unrevoked is not None:
             self._receive(self._unrevoked)
         for _, content, source in _take_done(self._arriving):
-            for rank, row in status.decode(bytes(content), self.size):
+            for rank, row in status.decode(bytes(content), self.size).items():
                 if rank != self.rank and (rank not in self._known or self._known[rank].row.version < row.version):
                     self._learn(rank, row, source)
 

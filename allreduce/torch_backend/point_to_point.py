@@ -1,11 +1,10 @@
 """send and recv: messages between two ranks, which are started at once and completed in `wait`."""
 
 import atexit
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 from mpi4py import MPI
@@ -18,7 +17,7 @@ from allreduce.torch_backend.move import mpi_buffer
 from allreduce.torch_backend.tensors import as_bytes, is_plain, readable
 from allreduce.torch_backend.work import Operation, TimedOut, not_compiled, timeout_seconds
 from allreduce.transport import ulfm
-from allreduce.transport.wait import NamedCall, wait_until
+from allreduce.transport.wait import NamedCall, wait_until, waiting
 
 SHORT_SECONDS = 0.5  # longer waits are shown in the stall report
 EXIT_SECONDS = 10.0  # how long the program's exit waits for unfinished sends
@@ -33,11 +32,8 @@ class GroupMessages:
 
     def __init__(self, topology: Topology, group: str) -> None:
         self.comm = topology.private()
-        self._record = topology.wait_record()
-        self._record.raises = True
         self._statuses = topology.detector.messages
         self._group = group
-        self._taken = threading.Lock()
         largest = self.comm.Get_attr(MPI.TAG_UB)
         assert isinstance(largest, int)
         self.largest_tag = largest - 1
@@ -60,30 +56,13 @@ class GroupMessages:
             return
         table = ""
         if limit > SHORT_SECONDS:
-            call = NamedCall(f"{message} of process group {self._group}")
-            with self._reported(call):
-                if wait_until(lambda: done() or self._has_left(message, peer), deadline - time.monotonic()):
+            what = f"{message} of process group {self._group}"
+            check_peer = partial(self._statuses.check_present, [peer], LEFT_SECONDS, message)
+            with waiting(self.comm, what, raises=True):
+                if wait_until(done, deadline - time.monotonic(), check_peer):
                     return
-                table = f"\n{self._statuses.table(call)}"
+                table = f"\n{self._statuses.table(NamedCall(what))}"
         raise TimedOut(f"{message} was not done within {limit:g} s: the other rank did not send or receive it{table}")
-
-    @contextmanager
-    def _reported(self, call: NamedCall) -> Iterator[None]:
-        """Show the wait in the stall report, unless the report shows the wait of another thread."""
-        if not self._taken.acquire(blocking=False):
-            yield
-            return
-        self._record.begin(call)
-        try:
-            yield
-        finally:
-            self._record.end()
-            self._taken.release()
-
-    def _has_left(self, message: str, peer: int) -> bool:
-        """Raise RankLeftError when the peer has ended its program, and its last messages have had time to arrive."""
-        self._statuses.check_present([peer], LEFT_SECONDS, message)
-        return False
 
     # monitored_barrier: every rank reports to rank 0 and waits for its answer
 

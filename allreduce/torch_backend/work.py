@@ -161,8 +161,14 @@ class Operation(dist.Work, Future):
             self._set(future)
 
     def late(self) -> BaseException:
-        assert self._group is not None
-        return self._group.late_error(self)
+        assert self.queue is not None
+        name = f"a callback on the future of {self.name}" if self.done() else self.name
+        text = (
+            f"{name} was not done within {self.limit:g} s (the timeout of the group or of the call): another rank "
+            "is late, hangs, or never called it. The group can't be used any more"
+        )
+        call = self.queue.wait.call
+        return TimedOut(text if call is None else f"{text}\n{self.queue.worker.detector.messages.table(call)}")
 
     def _set(self, future: torch.futures.Future) -> None:
         if self.error is None:
@@ -288,16 +294,6 @@ class OperationQueue:
     def fail(self, error: BaseException) -> None:
         """Fail the running operation and all waiting ones with `error`, and refuse later ones. Local."""
         self.queue.worker.give_up(self.queue, error)
-
-    def late_error(self, operation: Operation) -> TimedOut:
-        """Return the error of the running operation, which has taken longer than its limit."""
-        name = f"a callback on the future of {operation.name}" if operation.done() else operation.name
-        text = (
-            f"{name} was not done within {operation.limit:g} s (the timeout of the group or of the call): another rank "
-            "is late, hangs, or never called it. The group can't be used any more"
-        )
-        wait = self.queue.wait
-        return TimedOut(text if wait.call is None else f"{text}\n{self._detector.messages.table(wait.call)}")
 
     def _open(self, topology: Topology, name: str) -> Queue:
         worker, wait = topology.service(Worker), self._executor.wait

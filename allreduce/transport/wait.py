@@ -157,13 +157,13 @@ def wait_for(comm: MPI.Comm, request: MPI.Request, what: str, limit: float = mat
             raise
 
 
-def waiting(comm: MPI.Comm, what: str) -> AbstractContextManager[object]:
+def waiting(comm: MPI.Comm, what: str, raises: bool = False) -> AbstractContextManager[object]:
     """Context manager for a blocking MPI call on `comm`, which no loop of ours can end. Local.
 
     If other ranks do not come, the watcher reports which ranks are missing in `what`, and ends the job after the
-    timeout.
+    timeout. raises: the body is a loop that ends by itself; the watcher only reports.
     """
-    return _Recorded(comm, what, raises=False)
+    return _Recorded(comm, what, raises)
 
 
 class _Recorded:

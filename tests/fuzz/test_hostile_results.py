@@ -296,12 +296,21 @@ def test_a_trace_of_another_rank() -> None:
 
 
 def test_status_messages_of_another_version() -> None:
-    facts = [[WAITING, 1, 1, 1, "\x1b[2Jx" + "y" * 9999], [9, 1, 1, 1, ""], [WAITING, "1"], 3]
-    rows = [[[0, 1, 9, -1, "0"], [[1, 1]], [1]], [[0], [[1, 1]], [0]], [[], [[1, 1]], [1 << 99]], [5, [], [2]], 3]
-    assert "waits in [2Jx" in (table := peers.read_notes([json.dumps([facts, rows]).encode()], Path()))
+    fact, row = [WAITING, 1, 1, 1, "\x1b[2Jx" + "y" * 9999], [[0], [[1, 1]], [1]]
+    assert "waits in [2Jx" in (table := peers.read_notes([json.dumps([[fact], [row]]).encode()], Path()))
     assert "\x1b" not in table
     assert len(table) < 600
-    bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([facts, [[[0], [[0, 1 << 60]], [1]]]]).encode()]
+    bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([[fact], [[[0], [[5, 1 << 60]], [1]]]]).encode()]
+    bad += [json.dumps([[fact, other], [row]]).encode() for other in (["x", 1, 1, 1, ""], [WAITING, "1"], 3)]
+    others = (
+        [[9], [[1, 1]], [1]],
+        [["0"], [[1, 1]], [1]],
+        [[0], [[1, 1]], [1e999]],
+        [[0], [[1, 1]], []],
+        [5, [], 2],
+        3,
+    )
+    bad += [json.dumps([[fact], [row, other]]).encode() for other in others]
     assert "rank 1: has not arrived" in peers.read_notes(bad, Path())
     peers.read_notes([json.dumps([[[ENDED, 0, 1 << 99, 0, ""]], [[[0], [[1, 1]], [1]]]]).encode()], Path())
 
