@@ -8,12 +8,13 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Protocol, final
 
 import numpy as np
 
-from trainers.arrays.average import AVERAGE, Average, Spans, put_in, read, set_arrays
+from trainers.arrays.average import AVERAGE, Average, Spans, flat_arrays, put_in, read, set_flat
 from trainers.data import Data, Tree, named, row_count
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ModelFileError, explained
@@ -34,20 +35,6 @@ class Kernels(Protocol):
 
         agree: takes whether each gives right results on this rank's CPU, and returns whether it does on all ranks.
         """
-
-
-class OptimizerState(Protocol):
-    """The state of a framework's optimizer, of all parameters or of a slice: see trainers.replicas.flat."""
-
-    elementwise: tuple[str, ...]
-
-    def pack(self, memory: dict[str, np.ndarray], without: Collection[str] = ()) -> dict[str, np.ndarray]: ...
-
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
-
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None: ...
-
-    def elements(self, name: str, part: Slices) -> np.ndarray: ...
 
 
 class Hold:
@@ -99,7 +86,7 @@ class Replica(ABC):
     statistics: the number of averaged values that follow the gradients of the trained parameters.
     shapes: of the parameters by name, in their order, to compare models; may be empty.
     config: the arguments from which this replica can be rebuilt, as JSON types, for `save`.
-    optimizer_state: the state of the optimizer, if it is not in `others`; see trainers.replicas.flat.
+    optimizer_state: the state of the optimizer, if it is not in `others`: a trainers.replicas.flat.FlatOptimizer.
     whole_tensors: the slices of the parameters that the tensors occupy, if a rank can update only whole tensors; () if
         it can update any slice, or none.
     early: whether `gradients` calls `ready` while it still computes, so that ranks may sum gradients meanwhile.
@@ -110,10 +97,12 @@ class Replica(ABC):
         draw them.
     kernels: fast implementations. The ranks use one only if it gives right results on the CPUs of all ranks.
 
-    A replica may have these methods, which are None here:
+    A replica whose parameters are not always in the memory of `bind` has these methods:
     arrays(): the parameters as 1-D arrays on the device, one after the other; views where possible. They are one array
         where they are in the memory of `bind`.
     put(spans, values): sets the parameters in these slices to a 1-D array of their values, one slice after the other.
+
+    A replica may have these methods, which are None here:
     slice_error(): why `update` can't update any slice of the parameters, as text; "" if it can.
     undo(): undoes the changes of the last `gradients` to anything but the gradients (statistics, random state). Does
         nothing after `update` or `refresh`.
@@ -169,14 +158,13 @@ class Replica(ABC):
     statistics: int = 0
     shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # no replica may add to that of all classes
     config: Mapping[str, Any] = MappingProxyType({})
-    optimizer_state: OptimizerState | None = None
+    optimizer_state: Any = None
     whole_tensors: tuple[slice, ...] = ()
     early: bool = False
     ready: Callable[[int], None] | None = None
     unseeded: str = ""
     kernels: Kernels | None = None
-    arrays: Callable[[], Sequence[Any]] | None = None
-    put: Callable[[Spans, Any], None] | None = None
+    arrays, put = flat_arrays, set_flat
     slice_error: Callable[[], str] | None = None
     undo: Callable[[], None] | None = None
     edit: Callable[[Callable[[], object]], None] | None = None
@@ -315,7 +303,7 @@ class Replica(ABC):
         self.average = None
         if self.optimizer_state is not None:
             self.optimizer_state.load(state)
-        set_arrays(self, (slice(0, self.parameter_count),), np.array(state["parameters"]))
+        self.put((slice(0, self.parameter_count),), np.array(state["parameters"]))
         self.load_others({name: state[name] for name in self.others()})
         if AVERAGE in state or decay is not None:
             self.average = Average(self, state.get(AVERAGE), decay)
@@ -382,11 +370,6 @@ def as_part(slices: Sequence[slice]) -> Slices:
 def taken(flat: np.ndarray, part: Slices) -> np.ndarray:
     """Return the elements of a part of a 1-D array, one slice after the other; a view if the part is one slice."""
     return np.concatenate([flat[each] for each in part]) if isinstance(part, tuple) else flat[part]
-
-
-def put(flat: Any, part: Slices, values: Any) -> None:
-    """Set the elements of a part of a 1-D array, as `taken` returns them."""
-    put_in(flat, slices_of(part), values)
 
 
 def single(part: Slices) -> slice:
@@ -635,8 +618,9 @@ def check_rows(replica: Replica, data: Data, batch: bool = False) -> None:
         replica.check(*data, batch=True)
 
 
-def unfit_error(what: str, x: Tree, y: Tree | None, error: Exception) -> ArgumentError:
-    """Return the error for data that a framework has refused with `error`. what: the model, for the message."""
+def feeding(what: str, x: Tree, y: Tree | None) -> AbstractContextManager[None]:
+    """Context manager: an exception of a framework in its block is raised as an ArgumentError about these rows. what:
+    the model, for the message."""
     arrays = named((x,) if y is None else (x, y))
     given = ", ".join(f"{name} {array.dtype} of shape {array.shape}" for name, array in arrays)
-    return ArgumentError(f"{what} can't be fed with {given}: {type(error).__name__}: {error}")
+    return explained(ArgumentError, f"{what} can't be fed with {given}", passes=(ArgumentError,))

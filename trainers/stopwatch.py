@@ -53,13 +53,12 @@ class StreamStopwatch(Stopwatch):
         if self._used == len(self._laps):
             self._laps.append((self._cuda.Event(), self._cuda.Event()))
         self._laps[self._used][0].record()
-        self._began = time.perf_counter()
+        super().start()
 
     def stop(self) -> None:
         self._laps[self._used][1].record()
         self._used += 1
-        if self.trace is not None and self.recorded:
-            self.trace.note(COMMUNICATION, int(self._began * 1e9))
+        super().stop()
 
     def read(self) -> float:
         total = 0.0

@@ -68,7 +68,7 @@ def check_own_memory(replica: Replica, x: np.ndarray) -> None:
     replica.update()
     assert np.isnan([memory, slopes]).all()
     np.testing.assert_array_equal(
-        average.arrays_of(replica)[0], replica.state()["parameters"][: len(average.arrays_of(replica)[0])]
+        replica.arrays()[0], replica.state()["parameters"][: len(replica.arrays()[0])]
     )
 
 

@@ -2,9 +2,8 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,38 +11,12 @@ AVERAGE = "ema"  # its name in the state of a replica
 BLOCK = 1 << 16  # elements averaged at a time, so that they stay in the cache
 Spans = tuple[slice, ...]
 """Slices of the parameters, in order."""
-
-
-class Parameters(Protocol):
-    """The part of a replica that has an average; trainers.replica.Replica documents the methods."""
-
-    average: "Average | None"
-    device: str
-    gradient_dtype: str
-    gradient_length: int
-    memory: Any
-
-    @property
-    def arrays(self) -> Callable[[], Sequence[Any]] | None: ...
-
-    @property
-    def put(self) -> Callable[[Spans, Any], None] | None: ...
-
-    @property
-    def parameter_count(self) -> int: ...
-
-    def bind(self, parameters: Any, gradients: Any) -> None: ...
-
-    def refresh(self) -> None: ...
-
-
-def arrays_of(replica: Parameters) -> Sequence[Any]:
-    """Return the parameters of a replica as 1-D arrays; see Replica.arrays."""
-    return replica.arrays() if replica.arrays else flat_arrays(replica)
+Parameters = Any
+"""A trainers.replica.Replica, whose module imports this one."""
 
 
 def flat_arrays(replica: Parameters) -> Sequence[Any]:
-    """Return the parameters in the memory of `bind`; binds memory if there is none yet."""
+    """Replica.arrays: the parameters in the memory of `bind`; binds memory if there is none yet."""
     if replica.memory is None:
         kind = importlib.import_module("cupy" if replica.device == "cuda" else "numpy")
         parameters, gradients = kind.zeros((2, replica.gradient_length), replica.gradient_dtype)
@@ -52,13 +25,8 @@ def flat_arrays(replica: Parameters) -> Sequence[Any]:
     return [replica.memory[: replica.parameter_count]]
 
 
-def set_arrays(replica: Parameters, spans: Spans, values: Any) -> None:
-    """Set the parameters of a replica in these slices to a 1-D array of their values, one slice after the other."""
-    (replica.put or partial(set_flat, replica))(spans, values)
-
-
 def set_flat(replica: Parameters, spans: Spans, values: Any) -> None:
-    """As `set_arrays`, in the memory of `bind`."""
+    """Replica.put: set the parameters in these slices, in the memory of `bind`."""
     flat_arrays(replica)  # binds memory if there is none yet
     put_in(replica.memory, spans, on_device(values, replica.memory))
     replica.refresh()
@@ -75,7 +43,7 @@ def put_in(flat: Any, spans: Spans, values: Any) -> None:
 def read(replica: Parameters, flat: Any) -> None:
     """Copy all parameters of a replica into `flat`, on the host or on their device."""
     start = 0
-    for each in arrays_of(replica):
+    for each in replica.arrays():
         flat[start : start + len(each)] = on_host(each) if isinstance(flat, np.ndarray) else each
         start += len(each)
 
@@ -94,10 +62,10 @@ class Average:
         self._all: Spans = (slice(0, replica.parameter_count),)
         self._held: Any = None  # the parameters in `spans`, while the average is in their place
         self._dtype = np.dtype("float64" if replica.gradient_dtype == "float64" else "float32")
-        self._set(self._all, np.concatenate([*map(on_host, arrays_of(replica))]) if saved is None else saved)
+        self._set(self._all, np.concatenate([*map(on_host, replica.arrays())]) if saved is None else saved)
 
     def _set(self, spans: Spans, array: np.ndarray) -> None:
-        self.spans, self.array = spans, on_device(np.array(array, self._dtype), arrays_of(self._replica)[0])
+        self.spans, self.array = spans, on_device(np.array(array, self._dtype), self._replica.arrays()[0])
 
     def restrict(self, spans: Spans | None = None) -> None:
         """Keep the average of these slices; zeros where it was not known. None: of all parameters."""
@@ -118,7 +86,7 @@ class Average:
 
     def _parameters(self) -> Sequence[Any]:
         """Return the parameters in `spans`, as 1-D arrays."""
-        arrays = arrays_of(self._replica)
+        arrays = self._replica.arrays()
         return arrays if self.spans == self._all else [arrays[0][each] for each in self.spans]
 
     def use(self, spans: Spans | None = None) -> None:
@@ -126,12 +94,12 @@ class Average:
         self.stop_using()
         self.restrict(spans)
         self._held = np.concatenate(self._parameters())
-        set_arrays(self._replica, self.spans, self.array)
+        self._replica.put(self.spans, self.array)
 
     def stop_using(self) -> None:
         """Undo `use`, if it was called."""
         if self._held is not None:
-            set_arrays(self._replica, self.spans, self._held)
+            self._replica.put(self.spans, self._held)
             self._held = None
 
     def whole(self, memory: np.ndarray | None = None) -> np.ndarray:

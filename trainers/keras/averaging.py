@@ -42,19 +42,15 @@ def wait_for_compiled() -> None:
         jax.effects_barrier()
 
 
-def eager_scope() -> Any:
-    """Context manager: variables have values in the block, even while TensorFlow traces the function around it."""
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow
-
-        return tensorflow.init_scope()
-    return nullcontext()
-
-
 def mirror_variables(variables: Sequence[Any], backend: AllReduce) -> None:
     """Overwrite Keras' variables with those of rank 0. Collective."""
     wait_for_compiled()
-    with eager_scope():
+    eager: Any = nullcontext()
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow
+
+        eager = tensorflow.init_scope()
+    with eager:  # variables have values in the block, even while TensorFlow traces the function around it
         arrays = [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
         backend.broadcast(arrays, root=0)
         if backend.rank:

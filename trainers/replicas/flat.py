@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from trainers.arrays.average import read
+from trainers.arrays.average import put_in, read
 from trainers.errors import ArgumentError
-from trainers.replica import Replica, Slices, check_buffers, clipped, consecutive, put, reserved, slices_of
+from trainers.replica import Replica, Slices, check_buffers, clipped, consecutive, reserved, slices_of
 
 
 class Layout:
@@ -115,7 +115,7 @@ class FlatOptimizer(ABC):
                 self.layout.write(arrays, whole)
             else:
                 whole[:] = 0
-                put(whole, self.part, arrays[0])
+                put_in(whole, slices_of(self.part), arrays[0])
         return held
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ as it is, and so does any of malloc's own settings in the environment (MALLOC_..
 """
 
 import ctypes
+import functools
 import logging
 import os
 import sys
@@ -19,25 +20,19 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 LARGEST_BLOCK = 32 << 20  # the largest block that malloc takes from its heap
 KEPT = 1 << 30  # bytes that may stay free at the end of the heap
 
-_done: list[bool] = []
 
-
+@functools.cache
 def keep_freed_memory() -> bool:
     """Make malloc serve blocks up to LARGEST_BLOCK from its heap and keep freed memory. Returns whether that worked.
     Local.
 
     Only the first call does anything. Logs it once, at level INFO of the logger "allreduce".
     """
-    if not _done:
-        _done.append(_is_wanted() and _set())
-        if _done[0]:
-            log.info("allreduce: malloc keeps the memory that a training step frees; %s=default stops that", OPTION)
-    return _done[0]
-
-
-def _is_wanted() -> bool:
     tuned = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    return os.environ.get(OPTION, "default" if tuned else "keep") != "default"
+    keeps = os.environ.get(OPTION, "default" if tuned else "keep") != "default" and _set()
+    if keeps:
+        log.info("allreduce: malloc keeps the memory that a training step frees; %s=default stops that", OPTION)
+    return keeps
 
 
 def _set() -> bool:

@@ -125,14 +125,11 @@ class LocalMirrored(Mirrored):
         self.local = self.average
         self._rounds: Rounds | None = None
         self._queue: Queue | None = None  # of averages that overlap with inner steps
-        self._meter: RoundMeter | None = None
+        self._meter: RoundMeter
         self._added: list[np.ndarray] = []  # a row of RoundMeter.add for each step since the ranks have met
         self._batches: BatchSource  # of the fit
         self._first = 0  # the first step since the ranks have met, in its epoch
         self._met = np.zeros(len(FLAGS))  # the sums over the ranks at the last meeting: flags, then rows of metrics
-        # during `restore`: each rank's [steps, `_met`, outer steps], and whether this rank has joined
-        self._infos: list[Any] = []
-        self._joins = False
 
     # Construction
 
@@ -285,7 +282,6 @@ class LocalMirrored(Mirrored):
             self.core.owners.run_round(self.rounds.finish)
         # From here on nothing communicates: after a failure a rank has done all of the above, or counts none of it.
         self._count(met)
-        assert self._meter is not None
         self._meter.check_loss()
         return steps
 
@@ -302,7 +298,6 @@ class LocalMirrored(Mirrored):
         self._added.clear()
         rows = met[len(FLAGS) :].reshape(-1, len(self.replica.metrics) + 2)
         self.steps += len(rows)
-        assert self._meter is not None
         self._meter.add(rows)
 
     # Recovery after failures: all ranks go back to the parameters after the last outer step, at the last meeting
@@ -311,34 +306,26 @@ class LocalMirrored(Mirrored):
         state, start = snapshot_of(self.replica, {}), self.rounds.start[: self._trained]
         state["parameters"] = start.astype(state["parameters"].dtype)
         state |= {RATES: np.array(self.replica.learning_rates), **self.owners.shared_state()}
-        return [Piece(self.steps, self.steps, 0, 1, {}, state, self.rounds.done)]
+        return [Piece(self.steps, self.steps, 0, len(self.buffer), {}, state, self.rounds.done)]
 
-    def _adopt_newest(self) -> bool:
-        joins = self.group.previous[self.group.rank] == JOINED
-        own = [] if joins else self.saved or []
-        info = [self.steps, self._met.tolist(), max((each.serial for each in own), default=0)]
-        self._infos = all_values(self.group.comm, info, ADOPT)
-        self._joins = joins
+    def _end(self) -> list[Any]:
         self._added.clear()
-        try:
-            return adopt(self, own) is not None
-        finally:
-            self._infos = []
+        return [self.steps, self._met.tolist(), max((each.serial for each in self.saved or []), default=0)]
 
     def load_state(self, step: int, state: Arrays) -> None:
         momentum, outer = state.get(OUTER), self.rounds.momentum
         if momentum is not None and outer is not None and momentum.shape != outer.shape:
             raise ModelFileError(f"the outer momentum is of another model: {momentum.shape}, and here {outer.shape}")
-        if self._infos:
-            # Nothing below communicates, so a second failure can't interrupt it halfway.
-            done, met = max((done, met) for steps, met, done in self._infos if steps == step)
-            self.saved = [Piece(step, step, 0, 1, {}, dict(state), done)]
-            if step > self.steps and not self._joins:
-                if self._batches.streams:
-                    self._learn(np.array(met[len(FLAGS) :]).reshape(step - self.steps, -1)[:, -1])
-                self._count(np.array(met))
-            self.steps = step
         super().load_state(step, state)
         if momentum is not None:
             self.rounds.load(momentum, self.rounds.done)
         self.rounds.restart()
+
+    def _go_to(self, step: int, state: Arrays) -> None:
+        done, met = max((done, met) for steps, met, done in self._ended if steps == step)
+        self.saved = [Piece(step, step, 0, len(self.buffer), {}, dict(state), done)]
+        if step > self.steps and self.group.previous[self.group.rank] != JOINED:
+            if self._batches.streams:
+                self._learn(np.array(met[len(FLAGS) :]).reshape(step - self.steps, -1)[:, -1])
+            self._count(np.array(met))
+        self.steps = step

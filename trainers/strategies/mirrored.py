@@ -265,9 +265,7 @@ class Mirrored(Strategy):
         """Load the newest state that the ranks hold completely. Returns False if there is none. Collective."""
         if self.group.previous[self.group.rank] == JOINED:
             self.saved = []  # a rank that joins has nothing of this training
-        updated = any(piece.first > self.steps for piece in self.saved or [])
-        own = [self.steps, self._last.tolist(), self._unfinished.tolist(), updated]
-        self._ended = all_values(self.group.comm, own, ADOPT)
+        self._ended = all_values(self.group.comm, self._end(), ADOPT)
         try:
             done = adopt(self, self.saved or [], len(self.buffer)) is not None
             if not done:
@@ -277,18 +275,25 @@ class Mirrored(Strategy):
         self.owners.set_steps(self.steps)
         return done
 
+    def _end(self) -> list[Any]:
+        """Return this rank's row of `_ended`. Local."""
+        updated = any(piece.first > self.steps for piece in self.saved or [])
+        return [self.steps, self._last.tolist(), self._unfinished.tolist(), updated]
+
     def load_state(self, step: int, state: Arrays) -> None:
-        if not self._ended:
-            super().load_state(step, state)
-            return
-        # Nothing below communicates, so a second failure can't interrupt it halfway.
+        if self._ended:
+            self._go_to(step, state)
+        super().load_state(step, state)
+
+    def _go_to(self, step: int, state: Arrays) -> None:
+        """Go to the step of a state that the ranks still hold. It must not communicate, so that a second failure can't
+        interrupt it halfway. Local."""
         self.steps, self._last = step, self._measured_of(step)
         # the array may continue with statistics, and with metrics and flags
         trained = self.replica.state()["parameters"].size
         state["parameters"] = state["parameters"][:trained]
         self.saved = [Piece(step, step, 0, len(self.buffer), {}, dict(state))]
         self.core.measured[:] = self._last
-        super().load_state(step, state)
 
     def _measured_of(self, step: int) -> np.ndarray:
         """Return `measured` of step `step`: from a rank that has finished the step, else from one that has updated in

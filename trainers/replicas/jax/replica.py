@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from trainers.arrays.average import Spans, flat_arrays, set_flat
+from trainers.arrays.average import Spans
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ExportError, needing
 from trainers.files.onnx_graph import quiet
-from trainers.replica import ALL, Replica, Slices, single, unfit_error
+from trainers.replica import ALL, Replica, Slices, feeding, single
 
 with needing(
     'JaxReplica needs JAX and optax, which can\'t be imported ({}): pip install ".[jax]" in the checkout', ImportError
@@ -103,12 +103,12 @@ class JaxReplica(FlatReplica):
 
     def arrays(self) -> Sequence[Any]:
         if self.memory is not None:
-            return flat_arrays(self)
+            return super().arrays()
         return [np.asarray(each).reshape(-1) for each in jax.tree.leaves(self._tree)]
 
     def put(self, spans: Spans, values: Any) -> None:
         if self.memory is not None:
-            set_flat(self, spans, values)
+            super().put(spans, values)
         else:
             self._tree = jax.tree.map(own, self._layout.cut(values.astype(self._layout.dtype)))
 
@@ -168,7 +168,7 @@ class JaxReplica(FlatReplica):
                 self._check_parts(x, y)
             return
         model = self._model()
-        try:
+        with feeding("apply, loss or a metric", x, y):
             if y is None:
                 jax.eval_shape(self._outputs, *model, *self._inputs(sliced(x, slice(1))))
             else:
@@ -176,10 +176,6 @@ class JaxReplica(FlatReplica):
                 jax.eval_shape(self._gradients, *model, *self._inputs(*sliced((x, y), slice(1))), own, 1.0)
                 if self.divided or weights is not None:
                     self._check_parts(x, y)
-        except ArgumentError:
-            raise
-        except Exception as error:  # whatever the user's functions raise
-            raise unfit_error("apply, loss or a metric", x, y, error) from error
 
     def _check_parts(self, x: Tree, y: Tree) -> None:
         """Raise ArgumentError if the loss is no mean over the rows."""
@@ -233,11 +229,9 @@ class JaxReplica(FlatReplica):
         """Return the loss of these rows: the mean over the rows of their weighted losses."""
         if weights is None:
             return self._loss(output, y)
-        return (self._row_losses(output, y) * weights).mean()
-
-    def _row_losses(self, output: Any, y: Any) -> Any:
         first = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)  # noqa: E731
-        return jax.vmap(lambda output, y: self._loss(first(output), first(y)))(output, y)
+        losses = jax.vmap(lambda output, y: self._loss(first(output), first(y)))(output, y)
+        return (losses * weights).mean()
 
     def _output(self, flat: bool, model: Any, x: Any) -> Any:
         return self._applied(self._layout.cut(model) if flat else model, x)

@@ -10,11 +10,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from trainers.arrays.average import Spans, flat_arrays, set_flat
+from trainers.arrays.average import Spans
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError, explained
 from trainers.files.onnx_graph import need_onnx, quiet
-from trainers.replica import ALL, Replica, Slices, single, unfit_error
+from trainers.replica import ALL, Replica, Slices, feeding, single
 from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
@@ -160,12 +160,12 @@ class KerasReplica(FlatReplica):
 
     def arrays(self) -> Sequence[Any]:
         if self.memory is not None:
-            return flat_arrays(self)
+            return super().arrays()
         return [array_of(each).reshape(-1) for each in self._trained]
 
     def put(self, spans: Spans, values: Any) -> None:
         if self.memory is not None:
-            set_flat(self, spans, values)
+            super().put(spans, values)
             self._refresh_model()
         else:
             self._set(self._trained, self._optimizer.layout.views(values.astype(self.gradient_dtype)))
@@ -223,7 +223,7 @@ class KerasReplica(FlatReplica):
                 f"layers of {self.model.name} were frozen or unfrozen (trainable=) since this KerasReplica was made: "
                 "make another KerasReplica, and a trainer, of the model as it is now"
             )
-        try:
+        with feeding(f"{self.model.name}, the loss or a metric", x, y):
             given = [None if each is None else sliced(each, slice(1)) for each in (x, y, weights)]
             first, target, own = self._inputs(*given)
             output = self._computing.output(first)
@@ -232,10 +232,6 @@ class KerasReplica(FlatReplica):
                 if self.divided:
                     self._check_mask(first)
                     self._check_loss(x, y, weights)
-        except ArgumentError:
-            raise
-        except Exception as error:  # whatever a model raises
-            raise unfit_error(f"{self.model.name}, the loss or a metric", x, y, error) from error
 
     # Inside
 

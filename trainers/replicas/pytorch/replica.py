@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from trainers.arguments import require
-from trainers.arrays.average import Spans, flat_arrays, set_flat
+from trainers.arrays.average import Spans
 from trainers.data import Data, Tree, as_arrays, leaves, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError, needing
-from trainers.replica import ALL, Slices, slices_of, unfit_error
+from trainers.replica import ALL, Slices, feeding, slices_of
 
 with needing(
     'TorchReplica needs PyTorch, which can\'t be imported ({}): pip install ".[torch]" in the checkout', ImportError
@@ -212,7 +212,10 @@ class TorchReplica(FlatReplica):
 
     def counted(self, y: Tree) -> float:
         held = getattr(y, "counted", None)  # of a result of `stage`
-        return row_losses.counted(self.loss, self._host_target(y)) if held is None else held
+        if held is not None:
+            return held
+        tensor = y if isinstance(y, Tensor) else from_array(y)
+        return row_losses.counted(self.loss, tensor if tensor.is_floating_point() else tensor.long())
 
     def undo(self) -> None:
         self._buffers.restore()
@@ -272,14 +275,14 @@ class TorchReplica(FlatReplica):
     def arrays(self) -> Sequence[Any]:
         with self._device.ordered_with_cupy():
             if self.memory is not None and not self._replaced():
-                return flat_arrays(self)
+                return super().arrays()
             return [self._device.array(each.detach().reshape(-1)) for each in self._trained]
 
     @torch.no_grad()
     def put(self, spans: Spans, values: Any) -> None:
         if self.memory is not None and not self._replaced():
             self._device.cupy_after_torch()  # CuPy writes to memory that PyTorch uses
-            set_flat(self, spans, values)
+            super().put(spans, values)
             self._device.torch_after_cupy()
             return
         with self._device.ordered_with_cupy():
@@ -328,7 +331,7 @@ class TorchReplica(FlatReplica):
         training = self.module.training
         self.module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), feeding(type(self.module).__name__, x, y):
                 if batch:
                     self._check_loss(x, y)
                     return
@@ -343,10 +346,6 @@ class TorchReplica(FlatReplica):
                         self._check_loss(x, y)
                     elif not self.counts or row_losses.class_weights(self.loss) is not None:
                         row_losses.check_mean(self.loss, output, target)
-        except ArgumentError:
-            raise
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise unfit_error(type(self.module).__name__, x, y, error) from error
         finally:
             self.module.train(training)
 
@@ -469,10 +468,6 @@ class TorchReplica(FlatReplica):
     def _input(self, x: Any) -> Tensor:
         tensor = self._on_device(x)
         return tensor.long() if self._embeds and not tensor.is_floating_point() else tensor.to(self._dtype)
-
-    def _host_target(self, y: Any) -> Tensor:
-        tensor = y if isinstance(y, Tensor) else from_array(y)
-        return tensor if tensor.is_floating_point() else tensor.long()
 
     def _target(self, y: Tree) -> Any:
         if isinstance(y, tuple | dict):

@@ -200,12 +200,6 @@ class ServerStrategy(Strategy, Owners):
         self._mailbox = self._client = self._queue = None
         self._worker = WorkerRanks(self.clock)
 
-    def _why_it_ends(self) -> str:
-        """Why the remaining ranks can't continue, as text; "" if they can. Local, the same on all ranks."""
-        if len(self.servers) < len(self._slices):
-            return "a server has failed, and its slice of the parameters and of the optimizer's state is lost"
-        return "" if self.workers else "all workers have failed, and servers do not compute"
-
     def follow(self, previous: tuple[int, ...]) -> None:
         now = {old: rank for rank, old in enumerate(previous)}
         self.servers = tuple(now[rank] for rank in self.servers if rank in now)
@@ -215,8 +209,11 @@ class ServerStrategy(Strategy, Owners):
     def rebuild(self, go_back: Callable[[], bool]) -> bool:
         """Load the servers' parameters on all ranks. Raises RankLostError on all ranks if a server, or every worker,
         has failed. Collective."""
-        if why := self._why_it_ends():
-            text = f"{why}; resume from the last checkpoint (resume=True, --resume)"
+        lost = "" if self.workers else "all workers have failed, and servers do not compute"
+        if len(self.servers) < len(self._slices):
+            lost = "a server has failed, and its slice of the parameters and of the optimizer's state is lost"
+        if lost:
+            text = f"{lost}; resume from the last checkpoint (resume=True, --resume)"
             raise on_all_ranks(RankLostError(text), self.group.comm)
         self._join_worker()
         together(self.group.comm, self._bind)
