@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
-from trainers.arrays.average import AVERAGE, Average, Spans, flat_arrays, put_in, read, set_flat
+from trainers.arrays.average import AVERAGE, Average, Spans, flat_arrays, read, set_flat
 from trainers.data import Data, Tree, named, row_count
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ModelFileError, explained

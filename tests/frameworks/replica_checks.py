@@ -67,9 +67,7 @@ def check_own_memory(replica: Replica, x: np.ndarray) -> None:
     replica.load_state(state)
     replica.update()
     assert np.isnan([memory, slopes]).all()
-    np.testing.assert_array_equal(
-        replica.arrays()[0], replica.state()["parameters"][: len(replica.arrays()[0])]
-    )
+    np.testing.assert_array_equal(replica.arrays()[0], replica.state()["parameters"][: len(replica.arrays()[0])])
 
 
 def check_average(replica: Replica, x: np.ndarray) -> None:

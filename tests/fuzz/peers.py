@@ -18,8 +18,9 @@ from allreduce.transport.wait import NamedCall
 from tests.apps.server import Target
 from trainers import group
 from trainers.apps.serving import web
-from trainers.strategies.servers.asynchronous import Asynchronous, Dealer, EpochLedger, StalenessRule
+from trainers.strategies.servers.asynchronous import Asynchronous, Dealer, EpochLedger
 from trainers.strategies.servers.mailbox import BYE, PUSH, Arrival, Header, Message
+from trainers.strategies.servers.options import Options
 from trainers.strategies.servers.server import Server
 
 
@@ -130,14 +131,14 @@ def read_pushes(value: tuple[bool, str, list[tuple[int, int, Header]]], _: Path)
     shard: Any = _Shard()
     epoch = EpochLedger()
     epoch.begin(0, PARTS)
-    rule = StalenessRule(stale, 2)
+    options = Options(1, "async", stale, 2)
 
     def apply(message: Message, factor: float) -> None:
         shard.version += 1
 
-    dealer = Dealer([iter(range(PARTS))], range(3), rule.bound, PARTS) if first else None
+    dealer = Dealer([iter(range(PARTS))], range(3), options.bound, PARTS) if first else None
     mailbox: Any = _Mailbox([*messages, *((worker, PUSH, Header(BYE)) for worker in range(3))])
-    Server(mailbox, shard).serve(Asynchronous(shard, rule, dealer, apply, lambda: False, epoch), range(3))
+    Server(mailbox, shard).serve(Asynchronous(shard, options, dealer, apply, lambda: False, epoch), range(3))
 
 
 @functools.cache

@@ -31,7 +31,6 @@ from trainers.strategies.servers.asynchronous import (
     Dealer,
     EpochLedger,
     EpochRows,
-    StalenessRule,
 )
 from trainers.strategies.servers.mailbox import (
     AGAIN,
@@ -52,9 +51,15 @@ from trainers.strategies.servers.mailbox import (
     Message,
     Waiter,
 )
+from trainers.strategies.servers.options import Options
 from trainers.strategies.servers.server import Policy, Server, Shard
 from trainers.strategies.spare_replicas import First, SpareReplicas
 from trainers.watching.meter import Tally
+
+
+def treating(stale: str = "keep", most: int | None = None) -> Options:
+    """Return the arguments of servers that treat stale gradients like this."""
+    return Options(1, "async", stale, most)
 
 
 def dealing(count: int, workers: range, bound: int | None = None) -> Dealer:
@@ -138,10 +143,10 @@ def test_a_stop_ends_the_dealing() -> None:
 
 
 def test_what_becomes_of_stale_gradients() -> None:
-    assert [StalenessRule("keep").factor(each) for each in (0, 7)] == [1, 1]
-    assert [StalenessRule("scale").factor(each) for each in (0, 1, 3)] == [1, 0.5, 0.25]
-    assert [StalenessRule("drop", 2).factor(each) for each in (0, 2, 3)] == [1, 1, 0]
-    assert [StalenessRule("keep", 3).bound, StalenessRule("scale", 3).bound, StalenessRule("drop", 3).bound] == [
+    assert [treating("keep").factor(each) for each in (0, 7)] == [1, 1]
+    assert [treating("scale").factor(each) for each in (0, 1, 3)] == [1, 0.5, 0.25]
+    assert [treating("drop", 2).factor(each) for each in (0, 2, 3)] == [1, 1, 0]
+    assert [treating("keep", 3).bound, treating("scale", 3).bound, treating("drop", 3).bound] == [
         3,
         3,
         None,
@@ -332,7 +337,7 @@ def test_workers_that_rest_hear_that_the_others_go_on() -> None:
     second = [(1, ASK, asks), (0, ASK, asks), (0, PUSH, pushes)]
     mailbox = Counter([*first, *second, (1, PUSH, Header(BYE)), (0, PUSH, Header(BYE))])
     dealer = dealing(2, range(1))
-    serve(mailbox, 2, lambda shard: Asynchronous(shard, StalenessRule(), dealer, lambda *_: None, bool, none_yet()))
+    serve(mailbox, 2, lambda shard: Asynchronous(shard, treating(), dealer, lambda *_: None, bool, none_yet()))
     assert mailbox.answers == [(0, WORK), (1, AGAIN), (0, WORK), (1, END), (0, END)]
 
 
@@ -342,7 +347,7 @@ def test_other_servers_are_not_behind_the_first() -> None:
     done: list[str] = []
     mailbox.reply = lambda *_, **__: done.append("answered")  # type: ignore[assignment]
     applied = lambda *_: done.append("applied")  # noqa: E731
-    serve(mailbox, 1, lambda shard: Asynchronous(shard, StalenessRule(), None, applied, bool, none_yet()))
+    serve(mailbox, 1, lambda shard: Asynchronous(shard, treating(), None, applied, bool, none_yet()))
     assert done == ["applied", "answered"]
 
 
@@ -358,7 +363,7 @@ def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
     def apply(message: Message, factor: float) -> None:
         applied.append(message.header.step)
 
-    serve(mailbox, 1, lambda shard: Asynchronous(shard, StalenessRule(), dealer, apply, bool, epoch))
+    serve(mailbox, 1, lambda shard: Asynchronous(shard, treating(), dealer, apply, bool, epoch))
     assert applied == [1]
     assert all(map(epoch.has, range(4)))
     assert not dealer.cut_short

@@ -22,14 +22,14 @@ from allreduce.call.queue import Queue, Worker
 from allreduce.elastic.standby import JOINED
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, combine, together
+from allreduce.transport.control import combine, together
 from trainers.backends import allocate_own
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.local_sgd.rounds import Done, Rounds, Submit
 from trainers.options.average import LocalSGD
 from trainers.replica import attach, changing_entries, check_divisible, copied, snapshot_of
-from trainers.state.adopt import ADOPT, OUTER, RATES, Arrays, Piece, adopt
+from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.state.owners import INNER
 from trainers.state.sharded import Flat
 from trainers.strategies.interface import EpochRun

@@ -37,30 +37,6 @@ from trainers.strategies.servers.server import Policy, Server, Shard
 from trainers.strategies.servers.service import HOW_FAR, ServerStrategy, wait_before_raising
 from trainers.strategies.servers.worker import WorkerRanks, divide, uneven_text
 
-
-class StalenessRule(NamedTuple):
-    """How a server treats stale gradients.
-
-    stale: "keep" applies them unchanged; "drop" discards those more than `most` updates behind; "scale" divides the
-        learning rate by staleness + 1 (W. Zhang et al.: Staleness-aware async-SGD for distributed deep learning, 2015).
-    """
-
-    stale: str = "keep"
-    most: int | None = None
-
-    @property
-    def bound(self) -> int | None:
-        """The largest staleness, enforced by letting workers wait; None for no bound."""
-        return None if self.stale == "drop" else self.most
-
-    def factor(self, staleness: int) -> float:
-        """Return the factor on the learning rate for a gradient of this staleness; 0.0 drops the gradient."""
-        if self.stale == "drop":
-            assert self.most is not None
-            return float(staleness <= self.most)
-        return 1.0 / (staleness + 1) if self.stale == "scale" else 1.0
-
-
 LEFT, EMPTY, DROPPED = -1, -2, -3  # outcomes of a part that was not applied: not processed yet, no gradients, dropped
 
 
@@ -227,6 +203,7 @@ class Dealer:
 class Asynchronous(Policy):
     """Applies each gradient as it arrives, and deals the next part to whichever worker asks.
 
+    options: how stale gradients are treated.
     dealer: deals the parts on the first server; None on the others. Only the first server guarantees the bound on
         staleness; on the others it may be exceeded by the number of gradients in flight.
     apply: apply(message, factor) updates the shard, with the learning rate times `factor`; it raises nothing.
@@ -236,10 +213,10 @@ class Asynchronous(Policy):
     """
 
     def __init__(
-        self, shard: Shard, rule: StalenessRule, dealer: Dealer | None, apply: Callable[[Message, float], object],
+        self, shard: Shard, options: Options, dealer: Dealer | None, apply: Callable[[Message, float], object],
         halts: Callable[[], bool], ledger: EpochLedger, more: int = 0,
     ) -> None:  # fmt: skip
-        self._shard, self._rule, self._dealer = shard, rule, dealer
+        self._shard, self._options, self._dealer = shard, options, dealer
         self._apply, self._halts = apply, halts
         self._ledger, self._more = ledger, more
         self._held: list[Arrival] = []  # gradients that would break the bound
@@ -277,7 +254,7 @@ class Asynchronous(Policy):
         outcome = EMPTY
         if header.kind == GRADIENTS and not self._ledger.has(header.step):
             outcome = self._shard.version - header.version
-            factor = self._rule.factor(outcome)
+            factor = self._options.factor(outcome)
             if factor:
                 self._apply(push.message, factor)
             else:
@@ -361,7 +338,7 @@ class AsynchronousServers(ServerStrategy):
     def __init__(self, replica: Replica, name: str, options: Options) -> None:
         super().__init__(replica, name)
         self._used = np.zeros(0)  # of each of Replica.optional: the ranks of this worker that have a gradient for it
-        self._options, self._rule = options, StalenessRule(options.stale, options.max_staleness)
+        self._options = options
         self._ledger = EpochLedger()
 
     def describe(self) -> str:
@@ -460,14 +437,14 @@ class AsynchronousServers(ServerStrategy):
 
         more = 4 * self.parts * len(everyone) if run.batches.streams else 0  # a worker has at most two parts
         apply = partial(self._apply, run)
-        policy = Asynchronous(self._shard, self._rule, dealer, apply, halts, self._ledger, more)
+        policy = Asynchronous(self._shard, self._options, dealer, apply, halts, self._ledger, more)
         Server(self._mailbox, self._shard).serve(policy, everyone)
         self._ledger.cut_short = dealer is not None and dealer.cut_short
 
     def _dealer(self, batches: BatchSource, number: int, everyone: range) -> Dealer:
         """Return the dealer of epoch `number`. In the warm-up one worker computes at a time: the first worker alone, or
         all in turn, because each worker reads a stream of its own."""
-        warms_up, bound = number < self._options.warm_up, self._rule.bound
+        warms_up, bound = number < self._options.warm_up, self._options.bound
         if batches.streams:
             # part `step * parts + own` is batch `step` of a worker; any worker computes any part of whole batches
             begins = [count(own, self.parts) for own in self._own_numbers] if batches.divided else [count()]

@@ -35,7 +35,10 @@ def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], str]:
 
 
 class Options(NamedTuple):
-    """The arguments of a ParameterServerTrainer; see there, and trainers.strategies.few_owners.Placement."""
+    """The arguments of a ParameterServerTrainer; see there, and trainers.strategies.few_owners.Placement.
+
+    stale="scale": W. Zhang et al.: Staleness-aware async-SGD for distributed deep learning, 2015.
+    """
 
     servers: Any
     updates: str
@@ -48,6 +51,18 @@ class Options(NamedTuple):
     @property
     def serve(self) -> bool:
         return True
+
+    @property
+    def bound(self) -> int | None:
+        """The largest staleness, enforced by letting workers wait; None for no bound."""
+        return None if self.stale == "drop" else self.max_staleness
+
+    def factor(self, staleness: int) -> float:
+        """Return the factor on the learning rate for a gradient of this staleness; 0.0 drops the gradient."""
+        if self.stale == "drop":
+            assert self.max_staleness is not None
+            return float(staleness <= self.max_staleness)
+        return 1.0 / (staleness + 1) if self.stale == "scale" else 1.0
 
     def owners(self, ranks: int) -> tuple[int, ...]:
         return server_ranks(self.servers, ranks)[0]
