@@ -368,7 +368,7 @@ def check_replica(folder: Path) -> None:
     refused: list[tuple[str, Callable[[], Any]]] = [
         ("takes a Keras optimizer", lambda: replica(0, object())),
         ("does not scale losses", lambda: replica(0, keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))),
-        ("was built for another model", lambda: replica(0, ours._optimizer.whole.optimizer)),
+        ("was built for another model", lambda: replica(0, ours.optimizer_state.whole.optimizer)),
         ("use_ema", lambda: replica(0, keras.optimizers.SGD(0.1, use_ema=True))),
         ("is not built", lambda: KerasReplica(keras.Sequential([keras.layers.Dense(2)]), "mse", "sgd")),
         ("takes a keras.Model", lambda: KerasReplica(object(), "mse", "sgd")),

@@ -3,7 +3,6 @@
 With slices the ranks can divide the update: each has only the optimizer state of its own slice.
 """
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 
 from trainers.arrays.average import put_in, read
 from trainers.errors import ArgumentError
-from trainers.replica import Replica, Slices, check_buffers, clipped, consecutive, reserved, slices_of
+from trainers.replica import Replica, Slices, check_buffers, consecutive, reserved, slices_of
 
 
 class Layout:
@@ -137,38 +136,38 @@ class FlatOptimizer(ABC):
 
 
 class FlatReplica(Replica):
-    """A replica with a FlatOptimizer. The subclass sets `_optimizer`, and `_buffer`, the memory of the gradients."""
+    """A replica with a FlatOptimizer: the subclass sets `optimizer_state`, and `_buffer`, the memory of gradients."""
 
     keeps_memory = True
-    _optimizer: FlatOptimizer
+    optimizer_state: FlatOptimizer
     _buffer: Any
 
     @property
     def elementwise(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._optimizer.elementwise
+        return self.optimizer_state.elementwise
 
     @property
     def updated(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self._optimizer.names
+        return self.optimizer_state.names
 
     @property
     def learning_rates(self) -> list[float]:
-        return self._optimizer.learning_rates
+        return self.optimizer_state.learning_rates
 
     @learning_rates.setter
     def learning_rates(self, rates: Sequence[float]) -> None:
         settable = len(self.learning_rates)
         if len(rates) != settable:
             raise ArgumentError(
-                f"got {len(rates)} learning rates, and {settable} can be set{self._optimizer.how_to_set_rates}"
+                f"got {len(rates)} learning rates, and {settable} can be set{self.optimizer_state.how_to_set_rates}"
             )
-        self._optimizer.learning_rates = list(rates)
+        self.optimizer_state.learning_rates = list(rates)
 
     def bind(self, parameters: Any, gradients: Any) -> None:
         """Extend the state of the optimizer and the average to all parameters, and copy these into `parameters`; None:
         into memory of the replica's own."""
         check_buffers(self, parameters, gradients)
-        self._optimizer.extend()
+        self.optimizer_state.extend()
         if self.average is not None:
             self.average.restrict()
         if parameters is None:
@@ -183,20 +182,8 @@ class FlatReplica(Replica):
         raise NotImplementedError
 
     @property
-    def optimizer_state(self) -> FlatOptimizer:  # type: ignore[override]
-        return self._optimizer
-
-    @property
     def whole_tensors(self) -> tuple[slice, ...]:  # type: ignore[override]
-        return self._optimizer.whole_tensors
+        return self.optimizer_state.whole_tensors
 
     def slice_error(self) -> str:
-        return self._optimizer.slice_error()
-
-    def _parameters_in(self, part: Slices) -> Slices:
-        """Return the part of a slice that lies in the trained parameters."""
-        return clipped(part, 0, self.parameter_count)
-
-    def _statistics_in(self, part: Slices) -> Slices:
-        """Return the part of a slice that lies in the statistics, which follow the parameters."""
-        return clipped(part, self.parameter_count, sys.maxsize)
+        return self.optimizer_state.slice_error()

@@ -49,7 +49,7 @@ class JaxReplica(FlatReplica):
     """
 
     takes_weights = True
-    _optimizer: Optimizer
+    optimizer_state: Optimizer
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class JaxReplica(FlatReplica):
         self.notices = precisions.slow_notice(self.device) if self._low else ()
         self._tree: Any = jax.tree.map(own, params)  # unless `memory` holds the parameters
         self._transformation = optimizer
-        self._optimizer = Optimizer(optimizer, self._layout, self._tree)
+        self.optimizer_state = Optimizer(optimizer, self._layout, self._tree)
         self._gradients = jax.jit(self._measure_gradients, static_argnames="flat")
         self._measures = jax.jit(self._measure, static_argnames="flat")
         self._outputs = jax.jit(self._output, static_argnames="flat")
@@ -122,10 +122,10 @@ class JaxReplica(FlatReplica):
 
     def update(self, part: Slices = ALL) -> None:
         if self.memory is None:
-            self._tree = self._optimizer.update(self._tree, alias(self._buffer))
+            self._tree = self.optimizer_state.update(self._tree, alias(self._buffer))
             return
         part = slice(0, self.gradient_length) if part == ALL else single(part)
-        changed = self._optimizer.update_slice(part, alias(self.memory), alias(self._buffer))
+        changed = self.optimizer_state.update_slice(part, alias(self.memory), alias(self._buffer))
         np.copyto(self.memory[part], np.asarray(changed))
 
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
@@ -14,7 +15,7 @@ from trainers.arrays.average import Spans
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError, explained
 from trainers.files.onnx_graph import need_onnx, quiet
-from trainers.replica import ALL, Replica, Slices, feeding, single
+from trainers.replica import ALL, Replica, Slices, clipped, feeding, single
 from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
@@ -46,7 +47,7 @@ class KerasReplica(FlatReplica):
     """
 
     takes_weights = True
-    _optimizer: Optimizer
+    optimizer_state: Optimizer
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class KerasReplica(FlatReplica):
         self.statistics = sum(math.prod(each.shape) for each in self._statistics)
         optimizer = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
         self.config = {"model": model.name, "optimizer": type(optimizer).__name__}
-        self._optimizer = Optimizer(optimizer, self._trained, self.gradient_dtype)
+        self.optimizer_state = Optimizer(optimizer, self._trained, self.gradient_dtype)
         random = {id(each) for each in model.variables} - {id(each) for each in model.weights}
         others = model.non_trainable_variables
         self._shared = {f"model.{n}": each for n, each in enumerate(others) if id(each) not in random}
@@ -132,12 +133,12 @@ class KerasReplica(FlatReplica):
         if part == ALL:
             self._load_statistics(self._buffer)
         if self.memory is None:
-            self._optimizer.update(self._buffer, self.still)
+            self.optimizer_state.update(self._buffer, self.still)
             return
         part = slice(0, self.gradient_length) if part == ALL else part
-        self._optimizer.update_slice(single(self._parameters_in(part)), self.memory, self._buffer, self.still)
-        statistics = single(self._statistics_in(part))
-        self.memory[statistics] = self._buffer[statistics]
+        trained, statistics = clipped(part, 0, self.parameter_count), clipped(part, self.parameter_count, sys.maxsize)
+        self.optimizer_state.update_slice(single(trained), self.memory, self._buffer, self.still)
+        self.memory[single(statistics)] = self._buffer[single(statistics)]
 
     def refresh(self) -> None:
         self._before = []
@@ -168,7 +169,7 @@ class KerasReplica(FlatReplica):
             super().put(spans, values)
             self._refresh_model()
         else:
-            self._set(self._trained, self._optimizer.layout.views(values.astype(self.gradient_dtype)))
+            self._set(self._trained, self.optimizer_state.layout.views(values.astype(self.gradient_dtype)))
 
     def others(self) -> dict[str, np.ndarray]:
         return {name: array_of(each) for name, each in self._shared.items()}
@@ -205,7 +206,7 @@ class KerasReplica(FlatReplica):
     def __deepcopy__(self, memo: Any) -> Replica:
         with explained(ArgumentError, f"this {type(self.model).__name__} can't be cloned by Keras"):
             model = keras.models.clone_model(self.model)  # a layer may have no configuration
-            optimizer = self._optimizer.new_optimizer()
+            optimizer = self.optimizer_state.new_optimizer()
         copied = KerasReplica(model, self._loss, optimizer, self._metrics)
         copied.load_state(self.state())
         copied.load_local_state(self.local_state())

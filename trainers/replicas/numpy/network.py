@@ -116,7 +116,7 @@ class NumpyNetwork(FlatReplica):
         self.scores = "probabilities" if self.probabilities else ""
         self.features = self.sizes[0]
         self.shapes = self._shapes()
-        self.optimizer = self._optimizer = make_optimizer(optimizer, lr)
+        self.optimizer = self.optimizer_state = make_optimizer(optimizer, lr)
         self.gradient_length = self._length(self.sizes, self._names)
         self.memory = self._own = self._xp.asarray(self._initial(init or self._activation.init, seed))
         self._values = self._xp.zeros(len(self.metrics))

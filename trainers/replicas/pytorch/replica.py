@@ -1,5 +1,6 @@
 """TorchReplica: any PyTorch module as a replica for the trainers. No MPI."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from trainers.arguments import require
 from trainers.arrays.average import Spans
 from trainers.data import Data, Tree, as_arrays, leaves, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError, needing
-from trainers.replica import ALL, Slices, feeding, slices_of
+from trainers.replica import ALL, Slices, clipped, feeding, slices_of
 
 with needing(
     'TorchReplica needs PyTorch, which can\'t be imported ({}): pip install ".[torch]" in the checkout', ImportError
@@ -61,7 +62,7 @@ class TorchReplica(FlatReplica):
     """
 
     takes_weights = True
-    _optimizer: TorchOptimizer
+    optimizer_state: TorchOptimizer
 
     def __init__(
         self,
@@ -74,7 +75,8 @@ class TorchReplica(FlatReplica):
         shard: str = "auto",
     ) -> None:
         self.module, self.loss, self.optimizer = module, loss, optimizer
-        self._trained = _trained_of(module, optimizer)
+        self._named = _trained_of(module, optimizer)
+        self._trained = [*self._named.values()]
         if getattr(loss, "reduction", "mean") != "mean":
             raise ArgumentError(f'the loss has reduction={loss.reduction!r}; rows are weighted here, so use "mean"')  # type: ignore[attr-defined]
         self._metrics = ({"accuracy": _accuracy} if isinstance(loss, nn.CrossEntropyLoss) else {}) | dict(metrics or {})
@@ -88,17 +90,19 @@ class TorchReplica(FlatReplica):
         made = {"module": type(module).__name__, "optimizer": type(optimizer).__name__}
         self.config = made | {"precision": "bfloat16" if self._low else self.gradient_dtype}
         self.notices = precisions.slow_notice(self.device) if self._low else ()
-        self._statistics = [each for each in running_statistics(module).values() if each.dtype == self._dtype]
+        running = running_statistics(module)
+        self._averaged = {name: each for name, each in running.items() if each.dtype == self._dtype}
+        self._statistics = [*self._averaged.values()]
         self._embeds = any(isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in module.modules())
-        self._optimizer = TorchOptimizer(optimizer, self._trained, shard)
-        self._length = self._optimizer.layout.length
+        self.optimizer_state = TorchOptimizer(optimizer, self._trained, shard)
+        self._length = self.optimizer_state.layout.length
         self.statistics = sum(each.numel() for each in self._statistics)
         self.gradient_length = self._length + self.statistics
         self._buffers = Buffers(module)
-        self.kernels = self._optimizer.kernels
+        self.kernels = self.optimizer_state.kernels
         self.unseeded = NO_MOMENTUM if any(each.momentum is None for each in batch_norms(module)) else ""
         self.scores = "logits" if isinstance(loss, nn.CrossEntropyLoss) else ""
-        self.shapes = {name: tuple(each.shape) for name, each in self._named_parameters()}
+        self.shapes = {name: tuple(each.shape) for name, each in self._named.items()}
         self.counts, self._classes = row_losses.counts(loss), 0  # 0: not known before the first output
         self.optional, self._compared = len(self._trained), False  # whether the loss of parts of a batch was compared
         self.unused = self.still = np.zeros(self.optional, bool)
@@ -125,7 +129,7 @@ class TorchReplica(FlatReplica):
     def _use(self, buffer: Tensor) -> None:
         """Make views of the gradient buffer with the parameters' shapes and strides."""
         self._buffer = buffer
-        self._optimizer.bind(self._parameters, buffer, self.cuts)
+        self.optimizer_state.bind(self._parameters, buffer, self.cuts)
         self._views = views(buffer, [*self._trained, *self._statistics])
         for parameter in self._trained:
             parameter.grad = None  # it is a view of the buffer that was bound before
@@ -227,15 +231,14 @@ class TorchReplica(FlatReplica):
             if part == ALL:
                 self._load_statistics(self._buffer)
                 self._store_statistics()
-                self._optimizer.step(None, self.still)
+                self.optimizer_state.step(None, self.still)
                 return
             if self._parameters is None:
                 raise ArgumentError("call bind(parameters, gradients) before update(part)")
             self._check_replaced()
-            statistics = self._statistics_in(part)
-            for each in slices_of(statistics):
+            for each in slices_of(clipped(part, self.parameter_count, sys.maxsize)):
                 self._parameters[each] = self._buffer[each]
-            self._optimizer.step(self._parameters_in(part), self.still)
+            self.optimizer_state.step(clipped(part, 0, self.parameter_count), self.still)
 
     def edit(self, change: Callable[[], object]) -> None:
         change()
@@ -249,12 +252,7 @@ class TorchReplica(FlatReplica):
             self._load_statistics(self._parameters)
 
     def versions(self) -> Mapping[str, int]:
-        return {name: version_of(each) for name, each in self._named_parameters()}  # frozen ones are no rank's alone
-
-    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the trained parameters by their names in the module."""
-        trained = {id(each) for each in self._trained}
-        return [(name, each) for name, each in self.module.named_parameters() if id(each) in trained]
+        return {name: version_of(each) for name, each in self._named.items()}  # frozen ones are no rank's alone
 
     @torch.no_grad()
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> list[float]:
@@ -274,20 +272,20 @@ class TorchReplica(FlatReplica):
 
     def arrays(self) -> Sequence[Any]:
         with self._device.ordered_with_cupy():
-            if self.memory is not None and not self._replaced():
+            if self.memory is not None and not self._placed.left():
                 return super().arrays()
             return [self._device.array(each.detach().reshape(-1)) for each in self._trained]
 
     @torch.no_grad()
     def put(self, spans: Spans, values: Any) -> None:
-        if self.memory is not None and not self._replaced():
+        if self.memory is not None and not self._placed.left():
             self._device.cupy_after_torch()  # CuPy writes to memory that PyTorch uses
             super().put(spans, values)
             self._device.torch_after_cupy()
             return
         with self._device.ordered_with_cupy():
             new = as_tensor(values, TORCH[str(values.dtype)])
-            for parameter, own in zip(self._trained, self._optimizer.layout.views(new), strict=True):
+            for parameter, own in zip(self._trained, self.optimizer_state.layout.views(new), strict=True):
                 parameter.copy_(own)
 
     def others(self) -> dict[str, np.ndarray]:
@@ -373,9 +371,8 @@ class TorchReplica(FlatReplica):
             row_losses.check_labels(self.loss, y, self._classes)
 
     def _check_frozen(self) -> None:
-        trained = {id(each) for each in self._trained}
-        chosen = {id(each) for group in self.optimizer.param_groups for each in group["params"]} - trained
-        named = self.module.named_parameters()
+        chosen = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        named = [(name, each) for name, each in self.module.named_parameters() if name not in self._named]
         if names := [name for name, each in named if id(each) in chosen and each.requires_grad]:
             raise ArgumentError(
                 f"{names[0]} was frozen (requires_grad_(False)) when this TorchReplica was made, so it has no place "
@@ -394,26 +391,21 @@ class TorchReplica(FlatReplica):
 
     def _untrained(self) -> dict[str, Tensor]:
         """Return all tensors of the module that are not trained."""
-        trained = {id(each) for each in self._trained}
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        return {f"module.{name}": each for name, each in named if id(each) not in trained}
+        return {f"module.{name}": each for name, each in named if name not in self._named}
 
     def _own_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are not averaged."""
-        named, averaged = self.module.named_buffers(), {id(each) for each in self._statistics}
-        return {f"module.{name}": each for name, each in named if id(each) not in averaged}
+        named = self.module.named_buffers()
+        return {f"module.{name}": each for name, each in named if name not in self._averaged}
 
     def _check_replaced(self) -> None:
         """Raise ArgumentError if the module no longer has its parameters in the memory of `bind`."""
-        if self._parameters is not None and self._replaced():
+        if self._placed.left():
             raise ArgumentError(
                 f"a parameter's .data was replaced, so this {type(self.module).__name__} would no longer be "
                 "trained: copy into parameters (p.copy_) instead, or create the trainer afterwards"
             )
-
-    def _replaced(self) -> bool:
-        """Return whether a parameter's .data was replaced since the parameters were bound."""
-        return bool(self._placed.left())
 
     def _load_statistics(self, flat: Tensor) -> None:
         """Copy the running means and variances from the end of `flat` (gradients or parameters) into the module."""
@@ -476,15 +468,15 @@ class TorchReplica(FlatReplica):
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor.long()
 
 
-def _trained_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the trained parameters in the module's order. Raises ArgumentError if they can't be replicated."""
+def _trained_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """Return the trained parameters by name, in the module's order. Raises ArgumentError if they do not fit."""
     if not isinstance(module, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         given = " and ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in (module, optimizer))
         raise ArgumentError(f"a torch.nn.Module and a torch.optim.Optimizer are needed, not {given}")
     require(foreign_error(module, optimizer))
     chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    trained = [each for each in module.parameters() if id(each) in chosen and each.requires_grad]
-    kinds = {(each.dtype, each.device) for each in trained}
+    trained = {name: each for name, each in module.named_parameters() if id(each) in chosen and each.requires_grad}
+    kinds = {(each.dtype, each.device) for each in trained.values()}
     if len(kinds) != 1 or (kind := next(iter(kinds)))[1].type not in ("cpu", "cuda") or kind[0] not in DTYPES:
         found = ", ".join(f"{dtype} on {device}" for dtype, device in sorted((str(a), str(b)) for a, b in kinds))
         raise ArgumentError(
