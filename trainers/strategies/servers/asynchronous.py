@@ -37,64 +37,46 @@ from trainers.strategies.servers.server import Policy, Server, Shard
 from trainers.strategies.servers.service import HOW_FAR, ServerStrategy, wait_before_raising
 from trainers.strategies.servers.worker import WorkerRanks, divide, uneven_text
 
-LEFT, EMPTY, DROPPED = -1, -2, -3  # outcomes of a part that was not applied: not processed yet, no gradients, dropped
+EMPTY, DROPPED = -1, -2  # outcomes of a part that was not applied: no gradients, dropped
 
 
 class EpochLedger:
     """Records the outcome of each part of the current epoch: the dealt parts of batches, or the steps.
 
-    outcomes: (parts,) int32: the staleness of the applied gradient, or LEFT, EMPTY, DROPPED; empty on workers.
-    dealt: (parts,) bool: the parts that all servers had processed when the epoch began or was continued; they are not
-        dealt again. cut_short: whether the epoch was ended before its last part.
+    parts: their number; of a stream that of the parts so far; 0 on workers.
+    outcomes: by the number of a part: the staleness of the applied gradient, or EMPTY, DROPPED.
+    dealt: the parts that all servers had processed when the epoch began or was continued; they are not dealt again.
+    cut_short: whether the epoch was ended before its last part.
     """
 
     def __init__(self) -> None:
-        self.epoch, self.cut_short = -1, False
-        self._reset(0)
+        self.epoch, self.parts, self.cut_short = -1, 0, False
+        self.outcomes, self.dealt = dict[int, int](), set[int]()
 
     def begin(self, epoch: int, parts: int) -> None:
-        """Begin epoch `epoch` of `parts` parts, or continue it after a failure. parts: 0 if the number is not known: a
-        part is then added when its outcome is recorded. Local."""
+        """Begin epoch `epoch` of `parts` parts, or continue it after a failure. parts: 0 if the number is not known.
+        Local."""
         if self.epoch != epoch or (parts and self.parts != parts):
-            self.epoch, self.cut_short = epoch, False
-            self._reset(parts)
-
-    def _reset(self, parts: int) -> None:
-        self.outcomes = np.full(parts, LEFT, np.int32)
-        self.dealt = np.zeros(parts, bool)
-
-    @property
-    def parts(self) -> int:
-        return self.outcomes.size
-
-    def has(self, number: int) -> bool:
-        """Whether this server has processed part `number`."""
-        return number < self.parts and bool(self.outcomes[number] != LEFT)
+            self.epoch, self.parts, self.cut_short = epoch, parts, False
+            self.outcomes, self.dealt = {}, set()
 
     def undealt(self, numbers: Iterable[int]) -> Iterator[int]:
         """Return those of these numbers whose parts are to be dealt."""
-        return (number for number in numbers if number >= self.dealt.size or not self.dealt[number])
+        return (number for number in numbers if number not in self.dealt)
 
     def note(self, number: int, outcome: int) -> None:
         """Record the outcome of part `number`, unless it has one."""
-        if number >= self.parts:
-            self._grow(max(number + 1, 2 * self.parts))  # twice the memory: a long epoch costs no copy a part
-        if not self.has(number):
-            self.outcomes[number] = outcome
-
-    def _grow(self, parts: int) -> None:
-        added = max(0, parts - self.parts)
-        self.outcomes = np.append(self.outcomes, np.full(added, LEFT, np.int32))
-        self.dealt = np.append(self.dealt, np.zeros(added, bool))
+        self.outcomes.setdefault(number, outcome)
+        self.parts = max(self.parts, number + 1)
 
     @property
     def staleness(self) -> list[int]:
         """The number of gradients that were applied 0, 1, 2, ... updates after their parameters."""
-        return np.bincount(self.outcomes[self.outcomes >= 0]).tolist()
+        return np.bincount([each for each in self.outcomes.values() if each >= 0]).tolist()
 
     @property
     def dropped(self) -> int:
-        return int((self.outcomes == DROPPED).sum())
+        return [*self.outcomes.values()].count(DROPPED)
 
     def agree(self, comm: MPI.Intracomm, serves: bool) -> None:
         """After a failure, agree on `dealt`, so that parts which a server lacks are dealt again. Collective.
@@ -103,12 +85,10 @@ class EpochLedger:
         """
         epoch = max(all_values(comm, self.epoch, HOW_FAR))
         parts = max(all_values(comm, self.parts if self.epoch == epoch else 0, HOW_FAR))
-        if self.epoch != epoch:
-            self.begin(epoch, parts if serves else 0)
-        elif serves:
-            self._grow(parts)  # servers may have recorded different numbers of parts of a stream
-        done = self.outcomes != LEFT if serves else np.ones(parts, bool)
-        self.dealt = combine(comm, done, HOW_FAR, MPI.LAND)
+        self.begin(epoch, 0)
+        self.parts = parts if serves else 0  # servers may have recorded different numbers of parts of a stream
+        done = np.array([not serves or number in self.outcomes for number in range(parts)], bool)
+        self.dealt = set(np.flatnonzero(combine(comm, done, HOW_FAR, MPI.LAND)).tolist())
 
 
 NO_PART = -1  # instead of a part: none is left
@@ -252,7 +232,7 @@ class Asynchronous(Policy):
         if self._dealer is not None:
             self._dealer.done(push.worker, header.kind == ENDED)
         outcome = EMPTY
-        if header.kind == GRADIENTS and not self._ledger.has(header.step):
+        if header.kind == GRADIENTS and header.step not in self._ledger.outcomes:
             outcome = self._shard.version - header.version
             factor = self._options.factor(outcome)
             if factor:
@@ -449,7 +429,7 @@ class AsynchronousServers(ServerStrategy):
             # part `step * parts + own` is batch `step` of a worker; any worker computes any part of whole batches
             begins = [count(own, self.parts) for own in self._own_numbers] if batches.divided else [count()]
             return Dealer([*map(self._ledger.undealt, begins)], everyone, 0 if warms_up else bound)
-        left = np.flatnonzero(~self._ledger.dealt).tolist()
+        left = [*self._ledger.undealt(range(self._ledger.parts))]
         return Dealer([iter(left)], everyone[:1] if warms_up else everyone, bound, len(left))
 
     def _apply(self, run: EpochRun, message: Message, factor: float) -> None:
