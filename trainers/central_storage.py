@@ -1,48 +1,14 @@
 """CentralStorageTrainer: one rank holds the parameters and the optimizer, all ranks compute."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from allreduce.backend import AllReduce
 from allreduce.elastic.standby import JoiningRank
 from allreduce.topology import Topology
-from trainers.arguments import is_integer, known_only, name_error
-from trainers.errors import ArgumentError
+from trainers.arguments import known_only
 from trainers.replica import Replica
-from trainers.strategies.few_owners import FewOwners
+from trainers.strategies.few_owners import FewOwners, Storage
 from trainers.trainer import Trainer
-
-DEVICES = ("cpu", "cuda")
-
-
-class Storage(NamedTuple):
-    """The arguments of a CentralStorageTrainer, which has one owner; see trainers.strategies.few_owners.Placement."""
-
-    storage: Any
-    device: str | None
-    copies: Any
-
-    @property
-    def serve(self) -> bool:
-        return False
-
-    def owners(self, ranks: int) -> tuple[int, ...]:
-        return (self.storage,)
-
-    def error(self, replica: Replica, ranks: Topology) -> ArgumentError | None:
-        storage, device = self.storage, self.device
-        if not is_integer(storage, 0, ranks.size - 1):
-            return ArgumentError(f"storage must be a rank of this training, 0 to {ranks.size - 1}, got {storage!r}")
-        if text := name_error("device", device, DEVICES, optional=True):
-            return ArgumentError(text)
-        if device not in (None, replica.device):
-            return ArgumentError(
-                f'device="{device}": this {type(replica).__name__} is on {replica.device}, and the device of the '
-                f"parameters must be that of the replicas; create these on {device}, or leave out device"
-            )
-        return None
-
-    def renumbered(self, previous: tuple[int, ...]) -> "Storage":
-        return self._replace(storage=previous.index(self.storage) if self.storage in previous else 0)
 
 
 class CentralStorageTrainer(Trainer[FewOwners]):

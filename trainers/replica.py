@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 
@@ -24,17 +24,6 @@ Slices = slice | tuple[slice, ...]
 """A part of the parameters: a slice; or several slices in order, of a replica with `whole_tensors`."""
 
 ALL = slice(None)  # all parameters
-
-
-class Kernels(Protocol):
-    """Fast implementations of a part of the computation."""
-
-    def test(self, agree: Callable[[list[bool]], Sequence[bool]]) -> None:
-        """Keep only implementations that give right results on the CPUs of all ranks. Called on all ranks, whose models
-        are equal.
-
-        agree: takes whether each gives right results on this rank's CPU, and returns whether it does on all ranks.
-        """
 
 
 class Hold:
@@ -95,7 +84,9 @@ class Replica(ABC):
         parameter is told at most once; the others are complete when `gradients` returns. `shapes` must have all.
     unseeded: the reason why the random numbers that `gradients` draws can't be seeded. "": Python, NumPy and PyTorch
         draw them.
-    kernels: fast implementations. The ranks use one only if it gives right results on the CPUs of all ranks.
+    kernels: fast implementations. Its method test(agree), called on all ranks, whose models are equal, keeps only those
+        that give right results on the CPUs of all ranks: agree(right) takes whether each does on this rank's CPU, and
+        returns whether each does on all ranks.
 
     A replica whose parameters are not always in the memory of `bind` has these methods:
     arrays(): the parameters as 1-D arrays on the device, one after the other; views where possible. They are one array
@@ -163,7 +154,7 @@ class Replica(ABC):
     early: bool = False
     ready: Callable[[int], None] | None = None
     unseeded: str = ""
-    kernels: Kernels | None = None
+    kernels: Any = None
     arrays, put = flat_arrays, set_flat
     slice_error: Callable[[], str] | None = None
     undo: Callable[[], None] | None = None

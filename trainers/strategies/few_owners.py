@@ -5,7 +5,7 @@ there; then the other ranks receive them. On one node the parameters are in shar
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from allreduce import create
 from allreduce.backend import AllReduce
@@ -13,6 +13,7 @@ from allreduce.elastic.standby import JOINED
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all_ranks, root_value
+from trainers.arguments import is_integer, name_error
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.options.average import Sharded
@@ -20,28 +21,41 @@ from trainers.replica import Replica
 from trainers.strategies.central import Central
 from trainers.strategies.interface import outlives_ranks, replica_error
 from trainers.strategies.mirrored import Mirrored
+from trainers.strategies.servers.options import Options
 from trainers.strategies.step import Step, StepOwners
 
+DEVICES = ("cpu", "cuda")
 
-class Placement(Protocol):
-    """The arguments of a trainer that say which ranks own the parameters: a NamedTuple, which messages show.
 
-    serve: whether the owners compute no gradients.
-    """
+class Storage(NamedTuple):
+    """The arguments of a CentralStorageTrainer, which has one owner. Methods are those of Options of the servers."""
+
+    storage: Any
+    device: str | None
+    copies: Any
 
     @property
-    def serve(self) -> bool: ...
+    def serve(self) -> bool:
+        return False
 
     def owners(self, ranks: int) -> tuple[int, ...]:
-        """Return the owners of `ranks` ranks, in order. Local."""
+        return (self.storage,)
 
     def error(self, replica: Replica, ranks: Topology) -> ArgumentError | None:
-        """Return the error if the arguments are invalid with this replica on these ranks, or None. Local."""
+        storage, device = self.storage, self.device
+        if not is_integer(storage, 0, ranks.size - 1):
+            return ArgumentError(f"storage must be a rank of this training, 0 to {ranks.size - 1}, got {storage!r}")
+        if text := name_error("device", device, DEVICES, optional=True):
+            return ArgumentError(text)
+        if device not in (None, replica.device):
+            return ArgumentError(
+                f'device="{device}": this {type(replica).__name__} is on {replica.device}, and the device of the '
+                f"parameters must be that of the replicas; create these on {device}, or leave out device"
+            )
+        return None
 
-    def renumbered(self, previous: tuple[int, ...]) -> "Placement":
-        """Return the arguments after a failure, before any training. previous: see Strategy.renumber. Local."""
-
-    def _asdict(self) -> dict[str, Any]: ...
+    def renumbered(self, previous: tuple[int, ...]) -> "Storage":
+        return self._replace(storage=previous.index(self.storage) if self.storage in previous else 0)
 
 
 class FewOwners(Mirrored):
@@ -51,7 +65,7 @@ class FewOwners(Mirrored):
     servers: the owners now.
     """
 
-    def __init__(self, replica: Replica, name: str, placement: Placement, copies: int = 1) -> None:
+    def __init__(self, replica: Replica, name: str, placement: Storage | Options, copies: int = 1) -> None:
         super().__init__(replica, name, None, None, Sharded())
         self._placement, self._copies = placement, copies
         self.servers: tuple[int, ...] = ()

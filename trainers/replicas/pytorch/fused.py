@@ -51,7 +51,7 @@ class Kernels:
 
     def test(self, agree: Callable[[list[bool]], Sequence[bool]]) -> None:
         """Test the kernels for the optimizer's current options, which are equal on all ranks. agree: see
-        trainers.replica.Kernels."""
+        Replica.kernels."""
         if self._kind not in KINDS:
             return
         needed = [(group, dtype) for group in self._optimizer.param_groups for dtype in _dtypes_of(group)]

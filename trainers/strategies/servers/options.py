@@ -35,7 +35,7 @@ def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], str]:
 
 
 class Options(NamedTuple):
-    """The arguments of a ParameterServerTrainer; see there, and trainers.strategies.few_owners.Placement.
+    """The arguments of a ParameterServerTrainer; see there. Messages show them.
 
     stale="scale": W. Zhang et al.: Staleness-aware async-SGD for distributed deep learning, 2015.
     """
@@ -50,6 +50,7 @@ class Options(NamedTuple):
 
     @property
     def serve(self) -> bool:
+        """Whether the owners of parameters compute no gradients."""
         return True
 
     @property
@@ -65,9 +66,11 @@ class Options(NamedTuple):
         return 1.0 / (staleness + 1) if self.stale == "scale" else 1.0
 
     def owners(self, ranks: int) -> tuple[int, ...]:
+        """Return the owners of `ranks` ranks, in order. Local."""
         return server_ranks(self.servers, ranks)[0]
 
     def error(self, replica: Replica, ranks: Topology) -> ArgumentError | None:
+        """Return the error if the arguments are invalid with this replica on these ranks, or None. Local."""
         servers, text = server_ranks(self.servers, ranks.size)
         text = text or self._gradients_error() or self._workers_error(ranks.size - len(servers))
         if not text and self.stale == "scale" and not getattr(replica, "learning_rates", True):
@@ -107,6 +110,7 @@ class Options(NamedTuple):
         return ""
 
     def renumbered(self, previous: tuple[int, ...]) -> "Options":
+        """Return the arguments after a failure, before any training. previous: see Strategy.renumber. Local."""
         given = self.servers
         if isinstance(given, int):  # keep a worker as long as two ranks remain
             servers: Any = min(given, max(1, len(previous) - 1))
