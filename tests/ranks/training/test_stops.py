@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainers import (
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
+    Schedule,
     SpareReplicasTrainer,
 )
 from trainers.recovery.terminating import Terminated
@@ -87,7 +89,7 @@ class Interrupt(Callback):
 
 
 def fit(trainer: Any, shape: str, **options: Any) -> History:
-    options = {"epochs": EPOCHS, "progress": False, "transforms": [ClipNorm(1.0)], **options}
+    options = {"epochs": EPOCHS, "progress": False, "transforms": [ClipNorm(1.0), Schedule("inverse_sqrt", warmup=2)], **options}
     sizes = SIZES.get(shape, SIZES["short"])
     x = np.random.default_rng(3).normal(size=(sum(sizes), FEATURES)).astype("float32")
     y = x[:, :3].argmax(1)
@@ -100,8 +102,20 @@ def fit(trainer: Any, shape: str, **options: Any) -> History:
         share = slice(0, 4 + 2 * (trainer.rank == 0))
         batches = [(x[trainer.rank :: SIZE], y[trainer.rank :: SIZE]) for x, y in batches[share]]
         batches = [each for batch in batches for each in ((x[:0], y[:0]), batch)]  # those without rows are no steps
+    np.random.seed(trainer.rank)
     serves = computing is not None and not isinstance(trainer, SpareReplicasTrainer) and trainer.rank == SIZE - 1
-    return trainer.fit(Loader(None if serves else batches, rows=shape), **options)
+    return trainer.fit(Loader(None if serves else Noisy(batches), rows=shape), **options)
+
+
+class Noisy:
+    """A loader that adds random numbers of NumPy's global generator to each batch: one that is read twice differs."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in self._batches:
+            yield x + np.random.normal(size=x.shape).astype("float32"), y
 
 
 def outcome(trainer: Any, history: History, exact: bool) -> list[Any]:
