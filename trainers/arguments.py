@@ -108,7 +108,7 @@ class Check:
     """What a value must be. text: "an integer >= 1". holds: whether a value is valid. read: makes it from a text."""
 
     text: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], bool] = lambda value: True
     read: Callable[[str], Any] = str
 
     def error(self, name: str, value: Any) -> str:
@@ -119,7 +119,7 @@ class Check:
         """Return the check that takes None too."""
         return Check(f"{self.text}, or None", lambda value: value is None or self.holds(value), self.read)
 
-    def convert(self, text: str) -> Any:
+    def __call__(self, text: str) -> Any:
         """Return the value that a text of the command line stands for. Raises argparse.ArgumentTypeError."""
         error = argparse.ArgumentTypeError(f"must be {self.text}, got {text!r}")
         try:

@@ -153,9 +153,9 @@ def nodes(text: str) -> int | list[int]:
 def at_least(least: float, kind: Callable[[str], Any] = int, most: float = math.inf) -> Callable[[str], Any]:
     """A number of at least `least` and at most `most`, for argparse."""
     if kind is int:
-        return arguments.integer(int(least), most).convert
+        return arguments.integer(int(least), most)
     bounds = f">= {least}" if most == math.inf else f"from {least:g} to {most:g}"
-    return arguments.number(f"a number {bounds}", lambda value: least <= value <= most).convert
+    return arguments.number(f"a number {bounds}", lambda value: least <= value <= most)
 
 
 def several(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:

@@ -204,6 +204,6 @@ def test_a_former_keyword_shows_the_new_form() -> None:
 
 
 def test_a_text_that_can_not_be_read_is_not_none() -> None:
-    assert arguments.integer(1).or_none().convert("3") == 3
+    assert arguments.integer(1).or_none()("3") == 3
     with pytest.raises(argparse.ArgumentTypeError, match="must be an integer >= 1, or None, got 'three'"):
-        arguments.integer(1).or_none().convert("three")
+        arguments.integer(1).or_none()("three")

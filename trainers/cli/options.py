@@ -15,7 +15,8 @@ import allreduce
 from allreduce.arrays import compression as compressions
 from allreduce.errors import AllReduceError
 from allreduce.topology import Topology
-from trainers import arguments, callbacks, checks, datasets
+from trainers import callbacks, checks, datasets
+from trainers.arguments import BELOW_ONE, POSITIVE, Check, Flag, integer
 from trainers.central_storage import CentralStorageTrainer
 from trainers.datasets.parser import RankParser
 from trainers.errors import ArgumentError
@@ -55,48 +56,41 @@ python -m trainers predict --help shows the options of predict; export, which wr
 
 Convert = Callable[[str], Any]
 
-# Converters of values
+# Converters of values: each raises argparse.ArgumentTypeError
 
 
-def integer(least: int) -> Convert:
-    """Converts to an integer of at least `least`."""
-    return arguments.integer(least).convert
+def accepted_by(check: Callable[[str], object]) -> Convert:
+    """Returns the text itself, if `check` accepts it."""
+
+    def convert(text: str) -> str:
+        try:
+            check(text)
+        except (AllReduceError, ArgumentError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return text
+
+    return convert
 
 
-def compression(text: str) -> str:
-    try:
-        compressions.parse(text)
-    except AllReduceError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def backups(text: str) -> int:
-    if text not in ("0", "1"):
-        raise argparse.ArgumentTypeError(f"must be 0 or 1, got {text!r}")
-    return int(text)
-
-
-def _integers(text: str, expected: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
-    return tuple(map(int, parts))
+def sizes(text: str) -> tuple[int, ...]:
+    if not all(part.isdecimal() and int(part) > 0 for part in text.split(",")):
+        raise ValueError(text)
+    return tuple(map(int, text.split(",")))
 
 
 def layer_sizes(text: str) -> tuple[int, ...]:
-    return () if text == "none" else _integers(text, 'a list of layer sizes such as 64,32, or "none"')
+    return () if text == "none" else sizes(text)
 
 
 def ranks_per_node(text: str) -> int | tuple[int, ...]:
-    sizes = _integers(text, "a number of ranks such as 2, or a list such as 3,1")
-    return sizes[0] if len(sizes) == 1 else sizes
+    found = sizes(text)
+    return found[0] if len(found) == 1 else found
 
 
 def address(text: str) -> tuple[int, str]:
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdecimal() and int(port) < 2**16):
-        raise argparse.ArgumentTypeError(f"must be PORT or ADDRESS:PORT such as 0.0.0.0:9400, got {text!r}")
+        raise ValueError(text)
     return int(port), host or "127.0.0.1"
 
 
@@ -104,18 +98,11 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def table_file(text: str) -> str:
-    if not text.endswith((".jsonl", ".csv")):
-        raise argparse.ArgumentTypeError(f"must be the name of a file that ends in .jsonl or .csv, got {text!r}")
-    return text
-
-
-def checkpoint_period(text: str) -> str:
-    try:
-        period(text)
-    except ArgumentError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
+BACKUPS = Check("0 or 1", read=("0", "1").index)
+LAYERS = Check('a list of layer sizes such as 64,32, or "none"', read=layer_sizes)
+NODES = Check("a number of ranks such as 2, or a list such as 3,1", read=ranks_per_node)
+PORT = Check("PORT or ADDRESS:PORT such as 0.0.0.0:9400", read=address)
+LINES = Check("the name of a file that ends in .jsonl or .csv", lambda path: path.endswith((".jsonl", ".csv")))
 
 
 # The declarations
@@ -213,7 +200,7 @@ class Option:
         return f"{self.help} ({'; '.join(notes)})" if notes else self.help
 
 
-def flags_of(kind: type) -> dict[str, tuple[arguments.Flag, arguments.Check, Any]]:
+def flags_of(kind: type) -> dict[str, tuple[Flag, Check, Any]]:
     """Return what an option object declares for the command line: field -> its Flag, its Check and its default."""
     found = {}
     for each in fields(kind):
@@ -230,7 +217,7 @@ def options_of(kind: type, **others: Any) -> tuple[Option, ...]:
     """
     return tuple(
         Option(
-            flag.name, flag.metavar, check.convert, help=flag.help, choices=flag.choices, default_text=flag.default,
+            flag.name, flag.metavar, check, help=flag.help, choices=flag.choices, default_text=flag.default,
             default=None if flag.default else default, **others,
         )
         for flag, check, default in flags_of(kind).values()
@@ -339,7 +326,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "divides the work and the optimizer's memory",
         ),
         Option(
-            "compress", "NAME", compression, default_text="none", strategies=(MIRRORED,),
+            "compress", "NAME", accepted_by(compressions.parse), default_text="none", strategies=(MIRRORED,),
             help="send gradients with fewer bits, for slow networks between nodes: "
             f"{', '.join(compressions.NAMES)} (any rank)",
         ),
@@ -356,7 +343,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="the rank that holds the parameters",
         ),
         Option(
-            "backups", "N", backups, default=0, strategies=(MIRRORED, CENTRAL), argument="copies",
+            "backups", "N", BACKUPS, default=0, strategies=(MIRRORED, CENTRAL), argument="copies",
             to_argument=lambda value: value + 1,
             help="1: another rank has a backup of each slice (--update sharded) or of the storage (central_storage), "
             "so the training continues after a failure without a checkpoint. Backups cost a message in every step",
@@ -427,13 +414,13 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="the last rank does not train: it evaluates each new checkpoint (with --checkpoint)",
         ),
         Option(
-            "evaluations", "FILE", table_file, writes=True,
+            "evaluations", "FILE", LINES, writes=True,
             help="the evaluator writes its metrics to this file: JSON lines to FILE.jsonl, a table to FILE.csv",
         ),
     ),
     "network": (
         Option(
-            "hidden", "N,N,...", layer_sizes, default=PerData((64, 32), (10, 10), (128, 64)), common=True,
+            "hidden", "N,N,...", LAYERS, default=PerData((64, 32), (10, 10), (128, 64)), common=True,
             help='sizes of the hidden layers, or "none"',
         ),
         Option(
@@ -447,32 +434,32 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("activation", choices=tuple(ACTIVATIONS), default="relu", help="the activation of the hidden layers"),
         Option("optimizer", choices=tuple(OPTIMIZERS), default="adam", help="the optimizer"),
         Option(
-            "lr", "X", arguments.POSITIVE.convert, default=RATES, default_text=f"{RATES}; {OTHER_RATES}", common=True,
+            "lr", "X", POSITIVE, default=RATES, default_text=f"{RATES}; {OTHER_RATES}", common=True,
             help="the learning rate",
         ),
         Option(
-            "momentum", "X", arguments.BELOW_ONE.convert, default_text="0.9", needs={"optimizer": ("momentum",)},
+            "momentum", "X", BELOW_ONE, default_text="0.9", needs={"optimizer": ("momentum",)},
             help="the share of the velocity that a step keeps",
         ),
         Option(
-            "beta1", "X", arguments.BELOW_ONE.convert, default_text="0.9", needs={"optimizer": ("adam",)},
+            "beta1", "X", BELOW_ONE, default_text="0.9", needs={"optimizer": ("adam",)},
             help="the decay of Adam's mean of the gradients",
         ),
         Option(
-            "beta2", "X", arguments.BELOW_ONE.convert, default_text="0.999", needs={"optimizer": ("adam",)},
+            "beta2", "X", BELOW_ONE, default_text="0.999", needs={"optimizer": ("adam",)},
             help="the decay of Adam's mean of their squares",
         ),
     ),
     "machine": (
         Option("device", choices=("cpu", "cuda"), default="cpu", help="where the network is; cuda needs CuPy"),
-        Option("ranks_per_node", "N", ranks_per_node, help="simulate nodes of N ranks, or of N,N,... ranks"),
+        Option("ranks_per_node", "N", NODES, help="simulate nodes of N ranks, or of N,N,... ranks"),
     ),
     "files": (
         Option("save", "FILE", writes=True, common=True, help="write the trained model (.npz, no pickle)"),
         Option("load", "FILE", help="begin with a saved model"),
         Option("checkpoint", "DIR", common=True, help="write checkpoints of the training to this folder"),
         Option(
-            "checkpoint_every", "WHEN", checkpoint_period, default="epoch", needs={"checkpoint": ()},
+            "checkpoint_every", "WHEN", accepted_by(period), default="epoch", needs={"checkpoint": ()},
             help='when to write a checkpoint: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", ...',
         ),
         Option(
@@ -499,7 +486,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help='write events for TensorBoard (with the extra "tensorboard")',
         ),
         Option(
-            "prometheus", "PORT", address, callback=lambda options: callbacks.Prometheus(*options.prometheus),
+            "prometheus", "PORT", PORT, callback=lambda options: callbacks.Prometheus(*options.prometheus),
             help="serve metrics for Prometheus at this port of 127.0.0.1, or at ADDRESS:PORT (with the extra "
             '"prometheus")',
         ),
@@ -540,20 +527,6 @@ BY_NAME = {option.name: option for group in OPTIONS.values() for option in group
 # What is derived from the declarations
 
 
-def make_parser(shown: bool, everything: bool, program: str) -> RankParser:
-    """Return the parser. shown: whether this rank prints. everything: --help shows all options, by strategy."""
-    parser = RankParser(
-        shown,
-        prog=program,
-        usage="%(prog)s [OPTION...]",
-        description="Train a small network on all ranks together, and test it.",
-        epilog=EXAMPLES,
-    )
-    parser.former = FORMER
-    add_options(parser, everything)
-    return parser
-
-
 def add_options(parser: argparse.ArgumentParser, everything: bool = True) -> None:
     """Add the options. everything: --help shows them all, by strategy."""
     parser.add_argument("--help-all", action="help", help="show all options")
@@ -574,7 +547,15 @@ def parse(arguments: Sequence[str] | None, shown: bool, program: str = "python -
     The options of other strategies stay None. shown: whether this rank prints. program: its name in --help.
     """
     given = sys.argv[1:] if arguments is None else arguments
-    parser = make_parser(shown, "--help-all" in given, program)
+    parser = RankParser(
+        shown,
+        prog=program,
+        usage="%(prog)s [OPTION...]",
+        description="Train a small network on all ranks together, and test it.",
+        epilog=EXAMPLES,
+    )
+    parser.former = FORMER
+    add_options(parser, "--help-all" in given)
     options = parser.parse_args(given)
     options.strategy = options.strategy or MIRRORED
     options.data = options.data or BY_NAME["data"].default

@@ -26,6 +26,7 @@ from trainers.apps.serving.versions import (
     wanted_of,
 )
 from trainers.apps.serving.web import check_packages, listen
+from trainers.arguments import integer
 from trainers.cli.command import Command
 from trainers.errors import ArgumentError, ModelFileError, as_error
 from trainers.recovery.terminating import Terminating
@@ -52,22 +53,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="FILE", required=True, help="a .npz or .onnx file, or a folder with folders of versions")
     add("--name", help="in the paths (default: the name of the file or folder, without its ending)")
     add("--address", default="127.0.0.1", help="to listen at; 0.0.0.0: other hosts, too (default: 127.0.0.1)")
-    add("--port", type=_integer(0, 65535), default=8501, help="0: any free one, which is printed (default: 8501)")
-    add("--max-batch", type=_integer(1, 1 << 20), default=64, metavar="N", help="rows of a batch (default: 64)")
+    add("--port", type=integer(0, 65535), default=8501, help="0: any free one, which is printed (default: 8501)")
+    add("--max-batch", type=integer(1, 1 << 20), default=64, metavar="N", help="rows of a batch (default: 64)")
     add(
         "--max-wait-ms", type=_seconds(0, 60_000), default=2.0, metavar="MS",
         help="how long a request waits for others to fill its batch (default: 2)",
     )  # fmt: skip
     add(
-        "--max-queue", type=_integer(1, 1 << 30), default=4096, metavar="N",
+        "--max-queue", type=integer(1, 1 << 30), default=4096, metavar="N",
         help="rows that may wait; further requests get 429 (default: 4096)",
     )  # fmt: skip
-    add("--max-rows", type=_integer(1, 1 << 20), default=1024, metavar="N", help="of a request (default: 1024)")
+    add("--max-rows", type=integer(1, 1 << 20), default=1024, metavar="N", help="of a request (default: 1024)")
     add(
-        "--max-request-bytes", type=_integer(64, 1 << 30), default=1 << 23, metavar="N",
+        "--max-request-bytes", type=integer(64, 1 << 30), default=1 << 23, metavar="N",
         help="of a request's body (default: 8388608)",
     )  # fmt: skip
-    add("--max-connections", type=_integer(1, 1 << 16), default=512, metavar="N", help="at a time (default: 512)")
+    add("--max-connections", type=integer(1, 1 << 16), default=512, metavar="N", help="at a time (default: 512)")
     add(
         "--answer-seconds", type=_seconds(0.01), default=10.0, metavar="S",
         help="after which a batch is dealt to another rank, once (default: 10)",
@@ -80,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--canary", metavar="VERSION=SHARE", nargs="+", action="extend", default=[],
         help="the mean share of requests without a version that this version answers, drawn for each: 0002=0.1",
     )  # fmt: skip
-    add("--keep", type=_integer(1, 100), default=2, metavar="N", help="newest versions that are loaded (default: 2)")
+    add("--keep", type=integer(1, 100), default=2, metavar="N", help="newest versions that are loaded (default: 2)")
     add(
         "--poll-seconds", type=_seconds(0.01), default=1.0, metavar="S",
         help="between two looks for new versions (default: 1)",
@@ -90,12 +91,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 COMMAND = Command("--model FILE [--port PORT] [options]", ABOUT, EXAMPLES, add_options)
 
 
-def _integer(least: int, most: int) -> Callable[[str], int]:
-    return arguments.integer(least, most).convert
-
-
 def _seconds(least: float, most: float = 3600) -> Callable[[str], float]:
-    return arguments.number(f"a number from {least:g} to {most:g}", lambda value: least <= value <= most).convert
+    return arguments.number(f"a number from {least:g} to {most:g}", lambda value: least <= value <= most)
 
 
 def run(arguments: Sequence[str], world: Topology, program: str) -> bool:
