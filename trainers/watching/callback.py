@@ -1,4 +1,4 @@
-"""Callbacks with the events of Keras, and FitView, the part of a trainer that they may use."""
+"""Callbacks with the events of Keras."""
 
 import csv
 import math
@@ -7,17 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import copy
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from allreduce.backend import AllReduce
-from allreduce.topology import Topology
-from allreduce.tracing.trace import Trace
 from trainers.errors import ArgumentError
-from trainers.group import RankGroup
-from trainers.replica import Replica
-from trainers.state.adopt import Target
 
 Logs = Mapping[str, Any]
 Event = tuple[float, int]  # an epoch, -1 before the first and infinity after the last; BEGIN or END
@@ -25,61 +19,18 @@ BEGIN, END = 0, 1
 NO_EVENT = (-math.inf, BEGIN)
 
 
-class StrategyView(Target, Protocol):
-    """The part of a strategy that callbacks use; see trainers.strategies.interface.Strategy."""
-
-    mirrors: str
-    rule: Any
-    allreduce: AllReduce | None
-
-    @property
-    def core(self) -> Any: ...
-
-
-class FitView(Protocol):
-    """The part of a trainer that callbacks use. A callback sets no attribute but `stop_training`.
-
-    replica: this rank's copy of the model. strategy: holds the model's state together with the other ranks.
-    group: the ranks, for messages to each other. rank, size, topology: they change after a failure; rank is -1 on a
-        rank that joins a fit, until `Callback.on_ranks_change`.
-    measured: 1-D array on the replica's device: the metrics of the last step, then the sums of the ranks' flags.
-    goes_on: whether the fit continues after a failure. trace: the trace in which the fit is recorded, or None.
-    stop_training: set on any rank, it ends the fit on all of them: after the next batch, or at the end of the epoch.
-    """
-
-    replica: Replica
-    strategy: StrategyView
-    group: RankGroup
-    stop_training: bool
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def topology(self) -> Topology: ...
-
-    @property
-    def measured(self) -> Any: ...
-
-    @property
-    def goes_on(self) -> bool: ...
-
-    @property
-    def trace(self) -> Trace | None: ...
-
-    def record(self, trace: Trace | None) -> None: ...
-
-    def save(self, path: str) -> None: ...
-
-
 class Callback:
     """Base class of callbacks; override the events you need. Every rank calls its own callbacks.
 
-    trainer: the trainer, while it fits; see FitView. Setting `trainer.stop_training` on any rank ends the fit on all
-        of them: after the next batch, or at the end of the epoch.
+    trainer: the trainer, while it fits; None outside of a fit. A callback uses no more of it than this:
+        replica: this rank's copy of the model. strategy: holds the model's state together with the other ranks.
+        group: the ranks, for messages to each other. rank, size, topology: they change after a failure; rank is -1 on a
+            rank that joins a fit, until `on_ranks_change`.
+        measured: 1-D array on the replica's device: the metrics of the last step, then the sums of the ranks' flags.
+        goes_on: whether the fit continues after a failure. trace: the trace in which the fit is recorded, or None.
+        record(trace), save(path): see Trainer.
+        stop_training: the one attribute to set: on any rank it ends the fit on all of them, after the next batch, or at
+            the end of the epoch.
 
     epoch and batch count from 0. logs are numbers by name, the same on all ranks: "loss", "accuracy", ... of a
     batch or an epoch; at the end of an epoch also "val_loss", ... and "seconds", "samples_per_second",
@@ -87,7 +38,7 @@ class Callback:
     stale) and "dropped". An exception on any rank ends the fit on all ranks, with the same error.
     """
 
-    trainer: FitView = None  # type: ignore[assignment]  # None outside of a fit
+    trainer: Any = None
     collective = False  # True: it communicates, but not in batch events; given on all ranks or on none
     reads_batches = True  # False: on_train_batch_end does not use logs
     reads_model = True  # False: its epoch events don't use the model, so ranks may have different parameters
