@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainers.errors import ArgumentError, DataError
+from trainers.errors import ArgumentError, DataError, explained
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -135,16 +135,12 @@ def rows_error(data: Data) -> str:
         *first, last = [f"{name} has shape {array.shape}" for name, array in arrays]
         shapes = f"{', '.join(first)} and {last}" if first else last
         return f"{shapes}; they must have the same number of rows, one for each sample"
-    return weights_error(data[2]) if len(data) > 2 else ""
-
-
-def weights_error(weights: np.ndarray) -> str:
-    """Return why these can't be the weights of rows; "" if they can."""
-    if weights.ndim != 1:
-        return f"sample_weight must have one number for each row, not shape {weights.shape}"
-    wrong = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))
-    if wrong.size:
-        return f"sample_weight must be finite and >= 0, and row {wrong[0]} has {weights[wrong[0]]}"
+    for weights in data[2:]:
+        if weights.ndim != 1:
+            return f"sample_weight must have one number for each row, not shape {weights.shape}"
+        wrong = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))
+        if wrong.size:
+            return f"sample_weight must be finite and >= 0, and row {wrong[0]} has {weights[wrong[0]]}"
     return ""
 
 
@@ -277,13 +273,8 @@ class Samples(NumberedRows):
         """
         if rows.size == 0:
             return self._none
-        try:
+        with explained(DataError, f"the {self.name} can't give rows {_shown(rows)}", passes=(DataError,)):
             found = as_data(self._seeded(rows, seeds) if seeds else self._fetch(rows), lists=True)
-        except DataError:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise DataError(f"the {self.name} can't give rows {_shown(rows)}: {reason}") from error
         arrays = named(found)
         if any(not array.ndim or len(array) != rows.size for _, array in arrays):
             shapes = " and ".join(f"{name} of shape {array.shape}" for name, array in arrays)
@@ -313,10 +304,8 @@ class Samples(NumberedRows):
         found = []
         for row in rows.tolist():
             seed_generators(seed_of(*seeds, row), gpus=False)
-            try:
+            with explained(DataError, f"the {self.name} can't give row {row}"):
                 found.append(self.data[row])
-            except Exception as error:
-                raise DataError(f"the {self.name} can't give row {row}: {type(error).__name__}: {error}") from error
         return self._collate(found)
 
 
@@ -436,20 +425,6 @@ class Batch(NamedTuple):
         return row_count(self.x)
 
 
-class Cursor(NamedTuple):
-    """The place of a step in a source of batches.
-
-    epoch, step: of the step. total: the steps since the beginning of the training.
-    shared: JSON types, the same on all ranks; not validated. own: arrays of this rank, {} if there are none.
-    """
-
-    epoch: int
-    step: int
-    total: int
-    shared: Any
-    own: dict[str, np.ndarray]
-
-
 class BatchSource(ABC):
     """Gives one rank its share of every global batch, epoch by epoch.
 
@@ -542,9 +517,10 @@ class BatchSource(ABC):
         """Return the number of rows of part `part` of `parts` of batch `step`, the same in every epoch. Local."""
         raise NotImplementedError("nobody knows the rows of a stream's parts before they are read")
 
-    def tell(self, epoch: int, step: int) -> Cursor:
-        """Return the place of batch `step` of `epoch`: of the current one, or of the first one of the next. Local."""
-        return Cursor(epoch, step, self.total(epoch, step), {}, {})
+    def tell(self, epoch: int, step: int) -> tuple[Any, dict[str, np.ndarray]]:
+        """Return what `seek` needs to go to batch `step` of `epoch`, the current or the next one: JSON types, the same
+        on all ranks, and arrays of this rank. Local."""
+        return {}, {}
 
     # A source whose ranks read batches of their own has more to do here
 
@@ -573,9 +549,11 @@ class BatchSource(ABC):
     def learn(self, step: int, rows: int) -> None:  # noqa: B027
         """Take the rows of batch `step` on all ranks; 0 if there is none. Local, the same on all ranks."""
 
-    def seek(self, cursor: Cursor) -> None:  # noqa: B027
-        """Go on at a place. Without this rank's own arrays a loader is read again up to there. Local. Raises
-        CheckpointError."""
+    def seek(  # noqa: B027
+        self, epoch: int, step: int, total: int, shared: Any, own: dict[str, np.ndarray]
+    ) -> None:
+        """Go on at a step, `total` steps after the beginning of the training. shared, own: of `tell`; shared is not
+        validated, and without `own` a loader is read again up to there. Local. Raises CheckpointError."""
 
     def depends_on_ranks(self, step: int, total: int) -> bool:
         """Whether the rows after `step` steps of an epoch, `total` of the training, depend on the number of ranks."""

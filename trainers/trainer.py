@@ -22,13 +22,7 @@ from allreduce.transport import ulfm
 from allreduce.transport.control import combine, root_value, together
 from allreduce.transport.wait import waiting
 from trainers.arguments import flag_error, known_only, require
-from trainers.data import (
-    BatchSource,
-    Tree,
-    leaves,
-    mapped,
-    row_count,
-)
+from trainers.data import BatchSource, Tree, leaves, mapped, row_count
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError
 from trainers.fit import source

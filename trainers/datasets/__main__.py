@@ -44,11 +44,10 @@ def make(folder: str) -> datasets.Dataset:
         raise DataError(f"the folder {parent} does not exist; create it first")
     aside = Path(parent, f".{name}.{secrets.token_hex(4)}")
     try:
-        aside.mkdir()
-        _write(aside)
-        os.rename(aside, target)  # fails when there are files in the target by now
-    except OSError as error:
-        raise DataError(f"{folder} can't be written: {error.strerror or error}") from error
+        with as_error(DataError, f"{folder} can't be written"):
+            aside.mkdir()
+            _write(aside)
+            os.rename(aside, target)  # fails when there are files in the target by now
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return datasets.load(folder)

@@ -116,11 +116,7 @@ class Columns:
     """
 
     def __init__(
-        self,
-        columns: Sequence[Number | Category],
-        label: str,
-        classes: Sequence[str],
-        ignored: Sequence[str] = (),
+        self, columns: Sequence[Number | Category], label: str, classes: Sequence[str], ignored: Sequence[str] = ()
     ) -> None:
         self.columns, self.label, self.classes, self.ignored = tuple(columns), label, tuple(classes), tuple(ignored)
         kept = [column for column in self.columns if isinstance(column, Category) and column.embedded]

@@ -46,7 +46,7 @@ class Progress:
     seconds: the time that the steps of the unfinished epoch took before this fit, or before the checkpoint.
     ranks: the number of ranks of the job.
     settings: the settings that a resumed training must share, by name: "batch_size", "seed", "rows", ...; and the
-        place of the batches, `Cursor.shared` of trainers.data, with the name "position".
+        place of the batches, the first result of BatchSource.tell, with the name "position".
     shapes: of the named parameters, in their order: [["layer 1 weights", [64, 32]], ...]; may be empty.
     rates: the learning rates, one a group of parameters.
     choices: the backend and update that the job used: {"allreduce": "shared", ...}.

@@ -362,7 +362,7 @@ class Saver:
         own = {f"{REPLICA}{name}": array for name, array in local.items()}
         if strategy.allreduce is not None:
             own |= {f"{STRATEGY}{name}": array for name, array in strategy.allreduce.state().items()}
-        place = self._batches.tell(progress.epoch, progress.step).own
+        _, place = self._batches.tell(progress.epoch, progress.step)
         own |= {f"{LOADER}{name}": array for name, array in place.items()}
         watching = {f"{WATCHING}{name}": array for name, array in callbacks.state().items()}
         own |= random_state()

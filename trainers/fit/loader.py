@@ -4,12 +4,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from allreduce.transport.tables import table
 from trainers.data import (
     Batch,
     BatchSource,
     Collate,
-    Cursor,
     Data,
     checksum,
     cut,
@@ -195,10 +196,9 @@ class LoaderBatches(BatchSource):
     def depends_on_ranks(self, step: int, total: int) -> bool:
         return self.divided and (step if self.limit is None else total) > 0
 
-    def tell(self, epoch: int, step: int) -> Cursor:
+    def tell(self, epoch: int, step: int) -> tuple[Any, dict[str, np.ndarray]]:
         place = None if self._idle else self._place_of(epoch, step)
-        own = {} if place is None else place.pack()
-        return Cursor(epoch, step, self.total(epoch, step), {"sizes": list(self._sizes)}, own)
+        return {"sizes": list(self._sizes)}, {} if place is None else place.pack()
 
     def _place_of(self, epoch: int, step: int) -> Place | None:
         """Return the place of a step; None if this rank has read on, in a round of local SGD that a failure ended."""
@@ -207,8 +207,7 @@ class LoaderBatches(BatchSource):
             return None if self._read < 0 or (epoch == self._epoch and step != self._read) else self._reader.tell()
         return place._replace(now=generator_states())
 
-    def seek(self, cursor: Cursor) -> None:
-        epoch, step, total, shared, own = cursor
+    def seek(self, epoch: int, step: int, total: int, shared: Any, own: dict[str, np.ndarray]) -> None:
         sizes: Any = shared.get("sizes") if isinstance(shared, dict) else None
         if not isinstance(sizes, list) or not all(type(rows) is int and rows >= 0 for rows in sizes):
             sizes = []

@@ -16,7 +16,7 @@ from allreduce.arrays import gpu
 from allreduce.elastic.standby import JOINED
 from allreduce.transport.control import all_values, combine, on_all_ranks, raise_together, together
 from allreduce.transport.wait import wait_for
-from trainers.data import Batch, BatchSource, Cursor
+from trainers.data import Batch, BatchSource
 from trainers.errors import DivergedError
 from trainers.files.checkpoint import BEGIN, EVALUATION, EVENTS, SAVE, STEPS, Arrays, Progress
 from trainers.fit import prefetch
@@ -182,8 +182,8 @@ class Fit:
     def load(self, progress: Progress, loader: dict[str, np.ndarray] | None = None) -> None:
         """Continue at this progress, of a checkpoint or another rank. loader: this rank's own place in its loader, if
         it is known. Local. Raises CheckpointError."""
-        position = progress.settings.get("position")
-        self.batches.seek(Cursor(progress.epoch, progress.step, progress.total, position, loader or {}))
+        place = progress.settings.get("position"), loader or {}
+        self.batches.seek(progress.epoch, progress.step, progress.total, *place)
         self.history[:] = map(Epoch.of_dict, progress.history)
         self.progress, self.taken, self._entered = progress, self.strategy.steps, -1
 
@@ -198,13 +198,13 @@ class Fit:
         here = self.progress
         if epoch is None:
             epoch, step = here.epoch, here.step
-        entered, cursor = self._entered == epoch, self.batches.tell(epoch, step)
+        entered, (position, _) = self._entered == epoch, self.batches.tell(epoch, step)
         return replace(
             here if entered or epoch == here.epoch else Progress(),
             epoch=epoch,
             step=step,
-            total=cursor.total,
-            settings={"position": cursor.shared},
+            total=self.batches.total(epoch, step),
+            settings={"position": position},
             history=[each.as_dict() for each in self.history[: epoch + (here.stage > EVENTS)]],
             values=(self.meter.values() if entered else here.values) if step else Progress().values,
             stops=[self.stopped, self.strategy.stop_training],

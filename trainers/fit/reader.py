@@ -77,11 +77,7 @@ class Reader:
     """
 
     def __init__(
-        self,
-        loader: Any,
-        collate: Collate | None,
-        saves: bool = False,
-        weigh: Callable[[Data], Data] | None = None,
+        self, loader: Any, collate: Collate | None, saves: bool = False, weigh: Callable[[Data], Data] | None = None
     ) -> None:
         self.name = type(loader).__name__
         self.once = isinstance(loader, Iterator)

@@ -15,9 +15,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.transport.chunked import pieces
+from allreduce.transport.chunked import exchange
 from allreduce.transport.control import all_values, together
-from allreduce.transport.wait import waiting
 from trainers.arrays.average import AVERAGE
 from trainers.files.checkpoint import PROGRESS, Arrays, Progress
 from trainers.group import RankGroup, broadcast_arrays
@@ -231,19 +230,12 @@ def to_root(comm: MPI.Intracomm, own: np.ndarray, parts: Sequence[slice], whole:
     other. whole: the array on rank 0, None elsewhere."""
     what = "collect a state on rank 0"
     everyone = all_values(comm, [[part.start, part.stop] for part in parts], what)
-    with waiting(comm, what):
-        at = 0
-        for part in parts:
-            held = own[at : at + part.stop - part.start]
-            at += held.size
-            if whole is not None:
-                whole[part] = held
-                continue
-            for piece in pieces(held):
-                comm.Send(piece, 0)
-        if whole is None:
-            return
-        for rank, of_rank in enumerate(everyone[1:], 1):
-            for start, stop in of_rank:
-                for piece in pieces(whole[start:stop]):
-                    comm.Recv(piece, rank)
+    held = np.split(own, np.cumsum([part.stop - part.start for part in parts[:-1]], dtype=np.int64))
+    if whole is None:
+        exchange(comm, [(0, each) for each in held], [], 0, what)
+        return
+    for part, each in zip(parts, held, strict=False):  # without parts `held` is one empty array
+        whole[part] = each
+    others = enumerate(everyone[1:], 1)
+    received = [(rank, whole[start:stop]) for rank, of_rank in others for start, stop in of_rank]
+    exchange(comm, [], received, 0, what)

@@ -8,7 +8,6 @@ in each direction, where a reduce_scatter of S bytes sends S (n-1).
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,36 +33,21 @@ def deal(sizes: Sequence[int], homes: Sequence[Sequence[int]], ranks: int) -> li
     4/3 of the smallest possible then (R. L. Graham: Bounds on multiprocessing timing anomalies, 1969).
     """
     largest, mean = max(sizes, default=0), sum(sizes) / ranks
-    near = _dealt(sizes, homes, ranks, max(largest, ROOM * mean))
-    if _largest_share(sizes, near, ranks) <= max(largest, GOOD * mean):
-        return near
-    return _dealt(sizes, homes, ranks, 0)
+    near, share = _dealt(sizes, homes, ranks, max(largest, ROOM * mean))
+    return near if share <= max(largest, GOOD * mean) else _dealt(sizes, homes, ranks, 0)[0]
 
 
-def _dealt(sizes: Sequence[int], homes: Sequence[Sequence[int]], ranks: int, room: float) -> list[int]:
+def _dealt(sizes: Sequence[int], homes: Sequence[Sequence[int]], ranks: int, room: float) -> tuple[list[int], int]:
     """Deal from the largest to the smallest tensor: each to the rank whose chunk has the most of it, among those whose
-    share stays within `room`; if there is none, to the rank with the smallest share."""
+    share stays within `room` (of several, that with the smallest share); if there is none, to the rank with the
+    smallest share. Returns the owners, and the largest share."""
     shares, owners = [0] * ranks, [0] * len(sizes)
     for tensor in sorted(range(len(sizes)), key=lambda tensor: -sizes[tensor]):
-        size, home = sizes[tensor], homes[tensor]
-        fitting = [rank for rank in range(ranks) if shares[rank] + size <= room]
-        nearest = partial(_rank_key, home, shares)
-        owner = min(fitting, key=nearest) if fitting else shares.index(min(shares))
-        owners[tensor] = owner
-        shares[owner] += size
-    return owners
-
-
-def _rank_key(home: Sequence[int], shares: Sequence[int], rank: int) -> tuple[int, int]:
-    """Sort ranks by how much of a tensor is in their chunks, the most first, then by their shares."""
-    return -home[rank], shares[rank]
-
-
-def _largest_share(sizes: Sequence[int], owners: Sequence[int], ranks: int) -> int:
-    shares = [0] * ranks
-    for size, owner in zip(sizes, owners, strict=True):
-        shares[owner] += size
-    return max(shares)
+        fitting = [rank for rank in range(ranks) if shares[rank] + sizes[tensor] <= room]
+        nearest = [(-homes[tensor][rank], shares[rank], rank) for rank in fitting]
+        owners[tensor] = min(nearest)[-1] if nearest else shares.index(min(shares))
+        shares[owners[tensor]] += sizes[tensor]
+    return owners, max(shares)
 
 
 def joined(slices: Iterable[slice]) -> list[slice]:

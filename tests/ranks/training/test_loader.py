@@ -28,7 +28,7 @@ from trainers import (
     ParameterServerTrainer,
     SpareReplicasTrainer,
 )
-from trainers.data import Cursor, checksum
+from trainers.data import checksum
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit import prefetch
 from trainers.fit.loader import LoaderBatches
@@ -171,7 +171,7 @@ def test_a_fit_goes_back_to_its_first_batch() -> None:
     batches.meet(lambda value, _: [value])
     batches.learn(0, batches.begin(0, 0))
     batches.begin(1, 0)
-    batches.seek(Cursor(0, 0, 0, {"sizes": []}, {}))
+    batches.seek(0, 0, 0, {"sizes": []}, {})
     batches.begin(0, 0)
     assert batches.share(0, 0, 0).x[0] == 0
 
@@ -180,7 +180,7 @@ def test_a_fit_that_resumes_at_its_first_batch_has_seen_that_batch() -> None:
     """The ranks count the batches that they have seen, and compare their checksums."""
     batches = LoaderBatches([data()] * 2, "whole", None, None, 0, 1)
     batches.meet(lambda value, _: [value])
-    batches.seek(Cursor(0, 0, 0, {"sizes": []}, {}))
+    batches.seek(0, 0, 0, {"sizes": []}, {})
     batches.begin(0, 0)
     assert batches.seen[0] == (len(data()[0]), checksum(data()))
 
@@ -200,13 +200,13 @@ def test_a_fit_goes_back_to_the_newest_attempt_at_a_step() -> None:
         """Return batch 2, and its place as a checkpoint has it."""
         for step in range(3):
             batches.learn(step, batches.begin(0, step))
-        return batches.share(0, 2, 0).x, batches.tell(0, 2).own
+        return batches.share(0, 2, 0).x, batches.tell(0, 2)[1]
 
     first, _ = read()
-    batches.seek(Cursor(0, 0, 0, {"sizes": []}, {}))
+    batches.seek(0, 0, 0, {"sizes": []}, {})
     second, place = read()
     assert not np.array_equal(first, second)
-    batches.seek(Cursor(0, 2, 2, {"sizes": [2, 2]}, place))
+    batches.seek(0, 2, 2, {"sizes": [2, 2]}, place)
     batches.begin(0, 2)
     assert np.array_equal(batches.share(0, 2, 0).x, second)
 
@@ -225,11 +225,11 @@ def test_a_rank_that_joins_after_the_last_batch_of_an_epoch_reads_the_next_one(l
 
     batches = LoaderBatches(Source(), "whole", None, limit, 0, 1)
     batches.meet(lambda value, _: [value])
-    batches.seek(Cursor(2, 5, 15, {"sizes": [2] * 5}, {}))
+    batches.seek(2, 5, 15, {"sizes": [2] * 5}, {})
     place = batches.tell(3, 0)
     resumed = LoaderBatches(Source(), "whole", None, limit, 0, 1)
     resumed.meet(lambda value, _: [value])
-    resumed.seek(place)  # of a checkpoint that is written before the rank has read anything
+    resumed.seek(3, 0, batches.total(3, 0), *place)  # of a checkpoint that is written before the rank has read anything
     for each in (batches, resumed):
         each.learn(0, each.begin(3, 0))
         assert each.share(3, 0, 0).x[0] == 15
