@@ -70,7 +70,6 @@ def is_number(value: Any) -> bool:
 
 
 def is_flag(value: Any) -> bool:
-    """Whether a value is True or False."""
     return isinstance(value, bool | np.bool_)
 
 
@@ -149,7 +148,6 @@ def number(text: str, holds: Callable[[float], bool]) -> Check:
 
 
 def name(*names: str) -> Check:
-    """Return the check of one of these names."""
     return Check(" or ".join(f'"{each}"' for each in names), lambda value: isinstance(value, str) and value in names)
 
 

@@ -69,7 +69,6 @@ def _as_weights(given: Any) -> np.ndarray:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """Return the arrays of a tree."""
     if isinstance(tree, tuple | dict):
         return [leaf for each in (tree.values() if isinstance(tree, dict) else tree) for leaf in leaves(each)]
     return [tree]
@@ -85,7 +84,6 @@ def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def row_count(tree: Tree) -> int:
-    """Return the number of rows."""
     return len(leaves(tree)[0])
 
 

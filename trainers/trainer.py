@@ -556,6 +556,5 @@ def _app(module: str) -> Any:
 
 
 def _are_files(x: Any) -> bool:
-    """Whether x are paths of files."""
     paths = x if isinstance(x, list) and x else [x]
     return all(isinstance(each, str | os.PathLike) for each in paths)

@@ -81,7 +81,7 @@ def test_the_newest_is_evaluated_and_the_last_is_not_missed(tmp_path: Path) -> N
         next(steps)()
         return len(list(tmp_path.iterdir())) == 3
 
-    rows = Evaluator(NumpyNetwork([4, 3]), str(tmp_path), X, Y, quiet=True).run(ended)
+    rows = Evaluator(NumpyNetwork([4, 3]), str(tmp_path), X, Y).run(ended)
     assert [row["step"] for row in rows] == [2, 3]
 
 
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogC
         path.write_bytes(path.read_bytes()[:-40])
 
     steps = after(lambda: write(tmp_path, 1), lambda: damage(2), nothing, nothing, lambda: write(tmp_path, 3))
-    rows = Evaluator(NumpyNetwork([4, 3]), str(tmp_path), X, Y, quiet=True).run(steps)
+    rows = Evaluator(NumpyNetwork([4, 3]), str(tmp_path), X, Y).run(steps)
     assert [row["step"] for row in rows] == [1, 3]
     assert len(caplog.records) == 1
 
@@ -101,9 +101,7 @@ def test_a_table_and_its_end(tmp_path: Path) -> None:
     path = tmp_path / "e.csv"
     for total in (1, 2):
         write(tmp_path, total)
-        Evaluator(NumpyNetwork([4, 3]), str(tmp_path), X, Y, output=str(path), append=total > 1, quiet=True).run(
-            after()
-        )
+        Evaluator(NumpyNetwork([4, 3]), str(tmp_path), X, Y, output=str(path), append=total > 1).run(after())
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["epoch", "step", "loss", "accuracy", "seconds", "checkpoint"]
@@ -115,7 +113,7 @@ def test_a_loss_that_is_no_number_is_json(tmp_path: Path) -> None:
     network = NumpyNetwork([4, 3])
     x = np.full_like(X, np.nan)
     output = tmp_path / "e.jsonl"
-    Evaluator(network, str(tmp_path), x, Y, output=str(output), quiet=True).run(after())
+    Evaluator(network, str(tmp_path), x, Y, output=str(output)).run(after())
     assert json.loads(output.read_text(), parse_constant=pytest.fail)["loss"] is None
 
 
@@ -124,7 +122,7 @@ def test_a_checkpoint_of_another_model_is_an_error(sizes: tuple[int, ...], tmp_p
     write(tmp_path, 1, sizes=sizes)
     shown = "-".join(map(str, sizes))
     with pytest.raises(Exception, match=f"network of sizes {shown}, and this one has 4-3"):
-        Evaluator(NumpyNetwork([4, 3]), str(tmp_path), X, Y, quiet=True).run(after())
+        Evaluator(NumpyNetwork([4, 3]), str(tmp_path), X, Y).run(after())
 
 
 def test_a_checkpoint_of_another_kind_is_an_error(tmp_path: Path) -> None:
@@ -132,13 +130,13 @@ def test_a_checkpoint_of_another_kind_is_an_error(tmp_path: Path) -> None:
 
     write(tmp_path, 1)
     with pytest.raises(CheckpointError, match="is of a NumpyNetwork, and the evaluator has a Other"):
-        Evaluator(Other([4, 3]), str(tmp_path), X, Y, quiet=True).run(after())
+        Evaluator(Other([4, 3]), str(tmp_path), X, Y).run(after())
 
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(CheckpointError, match=r"the checkpoints in .*run can't be read: Not a directory"):
-        Evaluator(NumpyNetwork([4, 3]), str(tmp_path / "run"), X, Y, quiet=True).run(after())
+        Evaluator(NumpyNetwork([4, 3]), str(tmp_path / "run"), X, Y).run(after())
 
 
 @pytest.mark.parametrize(

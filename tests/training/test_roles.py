@@ -28,7 +28,7 @@ def test_roles_by_rank() -> None:
     assert roles.by_rank(4) == Roles(0, (1, 2, 3))
     assert roles.by_rank(6, 2, True, chief=4) == Roles(4, (0, 1), (2, 3), 5)
     assert roles.by_rank(3, 1, True, chief=2) == Roles(2, (), (0,), 1)
-    assert [roles.by_rank(4, 1, True).of(rank) for rank in range(4)] == ["chief", "worker", "ps", "evaluator"]
+    assert roles.by_rank(4, 1, True).as_dict() == {"chief": [0], "worker": [1], "ps": [2], "evaluator": [3]}
     assert str(roles.by_rank(5, 1, True)) == "chief rank 0; worker rank 1, 2; ps rank 3; evaluator rank 4"
 
 
@@ -117,7 +117,7 @@ def test_ranks_have_the_roles_of_their_tasks() -> None:
     assigned = by_task({"chief": 1, "worker": 2, "ps": 2, "evaluator": 1}, *tasks)
     assert assigned == Roles(3, (4, 2), (0, 5), 1)
     assert assigned.training == (3, 4, 2, 0, 5)
-    assert [assigned.of(rank) for rank in range(6)] == ["ps", "evaluator", "worker", "chief", "worker", "ps"]
+    assert assigned.as_dict() == {"chief": [3], "worker": [4, 2], "ps": [0, 5], "evaluator": [1]}
 
 
 def test_worker_0_is_the_chief_of_a_cluster_without_one() -> None:

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from allreduce.transport.wait import Pause, wait_until, waiting
 from trainers.cli.results import without_nan
-from trainers.data import Arrays, Samples
+from trainers.data import Arrays
 from trainers.errors import ArgumentError, CheckpointError, as_error
 from trainers.files import checkpoint
 from trainers.fit import evaluation
@@ -31,10 +31,10 @@ class Evaluator:
 
     replica: a replica of the trained model, into which each checkpoint is loaded.
     folder: where the checkpoints are; it need not exist yet.
-    x, y: the data, arrays; or Samples, and None.
+    x, y: the data, arrays.
     output: a file that gets a line for each evaluation: JSON lines (.jsonl) or a table (.csv); None for none.
     append: append to that file, as for a resumed training.
-    stream: where each evaluation is printed; None for stdout. quiet: print nothing.
+    stream: where each evaluation is printed; None for stdout.
 
     Raises ArgumentError when the output can't be written, or has another file name extension.
     """
@@ -43,17 +43,16 @@ class Evaluator:
         self,
         replica: Replica,
         folder: str,
-        x: Any,
-        y: np.ndarray | None,
+        x: np.ndarray,
+        y: np.ndarray,
         *,
         output: str | None = None,
         append: bool = False,
         stream: TextIO | None = None,
-        quiet: bool = False,
     ) -> None:
         self._replica, self._folder = replica, folder
-        self._rows = x if isinstance(x, Samples) else Arrays((np.asarray(x), y))
-        self._stream, self._quiet = stream, quiet
+        self._rows = Arrays((x, y))
+        self._stream = stream
         names = ["epoch", "step", *replica.metrics, "seconds", "checkpoint"]
         self._file = None if output is None else _Lines(output, names, append)
         self._seen = ""  # the newest path at the last poll
@@ -103,9 +102,8 @@ class Evaluator:
         self.evaluations.append({**row, "checkpoint": os.path.basename(path)})
         if self._file is not None:
             self._file.write(self.evaluations[-1])
-        if not self._quiet:
-            values = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
-            print(f"evaluator: {progress}  {values}", file=self._stream or sys.stdout, flush=True)
+        values = "  ".join(f"{name} {value:.4f}" for name, value in means.items())
+        print(f"evaluator: {progress}  {values}", file=self._stream or sys.stdout, flush=True)
 
 
 class _Lines:

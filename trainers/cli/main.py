@@ -284,7 +284,6 @@ def _train(job: Job, member: Member) -> None:
 
 
 def checkpoint_of(options: argparse.Namespace) -> Checkpoint | None:
-    """Return the checkpoints that the options ask for."""
     if not options.checkpoint:
         return None
     return Checkpoint(options.checkpoint, options.checkpoint_every, same_data=not options.other_data)

@@ -162,7 +162,6 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The option as it is written on the command line."""
         return "--" + self.name.replace("_", "-")
 
     def given(self, value: Any) -> str:
@@ -677,7 +676,6 @@ def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topolo
 
 
 def step_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `fit` that change a step, by name."""
     transforms = [made for kind in TRANSFORMS if (made := object_of(kind, options)) is not None]
     return {"class_weight": options.class_weight, "transforms": transforms}
 

@@ -95,7 +95,6 @@ def _tasks(cluster: Any) -> dict[str, int]:
 
 
 def _task(task: Any, tasks: dict[str, int]) -> Task:
-    """Return the type and the index of a process's own task."""
     if not isinstance(task, dict) or task.get("type") not in TYPES:
         raise RoleError(
             f'{NAME}: the task must look like {{"type": "worker", "index": 0}}, with a type of {", ".join(TYPES)}; it '
@@ -129,12 +128,6 @@ class Roles(NamedTuple):
     def training(self) -> tuple[int, ...]:
         """The ranks that train: all but the evaluator, in the order of their ranks in training."""
         return (self.chief, *self.workers, *self.servers)
-
-    def of(self, rank: int) -> str:
-        """The role of a rank: one of trainers.cli.roles.TYPES."""
-        if rank == self.evaluator:
-            return EVALUATOR
-        return CHIEF if rank == self.chief else SERVER if rank in self.servers else WORKER
 
     def as_dict(self) -> dict[str, list[int]]:
         """The ranks of each role by its name, for JSON."""

@@ -61,8 +61,13 @@ def load(
 
 def check_source(source: str) -> None:
     """Raise DataError if a source is neither the name of a data set nor a path that exists nor a pattern of paths."""
-    if source not in NAMES and not os.path.exists(source) and not is_pattern(source):
-        raise DataError(_nowhere(source))
+    if source in NAMES or os.path.exists(source) or is_pattern(source):
+        return
+    near = difflib.get_close_matches(source, NAMES, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; use {', '.join(NAMES)}, {_FORMATS}"
+    if os.path.basename(os.path.normpath(source)) == "mnist":
+        hint = f"; make a small one by: python -m trainers.datasets make {source}"
+    raise DataError(f"there is no data set and no file {source!r}{hint}")
 
 
 def checked_choices(
@@ -98,12 +103,3 @@ def _table(source: str, choices: Choices | None, columns: Columns | None) -> Dat
     (x, y), (x_test, y_test) = whole.train.rows(0), whole.test.rows(0)
     assert whole.columns is not None
     return Dataset(source, x, y, x_test, y_test, whole.classes, 0.0, 1.0, whole.columns)
-
-
-def _nowhere(source: str) -> str:
-    """Return the text of the error about a source that does not exist."""
-    near = difflib.get_close_matches(source, NAMES, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; use {', '.join(NAMES)}, {_FORMATS}"
-    if os.path.basename(os.path.normpath(source)) == "mnist":
-        hint = f"; make a small one by: python -m trainers.datasets make {source}"
-    return f"there is no data set and no file {source!r}{hint}"

@@ -107,7 +107,6 @@ def enlarged(digits: np.ndarray) -> np.ndarray:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
     parser = Parser(prog="python -m trainers.datasets", description=__doc__)
     parser.add_argument("command", choices=["make"], help="what to do")
     parser.add_argument("folder", metavar="FOLDER", help="the folder to create (empty if it exists), or the table")

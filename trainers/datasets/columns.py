@@ -64,7 +64,6 @@ class Category:
     values: tuple[str, ...]
 
     def numbered(self) -> dict[str, int]:
-        """Return the number of each value."""
         return {value: number for number, value in enumerate(self.values, 1)}
 
     @property
@@ -292,7 +291,6 @@ def known(cells: Cells, index: Mapping[str, int]) -> np.ndarray:
 
 
 def is_value(cell: str) -> bool:
-    """Whether a cell has a value that is not missing."""
     return cell.strip() not in MISSING
 
 

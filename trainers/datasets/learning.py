@@ -56,7 +56,6 @@ class Moments(NamedTuple):
 
     @property
     def deviation(self) -> Any:
-        """The standard deviation."""
         with np.errstate(all="ignore"):
             return np.sqrt(self.squares / np.maximum(self.count, 1))
 

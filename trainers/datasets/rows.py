@@ -28,7 +28,6 @@ class Block(NamedTuple):
 
 
 def is_table(path: str) -> bool:
-    """Whether a path ends as a table does."""
     return path.removesuffix(".gz").endswith(tuple(ENDINGS))
 
 
@@ -145,7 +144,6 @@ class TableFile:
         return Block(list(zip(*rows, strict=True)), numbers)
 
     def _parsed(self, texts: list[str], numbers: Sequence[int]) -> list[list[str]]:
-        """Return the cells of each line."""
         options: dict[str, Any] = {"delimiter": self._delimiter, "skipinitialspace": True, "strict": True}
         try:
             rows = list(csv.reader(texts, **options))

@@ -240,14 +240,12 @@ class ShardRows(NumberedRows):
         return found[0] if len(found) == 1 else tuple(map(np.concatenate, zip(*found, strict=True)))
 
     def _by_shard(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the rows of each shard."""
         shards = np.searchsorted(self._ends, rows, side="right")
         order = np.argsort(shards, kind="stable")
         ends = np.searchsorted(shards[order], np.arange(len(self.counts)), side="right").tolist()
         return [rows[order[start:end]] for start, end in pairwise([0, *ends])]
 
     def _order(self, shard: int, seeds: tuple[int, ...]) -> np.ndarray:
-        """Return the order of the rows of a shard."""
         found = self._visited.get(shard)
         if found is None or found[0] != seeds:
             rows = np.arange(self.counts[shard])

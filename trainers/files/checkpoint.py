@@ -119,7 +119,6 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def path_of(folder: str, total: int) -> str:
-    """The path of the checkpoint after `total` steps."""
     return os.path.join(folder, f"checkpoint-{total:08d}.npz")
 
 

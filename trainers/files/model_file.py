@@ -275,7 +275,6 @@ def open_regular(path: str) -> IO[bytes]:
 
 
 def size(file: IO[bytes]) -> int:
-    """The bytes of an open file."""
     return os.fstat(file.fileno()).st_size
 
 

@@ -197,15 +197,13 @@ class LoaderBatches(BatchSource):
         return self.divided and (step if self.limit is None else total) > 0
 
     def tell(self, epoch: int, step: int) -> tuple[Any, dict[str, np.ndarray]]:
-        place = None if self._idle else self._place_of(epoch, step)
-        return {"sizes": list(self._sizes)}, {} if place is None else place.pack()
-
-    def _place_of(self, epoch: int, step: int) -> Place | None:
-        """Return the place of a step; None if this rank has read on, in a round of local SGD that a failure ended."""
-        place = self._places.get((epoch, step))
-        if place is None:  # its batch has not been read, or this rank has joined and has read nothing
-            return None if self._read < 0 or (epoch == self._epoch and step != self._read) else self._reader.tell()
-        return place._replace(now=generator_states())
+        shared, place = {"sizes": list(self._sizes)}, None
+        if (epoch, step) in self._places:
+            place = self._places[epoch, step]._replace(now=generator_states())
+        elif self._read >= 0 and (epoch != self._epoch or step == self._read):  # its batch has not been read
+            place = self._reader.tell()
+        # else: this rank has joined and has read nothing, or has read on in a round of local SGD that a failure ended
+        return shared, {} if place is None or self._idle else place.pack()
 
     def seek(self, epoch: int, step: int, total: int, shared: Any, own: dict[str, np.ndarray]) -> None:
         sizes: Any = shared.get("sizes") if isinstance(shared, dict) else None
@@ -266,7 +264,6 @@ class LoaderBatches(BatchSource):
 
 
 def no_batch_error(epoch: int) -> DataError:
-    """Return the error if no rank has a batch in an epoch."""
     return DataError(
         f"no rank's loader gives a batch in epoch {epoch + 1}: it has no rows, or is an iterator that has ended. "
         "Give a loader that can be iterated in every epoch, or an endless one and its steps"
@@ -274,7 +271,6 @@ def no_batch_error(epoch: int) -> DataError:
 
 
 def _length_of(loader: Any) -> int | None:
-    """Return the number of batches of a pass; None if the loader does not tell."""
     try:
         return 0 if loader is None else len(loader)
     except Exception:  # of a loader that leaves out, or forwards, its length

@@ -302,7 +302,6 @@ class Fit:
 
     @property
     def first_step(self) -> int:
-        """The next step of the current epoch."""
         return self.progress.step
 
     def run_steps(self, number: int) -> None:
@@ -594,10 +593,8 @@ class Fit:
             if self.group.rank == 0:
                 log.warning("trainers: no checkpoint is written in the middle of epoch %d: %s", number + 1, NO_RESUME)
             return
-        if stage == STEPS and 0 < step < self.batches.steps:
+        if stage == STEPS and (not step or step < self.batches.steps):
             self._save(number, step)
-        elif stage == STEPS and not step:
-            self._save(number)
         else:
             self._conclude(number)
             if not self._cut_short:

@@ -38,15 +38,14 @@ def ahead(items: Iterator[ItemT]) -> Generator[ItemT]:
     stopped = threading.Event()
 
     def fetch() -> None:
-        error: BaseException | None = None
         try:
             for item in items:
                 ready.put((item, None))
                 if stopped.is_set():
                     return
-        except BaseException as met:  # raised where the item is consumed
-            error = met
-        ready.put((END, error))
+            ready.put((END, None))
+        except BaseException as error:  # raised where the item is consumed
+            ready.put((END, error))
 
     thread = threading.Thread(target=fetch, name="fetches batches", daemon=True)
     thread.start()

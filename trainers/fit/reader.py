@@ -53,7 +53,6 @@ class Place(NamedTuple):
     now: Generators | None = None
 
     def pack(self) -> dict[str, np.ndarray]:
-        """Return this as arrays for a checkpoint."""
         return {PLACE: values.encode(list(self))}
 
     @classmethod
@@ -165,16 +164,13 @@ class Reader:
         if not self.once and isinstance(items, Generator):
             items.close()
 
-    def _set_epoch(self, number: int) -> None:
-        parts = [getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
-        for each in (self._loader, *parts, getattr(parts[1], "sampler", None)):
-            if callable(change := getattr(each, "set_epoch", None)):
-                change(number)
-
     def _begin(self, number: int, state: np.ndarray | None, before_pass: bool) -> None:
         """Begin pass `number`, at `state` if it is not None. before_pass: whether it is of the end of the one before. A
         loader that has not read that pass may draw more random numbers here: the generators go on as if it had."""
-        self._set_epoch(number)
+        parts = [getattr(self._loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+        for each in (self._loader, *parts, getattr(parts[1], "sampler", None)):
+            if callable(set_epoch := getattr(each, "set_epoch", None)):
+                set_epoch(number)
         loaded, self._loads = state if self._loads else None, False
         drawn = None
         if loaded is not None and before_pass and self._saves:
@@ -229,25 +225,23 @@ class Reader:
         """Go to a place, of this run or an earlier one. begins: whether a pass that has not begun there begins. Raises
         CheckpointError or DataError."""
         goes_on = place.begun is not None or (place.ended and not begins)  # else a pass begins here, and draws numbers
+        begun = place.begun if goes_on else place.before
         wrong = f"the {self.name} can't read on where the checkpoint was written"
         with explained(DataError, wrong, passes=(CheckpointError, DataError)):
-            self._seek(place, place.begun if goes_on else place.before, begins)
+            if begun is not None:
+                load_generator_states(begun)
+            if self.once and place.state is None:
+                self._go_on(place)
+            else:
+                self.stop()
+                self._loads = place.state is not None
+                if place.ended and not begins:
+                    self._place = Place(place.number, True, place.state)
+                else:
+                    self._begin(place.number, place.state, before_pass=place.ended or place.before_pass)
+                    self._pass_over(place.skip)
             if goes_on and place.before is not None:
                 load_generator_states(place.before)
-
-    def _seek(self, place: Place, begun: Generators | None, begins: bool) -> None:
-        if begun is not None:
-            load_generator_states(begun)
-        if self.once and place.state is None:
-            self._go_on(place)
-            return
-        self.stop()
-        self._loads = place.state is not None
-        if place.ended and not begins:
-            self._place = Place(place.number, True, place.state)
-        else:
-            self._begin(place.number, place.state, before_pass=place.ended or place.before_pass)
-            self._pass_over(place.skip)
 
     def _go_on(self, place: Place) -> None:
         """Read an iterator up to a place."""

@@ -143,7 +143,6 @@ class FileCallback(Callback):
         raise NotImplementedError
 
     def _write_epoch(self, epoch: int, logs: Logs) -> None:
-        """Write an epoch to the open files."""
         raise NotImplementedError
 
     def _close(self) -> None:
@@ -376,6 +375,5 @@ def _agrees(callback: Callback) -> bool:
 
 
 def _overrides(callback: Any, event: str) -> bool:
-    """Whether a callback overrides an event, in its class or on the instance."""
     own = getattr(callback, event, getattr(Callback, event))
     return getattr(own, "__func__", own) is not getattr(Callback, event)

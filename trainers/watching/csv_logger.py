@@ -66,7 +66,6 @@ class CSVLogger(FileCallback):
             return next(csv.reader([file.readline(1 << 16)], delimiter=self.separator), [])
 
     def _last_epoch(self) -> int | None:
-        """Return the epoch of the last complete line."""
         with open(self.filename, newline="", encoding="utf-8") as file:
             lines = [line.split(self.separator)[0] for line in file if line.endswith("\n")]
         return next((int(first) for first in reversed(lines) if first.isdecimal()), None)

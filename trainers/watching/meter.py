@@ -139,15 +139,12 @@ class NormMeter(Callback):
         """Set the norm of a step, a number, perhaps on the GPU. It counts when the step ends."""
         self.last, self._pending = norm, True
 
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        self.count()
-
     @property
     def of_step(self) -> Any:
         """The norm of the step that is about to end; None if it was left out."""
         return self.last if self._pending else None
 
-    def count(self) -> None:
+    def on_train_batch_end(self, batch: int = 0, logs: Logs | None = None) -> None:
         """Count the norm of a step that has ended, if there is one."""
         self._before = self._sums
         if self._pending:

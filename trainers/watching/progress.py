@@ -54,12 +54,10 @@ class Progress(Callback):
             print(line, file=self._stream, flush=True)
 
     def print_line(self, text: str) -> None:
-        """Print a line."""
         if self._shown:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

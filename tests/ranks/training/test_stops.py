@@ -89,7 +89,12 @@ class Interrupt(Callback):
 
 
 def fit(trainer: Any, shape: str, **options: Any) -> History:
-    options = {"epochs": EPOCHS, "progress": False, "transforms": [ClipNorm(1.0), Schedule("inverse_sqrt", warmup=2)], **options}
+    options = {
+        "epochs": EPOCHS,
+        "progress": False,
+        "transforms": [ClipNorm(1.0), Schedule("inverse_sqrt", warmup=2)],
+        **options,
+    }
     sizes = SIZES.get(shape, SIZES["short"])
     x = np.random.default_rng(3).normal(size=(sum(sizes), FEATURES)).astype("float32")
     y = x[:, :3].argmax(1)

@@ -123,7 +123,7 @@ class Shard:
         self._rule.transform([self.trained_gradients])
         self._update(1.0)
         for meter in self._rule.meters:
-            meter.count()
+            meter.on_train_batch_end()
 
     @property
     def trained_gradients(self) -> np.ndarray:
