@@ -4,6 +4,7 @@ A batch is global. Batch s of an epoch is rows order[s * B : (s + 1) * B]; rank 
 it. So the batches do not depend on the number of ranks; the last may be short, and a rank may have no row.
 """
 
+import itertools
 import random
 import sys
 import zlib
@@ -206,7 +207,18 @@ class Arrays(NumberedRows):
         return sliced(self.data, rows)
 
     def reader(self, most: int, sets: int) -> Callable[[np.ndarray, tuple[int, ...]], Data]:
-        return _Buffers(self.data, most, sets).take
+        buffers = [
+            mapped(lambda array: np.empty((most, *array.shape[1:]), array.dtype), self.data) for _ in range(sets)
+        ]
+        arrays, turns = leaves(self.data), itertools.cycle(buffers)
+
+        def take(rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
+            found = mapped(lambda array: array[: rows.size], next(turns))
+            for array, out in zip(arrays, leaves(found), strict=True):
+                array.take(rows, axis=0, out=out, mode="clip")  # "raise" would go through a buffer
+            return found
+
+        return take
 
     def part(self, rows: slice) -> Data:
         """Return these rows, views."""
@@ -564,8 +576,7 @@ class BatchSource(ABC):
 class Batches(BatchSource):
     """The batches of rows that are read by their numbers.
 
-    x, y: the whole data, trees that are the same on every rank (memory maps will do); or NumberedRows, and None.
-    batch_size: rows in a global batch.
+    rows: the same on every rank, or its own of each rank. batch_size: rows in a global batch.
     ahead: how many batches may be fetched in advance; the arrays of a batch stay valid while these are fetched.
     part, parts, seed, micro_batch, weigh: see BatchSource. seed, shuffle: of the order of the rows. Of arrays the
         weights are known before, so `weigh` weighs the rows of data sets. With micro-batches, the random numbers that a
@@ -574,8 +585,7 @@ class Batches(BatchSource):
 
     def __init__(
         self,
-        x: Any,
-        y: Any,
+        rows: NumberedRows,
         batch_size: int,
         part: int | None,
         parts: int,
@@ -585,8 +595,7 @@ class Batches(BatchSource):
         micro_batch: int | None = None,
         weigh: Callable[[Data], Data] | None = None,
     ) -> None:
-        self._rows: NumberedRows = x if y is None else Arrays((x, y))
-        self.checked, count = self._rows.checked, len(self._rows)
+        self._rows, self.checked, count = rows, rows.checked, len(rows)
         self.batch_size, self.ahead, self._shuffle = min(int(batch_size), count), ahead, shuffle
         self._visited = -1, np.empty(0, np.int64)  # an epoch, and the order in which it visits the rows
         sizes = [min(self.batch_size, count - start) for start in range(0, count, self.batch_size)]
@@ -706,19 +715,3 @@ def load_generator_states(states: tuple[Any, ...]) -> None:
     np.random.set_state(of_numpy)
     if of_torch is not None and (torch := sys.modules.get("torch")):
         torch.set_rng_state(of_torch)
-
-
-class _Buffers:
-    """Copies rows of arrays into `sets` sets of buffers, which are used in turn. most: the most rows in a call."""
-
-    def __init__(self, data: Data, most: int, sets: int) -> None:
-        self._arrays = leaves(data)
-        self._sets = [mapped(lambda array: np.empty((most, *array.shape[1:]), array.dtype), data) for _ in range(sets)]
-        self._turn = 0
-
-    def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
-        found = mapped(lambda buffer: buffer[: rows.size], self._sets[self._turn % len(self._sets)])
-        self._turn += 1
-        for array, out in zip(self._arrays, leaves(found), strict=True):
-            array.take(rows, axis=0, out=out, mode="clip")  # "raise" would go through a buffer
-        return found

@@ -139,10 +139,6 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
         Evaluator(NumpyNetwork([4, 3]), str(tmp_path / "run"), X, Y).run(after())
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("e.txt", "ends in .jsonl or .csv, not to"), ("no/such/e.csv", "e.csv can't be written: No such")],
-)
-def test_a_file_that_cant_be_written_is_refused_at_once(name: str, text: str, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=text):
-        Evaluator(NumpyNetwork([4, 3]), str(tmp_path), X, Y, output=str(tmp_path / name))
+def test_a_file_that_cant_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"e\.csv can't be written: No such"):
+        Evaluator(NumpyNetwork([4, 3]), str(tmp_path), X, Y, output=str(tmp_path / "no/such/e.csv"))

@@ -15,14 +15,13 @@ from mpi4py import MPI
 from allreduce.transport.wait import Pause, wait_until, waiting
 from trainers.cli.results import without_nan
 from trainers.data import Arrays
-from trainers.errors import ArgumentError, CheckpointError, as_error
+from trainers.errors import CheckpointError, as_error
 from trainers.files import checkpoint
 from trainers.fit import evaluation
 from trainers.replica import Replica
 from trainers.watching.callback import writing
 
 CHECK_SECONDS = 0.1  # between two polls of the folder
-FORMATS = (".jsonl", ".csv")
 END = 1  # the tag of the message that says that the training has ended
 
 
@@ -36,7 +35,7 @@ class Evaluator:
     append: append to that file, as for a resumed training.
     stream: where each evaluation is printed; None for stdout.
 
-    Raises ArgumentError when the output can't be written, or has another file name extension.
+    Raises ArgumentError when the output can't be written.
     """
 
     def __init__(
@@ -112,8 +111,6 @@ class _Lines:
     def __init__(self, path: str, names: list[str], append: bool) -> None:
         self._path, self._names = path, names
         self._ending = os.path.splitext(path)[1]
-        if self._ending not in FORMATS:
-            raise ArgumentError(f"evaluations go to a file that ends in {' or '.join(FORMATS)}, not to {path!r}")
         with writing(path), open(path, "a" if append else "w", newline="") as file:
             if self._ending == ".csv" and not file.tell():
                 csv.writer(file).writerow(names)

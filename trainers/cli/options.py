@@ -23,7 +23,7 @@ from trainers.errors import ArgumentError
 from trainers.fit.checkpointing import period
 from trainers.fit.weights import BALANCED
 from trainers.mirrored import MirroredTrainer
-from trainers.options.average import UPDATES, Average, Exact, LocalSGD, Sharded
+from trainers.options.average import UPDATES, Exact, LocalSGD, Sharded
 from trainers.parameter_server import ParameterServerTrainer
 from trainers.recovery.recovery import ON_FAILURE
 from trainers.replica import Replica
@@ -331,6 +331,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "exact", strategies=(MIRRORED,), argument="",
+            excludes={"sync_every": "ranks that train on their own rows differ"},
             help="the bits of the training depend on nothing but the data: equal on any number of ranks, with every "
             "backend, after failures; slower",
         ),
@@ -643,7 +644,7 @@ def trainer_options(options: argparse.Namespace) -> dict[str, Any]:
             value = getattr(options, option.name)
             given[option.argument or option.name] = option.to_argument(value) if option.to_argument else value
     if options.strategy == MIRRORED:
-        given["average"] = _average(options)
+        given["average"] = object_of(Exact, options) or Exact() if options.exact else object_of(LocalSGD, options)
         if given.pop("copies") == 2:
             if options.update != "sharded":
                 raise ArgumentError(
@@ -652,13 +653,6 @@ def trainer_options(options: argparse.Namespace) -> dict[str, Any]:
                 )
             given["update"] = Sharded(copies=2)
     return given
-
-
-def _average(options: argparse.Namespace) -> Average | None:
-    """Return the trainer's argument `average`. Raises ArgumentError."""
-    if options.exact and options.sync_every is not None:
-        raise ArgumentError("--exact can't be used with --sync-every: ranks that train on their own rows differ")
-    return object_of(Exact, options) or Exact() if options.exact else object_of(LocalSGD, options)
 
 
 def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:

@@ -138,22 +138,14 @@ def write(path: str, saved: Saved) -> None:
     """Write a checkpoint to `path`; afterwards it is on the disk. Raises CheckpointError."""
     failed = as_error(CheckpointError, f"the checkpoint can't be written to {path}")
     with failed, replacing(path, durable=True) as file, zipfile.ZipFile(file, "w") as archive:
-        for name, array in _arrays(saved):
+        arrays = {HEADER: header_of(saved.kind, saved.config), **saved.state}
+        arrays |= {f"{LOCAL}{rank}.{name}": each for rank, own in enumerate(saved.local) for name, each in own.items()}
+        arrays |= {MEASURED: saved.progress.values, **{f"{SHARED}{name}": each for name, each in saved.shared.items()}}
+        for name, array in arrays.items():
             model_file.put(archive, name, array)
         sums = {member.filename[:-4]: member.CRC for member in archive.infolist()}
         header = {"format": FORMAT, "checksums": sums, **saved.progress.as_dict(without=IN_MEMORY)}
         model_file.put(archive, CHECKPOINT, np.array(_text(header)))
-
-
-def _arrays(saved: Saved) -> Iterator[tuple[str, np.ndarray]]:
-    yield HEADER, header_of(saved.kind, saved.config)
-    yield from saved.state.items()
-    for rank, own in enumerate(saved.local):
-        for name, array in own.items():
-            yield f"{LOCAL}{rank}.{name}", array
-    yield MEASURED, saved.progress.values
-    for name, array in saved.shared.items():
-        yield f"{SHARED}{name}", array
 
 
 def read(path: str) -> Saved:

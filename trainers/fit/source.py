@@ -56,11 +56,10 @@ class Given(NamedTuple):
         """Return the argument validation_data of a fit: (x, y), (x, y, weights), a data set, or a Loader."""
         if isinstance(data, Loader):
             return cls.of(data)
-        if isinstance(data, tuple) and len(data) == 3 and not all(map(_is_row, data)):
-            return cls(*data)
-        if isinstance(data, tuple | list):
-            return cls(*data) if len(data) == 2 else cls(data)
-        return cls(data)
+        if isinstance(data, tuple) and len(data) == 3:
+            is_data_set = all(isinstance(each, tuple | list) and len(each) in (2, 3) for each in data)
+            return cls(data) if is_data_set else cls(*data)
+        return cls(*data) if isinstance(data, tuple | list) and len(data) == 2 else cls(data)
 
     @property
     def loads(self) -> bool:
@@ -209,7 +208,7 @@ def _batches(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> B
     if isinstance(given.x, ShardRows):
         _check_shards(strategy, given, weigh)
         _check_settings(settings)
-        return _accepted(replica, Batches(given.x, None, **numbered, **own))
+        return _accepted(replica, Batches(given.x, **numbered, **own))
     if given.loads:
         _check_fit_of_loader(strategy, given, settings)
         _check_settings(settings)
@@ -219,7 +218,7 @@ def _batches(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> B
         return _accepted(replica, LoaderBatches(loader, given.rows, given.collate, given.steps, saves=saves, **own))
     rows = checked_rows(replica, given, settings)
     ahead = fetching.batches_ahead(given.x, given.y, given.prefetch, strategy.micro_batch is not None)
-    return Batches(rows, None, ahead=ahead, **numbered, **own)
+    return Batches(rows, ahead=ahead, **numbered, **own)
 
 
 def _accepted(replica: Replica, source: BatchSource) -> BatchSource:
@@ -267,8 +266,3 @@ def _check_fit_of_loader(strategy: Strategy, given: Given, settings: Mapping[str
 def _check_settings(settings: Mapping[str, Any]) -> None:
     for name, least in (("epochs", 0), ("batch_size", 1), ("seed", 0)):
         require(integer_error(name, settings.get(name, least), least))
-
-
-def _is_row(given: Any) -> bool:
-    """Whether this may be a row of a data set: a pair or a triple."""
-    return isinstance(given, tuple | list) and len(given) in (2, 3)

@@ -285,18 +285,15 @@ class Recovery:
         finally:
             group.close_owner_first()
         if not whole:
-            raise self._incomplete(call)
+            way = "this fit has no checkpoint to go back to; fit(..., checkpoint=...) writes checkpoints"
+            if not call.admits_ranks:
+                way = (
+                    "only a fit goes back to its last checkpoint: continue with fit(..., checkpoint=folder, "
+                    "resume=True), by another trainer on trainer.topology, or by another job"
+                )
+            text = f"a rank that failed in {call} had the only copy of a part of the optimizer's state, and {way}"
+            raise on_all_ranks(RankLostError(text), topology.world)
         call.rejoin()
-
-    def _incomplete(self, call: Call[ResultT]) -> RankLostError:
-        way = "this fit has no checkpoint to go back to; fit(..., checkpoint=...) writes checkpoints"
-        if not call.admits_ranks:
-            way = (
-                "only a fit goes back to its last checkpoint: continue with fit(..., checkpoint=folder, resume=True), "
-                "by another trainer on trainer.topology, or by another job"
-            )
-        text = f"a rank that failed in {call} had the only copy of a part of the optimizer's state, and {way}"
-        return on_all_ranks(RankLostError(text), self._strategy.group.topology.world)
 
     def _record_failure(self, before: tuple[int, ...], during: str, seconds: float, continues: bool) -> None:
         """Add the failure to `failures`, and log it if the remaining ranks continue. Local.

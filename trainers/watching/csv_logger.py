@@ -36,7 +36,10 @@ class CSVLogger(FileCallback):
                 self._file.write("\n")
 
     def _unwritten(self, epochs: list[tuple[int, Logs]]) -> list[tuple[int, Logs]]:
-        written, numbers = self._last_epoch(), [epoch for epoch, _ in epochs]
+        with open(self.filename, newline="", encoding="utf-8") as file:
+            whole = [line.split(self.separator)[0] for line in file if line.endswith("\n")]
+        written = next((int(first) for first in reversed(whole) if first.isdecimal()), None)
+        numbers = [epoch for epoch, _ in epochs]
         return epochs[numbers.index(written) + 1 if written in numbers else 0 :]
 
     def _write_epoch(self, epoch: int, logs: Logs) -> None:
@@ -64,11 +67,6 @@ class CSVLogger(FileCallback):
             return []
         with open(self.filename, newline="", encoding="utf-8") as file:
             return next(csv.reader([file.readline(1 << 16)], delimiter=self.separator), [])
-
-    def _last_epoch(self) -> int | None:
-        with open(self.filename, newline="", encoding="utf-8") as file:
-            lines = [line.split(self.separator)[0] for line in file if line.endswith("\n")]
-        return next((int(first) for first in reversed(lines) if first.isdecimal()), None)
 
     def _ends_in_a_line(self) -> bool:
         """Whether the file ends with a newline: a killed writer may have left part of a line."""

@@ -73,16 +73,13 @@ class LearningRateSchedule(RatesOfFit):
             raise ArgumentError(
                 f"the learning rates of this {kind} are {list(self._before)}; a schedule needs one above 0"
             )
-        self._rate = self._scheduled(epoch)
-        factor = self._rate / self._before[0]
-        self.trainer.replica.learning_rates = [rate * factor for rate in self._before]
-        self._say(f"epoch {epoch + 1}: learning rate {self.trainer.replica.learning_rates[0]:g}")
-
-    def _scheduled(self, epoch: int) -> float:
         rate = self.schedule(epoch, self._rate)
         if not is_number(rate) or rate < 0:
             raise ArgumentError(f"schedule({epoch}, {self._rate:g}) must return a number >= 0, got {rate!r}")
-        return float(rate)
+        self._rate = float(rate)
+        factor = self._rate / self._before[0]
+        self.trainer.replica.learning_rates = [rate * factor for rate in self._before]
+        self._say(f"epoch {epoch + 1}: learning rate {self.trainer.replica.learning_rates[0]:g}")
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         self._last = self._rate

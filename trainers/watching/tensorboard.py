@@ -49,7 +49,7 @@ class TensorBoard(FileCallback):
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         self._step += 1
         if self._writes and self._every and self._step % self._every == 0:
-            self._write("train", {f"batch_{name}": value for name, value in (logs or {}).items()}, self._step)
+            self._writers["train"].write({f"batch_{name}": value for name, value in (logs or {}).items()}, self._step)
 
     def _write_epoch(self, epoch: int, logs: Logs) -> None:
         trained: dict[str, Any] = {}
@@ -59,11 +59,11 @@ class TensorBoard(FileCallback):
             values[f"epoch_{name.removeprefix(VALIDATION)}"] = value
         for rate in self.trainer.replica.learning_rates[:1]:
             trained["epoch_learning_rate"] = rate
-        self._write("train", trained, epoch)
+        self._writers["train"].write(trained, epoch)
         if validated:
             if "validation" not in self._writers:
                 self._writers["validation"] = EventFile(os.path.join(self.log_dir, "validation"))
-            self._write("validation", validated, epoch)
+            self._writers["validation"].write(validated, epoch)
         for writer in self._writers.values():
             writer.flush()
 
@@ -72,13 +72,6 @@ class TensorBoard(FileCallback):
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         self._step = int(state["step"])
-
-    def _write(self, writer: str, values: Mapping[str, Any], step: int) -> None:
-        for tag, value in values.items():
-            if isinstance(value, numbers.Real):
-                self._writers[writer].scalar(tag, float(value), step)
-            elif isinstance(value, list | tuple) and value:
-                self._writers[writer].histogram(tag, value, step)
 
     def _close(self) -> None:
         writers, self._writers = self._writers, {}
@@ -96,16 +89,21 @@ class EventFile:
             os.makedirs(folder, exist_ok=True)
             self._writer = writer(os.path.join(folder, "events"), f".{os.getpid()}.{time.time_ns()}")
 
-    def scalar(self, tag: str, value: float, step: int) -> None:
-        self._add(self._summary.scalar(tag, value), step)
-
-    def histogram(self, tag: str, counts: Any, step: int) -> None:
-        """Add a histogram of integers. counts: counts[i] is the number of values i."""
-        number = sum(counts)
-        sums = [sum(n * at**power for at, n in enumerate(counts)) for power in (1, 2)]
-        limits = [at + 0.5 for at in range(len(counts))]
-        largest = max((at for at, n in enumerate(counts) if n), default=0)
-        self._add(self._summary.histogram_raw(tag, 0, largest, number, *sums, limits, list(counts)), step)
+    def write(self, values: Mapping[str, Any], step: int) -> None:
+        """Write numbers, and histograms of integers: of lists, whose element i is the number of values i; leave out
+        other values."""
+        for tag, value in values.items():
+            if isinstance(value, numbers.Real):
+                summary = self._summary.scalar(tag, float(value))
+            elif isinstance(value, list | tuple) and value:
+                sums = [sum(n * at**power for at, n in enumerate(value)) for power in (0, 1, 2)]
+                limits = [at + 0.5 for at in range(len(value))]
+                largest = max((at for at, n in enumerate(value) if n), default=0)
+                summary = self._summary.histogram_raw(tag, 0, largest, *sums, limits, list(value))
+            else:
+                continue
+            with writing(self._folder):
+                self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
         with writing(self._folder):
@@ -114,10 +112,6 @@ class EventFile:
     def close(self) -> None:
         with writing(self._folder):
             self._writer.close()
-
-    def _add(self, summary: Any, step: int) -> None:
-        with writing(self._folder):
-            self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
 
 def _package() -> tuple[Any, Any, Any]:

@@ -31,7 +31,7 @@ from trainers import (
     ParameterServerTrainer,
 )
 from trainers.callbacks import Callback, LearningRateSchedule
-from trainers.data import Batches
+from trainers.data import Arrays, Batches
 from trainers.files.checkpoint import path_of
 
 ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
@@ -54,7 +54,7 @@ class Source:
         self.part, self.parts = part, parts
 
     def set_epoch(self, number: int) -> None:
-        self.batches = Batches(*data(), BATCH, self.part, self.parts).epoch(number)
+        self.batches = Batches(Arrays(data()), BATCH, self.part, self.parts).epoch(number)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         return ((batch.x.copy(), batch.y.copy()) for batch in self.batches)

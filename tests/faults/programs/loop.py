@@ -12,7 +12,7 @@ from allreduce.topology import Topology
 from tests.faults.notes import Notes, members
 from tests.faults.plans import BATCH, STEPS, Plan
 from tests.faults.programs import model
-from trainers.data import Batches
+from trainers.data import Arrays, Batches
 from trainers.pytorch import MirroredOptimizer
 
 FILE = "checkpoint.pt"
@@ -45,7 +45,7 @@ class Loop:
 
     def _share(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         ranks = self.optimizer.topology
-        batches = Batches(self._x, self._y, BATCH, ranks.rank, ranks.size)
+        batches = Batches(Arrays((self._x, self._y)), BATCH, ranks.rank, ranks.size)
         epoch, place = divmod(number, batches.steps)
         batch = batches.share(epoch, place, ranks.rank)
         return torch.from_numpy(batch.x), torch.from_numpy(batch.y)

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.faults.plans import BATCH, EPOCHS, ROWS, Plan
 from trainers import datasets
-from trainers.data import Batches
+from trainers.data import Arrays, Batches
 from trainers.replica import Replica
 from trainers.replicas.numpy.network import NumpyNetwork
 
@@ -67,7 +67,7 @@ def without_faults(plan: Plan, left_out: int | None = None) -> tuple[np.ndarray,
 def _without_faults(framework: str, optimizer: str, left_out: int | None) -> tuple[np.ndarray, float]:
     model = replica(Plan(0, 1, framework=framework, optimizer=optimizer))
     x, y, x_test, y_test = rows()
-    batches = Batches(x, y, BATCH, 0, 1)
+    batches = Batches(Arrays((x, y)), BATCH, 0, 1)
     for epoch in range(EPOCHS):
         for step, batch in enumerate(batches.epoch(epoch), epoch * batches.steps):
             if step != left_out:

@@ -148,7 +148,7 @@ def test_a_part_shuffles_the_rows_of_its_own_shards_once_an_epoch(
             shuffled.append(tuple(seeds))
         return generator(seeds)
 
-    batches = Batches(rows, None, 16, 1, 3, seed=5)
+    batches = Batches(rows, 16, 1, 3, seed=5)
     monkeypatch.setattr(np.random, "default_rng", noted)
     read = [batch.own for epoch in (0, 1) for batch in batches.epoch(epoch)]
     own = [share.shard for share in shares(rows.shards.sizes, 1, 3) if rows.counts[share.shard]]

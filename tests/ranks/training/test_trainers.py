@@ -35,7 +35,7 @@ from trainers import (
 )
 from trainers.callbacks import CheckDivergence
 from trainers.cli.options import parse
-from trainers.data import Batch, Batches
+from trainers.data import Arrays, Batch, Batches
 from trainers.errors import ArgumentError, DivergedError
 from trainers.replica import ALL, FORMER, Replica
 from trainers.strategies.rule import FLAGS
@@ -453,7 +453,7 @@ def test_replicas_keep_no_memory_of_a_trainer_that_one_rank_has_refused(flat: al
 def test_shares_are_a_partition(world: MPI.Intracomm) -> None:
     """Every row is used once an epoch by one rank, and the shares of a batch add up to 1."""
     x = np.arange(23)
-    batches = Batches(x, x, 5, world.rank, world.size, seed=1)
+    batches = Batches(Arrays((x, x)), 5, world.rank, world.size, seed=1)
     seen = [Batch((b.x.copy(), b.y.copy()), b.rows, b.share) for b in batches.epoch(2)]
     everyone = world.allgather(seen)
     for step, size in enumerate(batches.sizes()):
@@ -467,7 +467,7 @@ def test_shares_are_a_partition(world: MPI.Intracomm) -> None:
 def test_the_micro_batches_of_a_part_have_their_seeds_whatever_the_own_parts_are() -> None:
     """`share` gives a part of any number of parts."""
     x = np.arange(12)
-    whole, halves = (Batches(x, x, 12, 0, parts, micro_batch=2) for parts in (1, 2))
+    whole, halves = (Batches(Arrays((x, x)), 12, 0, parts, micro_batch=2) for parts in (1, 2))
     for part in (0, 1):
         found = whole.share(0, 0, part, 2)
         assert len(found.seeds) == len(found.parts) == 3
