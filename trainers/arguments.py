@@ -73,19 +73,6 @@ def is_flag(value: Any) -> bool:
     return isinstance(value, bool | np.bool_)
 
 
-def integer_error(name: str, value: Any, least: int, most: int | None = None, optional: bool = False) -> str:
-    """Return why `value` is no integer from `least` to `most`. optional: None is valid too."""
-    check = integer(least, math.inf if most is None else most)
-    return (check.or_none() if optional else check).error(name, value)
-
-
-def flag_error(name: str, value: Any, optional: bool = False) -> str:
-    """Return why `value` is neither True nor False. optional: None is valid too."""
-    if (optional and value is None) or is_flag(value):
-        return ""
-    return f"{name} must be {'True, False or None' if optional else 'True or False'}, got {value!r}"
-
-
 def name_error(name: str, value: Any, names: Iterable[str], optional: bool = False) -> str:
     """Return why `value` is none of `names`. optional: None is valid too."""
     if (optional and value is None) or (isinstance(value, str) and value in names):

@@ -23,7 +23,7 @@ from allreduce.errors import DivergenceError
 from allreduce.transport import processes, tables
 from allreduce.transport.control import all_values, combine, on_all_ranks, together
 from allreduce.transport.wait import wait_for
-from trainers.arguments import integer_error, is_integer, name_error
+from trainers.arguments import integer, is_integer, name_error
 from trainers.errors import NotFiniteError
 
 # Whether replicas are equal
@@ -151,7 +151,7 @@ def compare(comm: MPI.Intracomm, held: Compared) -> Divergence | None:
 
 def options_error(every: Any, on_divergence: Any, source: Any, ranks: int | None, least: int = 1) -> str:
     """Return the error text if these options are invalid, or "". ranks: the number of ranks, None if not known."""
-    if text := integer_error("every", every, least) or name_error("on_divergence", on_divergence, DIVERGENCE_ANSWERS):
+    if text := integer(least).error("every", every) or name_error("on_divergence", on_divergence, DIVERGENCE_ANSWERS):
         return text
     if source != MAJORITY and not is_integer(source, 0, math.inf if ranks is None else ranks - 1):
         limits = "" if ranks is None else f", 0 to {ranks - 1}"

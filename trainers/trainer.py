@@ -21,7 +21,7 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
 from allreduce.transport.control import combine, root_value, together
 from allreduce.transport.wait import waiting
-from trainers.arguments import flag_error, known_only, require
+from trainers.arguments import FLAG, known_only, require
 from trainers.data import BatchSource, Tree, leaves, mapped, row_count
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError
@@ -252,7 +252,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         """Raise ArgumentError on all ranks if `ema`, an argument of this call, is invalid on any. Collective."""
         if ema is None and not self.replica.average:
             return
-        text = flag_error("ema", ema, optional=True)
+        text = FLAG.or_none().error("ema", ema)
         if ema and not text and not self.replica.average:
             text = "ema=True: there is no average of the parameters; fit(..., transforms=[EMA(0.999)]) keeps one"
         self.group.enter(f"{call}: ema={ema!r}", ArgumentError(text) if text else None)
@@ -540,7 +540,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         try:
             found = chosen(transforms)
             wrong = [each.error(self.replica, self.strategy.average) for each in found]
-            wrong += itertools.starmap(flag_error, flags.items())
+            wrong += itertools.starmap(FLAG.error, flags.items())
             require(*[f"fit: {each}" for each in wrong if each])
             settings |= {"transforms": found} if found else {}
         except Exception as refused:  # any exception, of a user's transform

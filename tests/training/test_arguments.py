@@ -40,20 +40,20 @@ def fit(**given: Any) -> History:
 
 @pytest.mark.parametrize("value", [True, np.True_, 1.0, "1", None, np.ones(1, int), -1, 4])
 def test_what_is_no_integer_in_the_limits(value: Any) -> None:
-    assert arguments.integer_error("rows", value, 0, 3) == f"rows must be an integer from 0 to 3, got {value!r}"
+    assert arguments.integer(0, 3).error("rows", value) == f"rows must be an integer from 0 to 3, got {value!r}"
     assert not arguments.is_integer(value, 0, 3)
 
 
 @pytest.mark.parametrize("value", [0, 3, np.int64(2), np.uint8(1)])
 def test_integers_of_numpy_are_as_good_as_pythons(value: Any) -> None:
-    assert not arguments.integer_error("rows", value, 0, 3)
+    assert not arguments.integer(0, 3).error("rows", value)
 
 
 def test_optional_arguments_may_be_none() -> None:
-    assert not arguments.integer_error("rows", None, 0, optional=True)
-    assert not arguments.flag_error("ahead", None, optional=True)
+    assert not arguments.integer(0).or_none().error("rows", None)
+    assert not arguments.FLAG.or_none().error("ahead", None)
     assert not arguments.name_error("kind", None, ["a"], optional=True)
-    assert arguments.integer_error("rows", -1, 0, optional=True) == "rows must be an integer >= 0, or None, got -1"
+    assert arguments.integer(0).or_none().error("rows", -1) == "rows must be an integer >= 0, or None, got -1"
 
 
 def test_numbers_are_finite() -> None:
@@ -63,7 +63,7 @@ def test_numbers_are_finite() -> None:
 
 @pytest.mark.parametrize("value", ["no", 1, 0, None, np.ones(2)])
 def test_what_is_no_flag(value: Any) -> None:
-    assert arguments.flag_error("shuffle", value) == f"shuffle must be True or False, got {value!r}"
+    assert arguments.FLAG.error("shuffle", value) == f"shuffle must be True or False, got {value!r}"
 
 
 @pytest.mark.parametrize("value", ["c", 1, None, np.array(["a", "b"])])

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +17,7 @@ from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.checks import Divergence, GradientArray, GradientCheck, Span
 from trainers.cli import options, results
 from trainers.errors import ArgumentError, NotFiniteError
-from trainers.fit.source import explain_division
+from trainers.fit.source import enter
 from trainers.watching.history import Epoch
 
 SPANS = [Span("weights", 0, 600_000), Span("bias", 600_000, 7)]
@@ -144,6 +145,8 @@ def test_a_step_that_is_left_out_leaves_batch_norm_alone(spare: bool) -> None:
     ("side", "explained"), [("fit: x 3, epochs=1", True), ("fit: x 2, epochs=2", False), ("save", False)]
 )
 def test_only_other_rows_are_explained(side: str, explained: bool) -> None:
-    error = DisagreementError(f"the ranks disagree:\n  rank 0: fit: x 2, epochs=1\n  rank 1: {side}")
-    explain_division(error, "fit: x 2, epochs=1", {"epochs": 1})
-    assert ("A trainer takes all rows" in str(error)) == explained
+    group = Mock()
+    group.enter.side_effect = DisagreementError(f"they disagree:\n  rank 0: fit: x 2, epochs=1\n  rank 1: {side}")
+    with pytest.raises(DisagreementError) as met:
+        enter(group, "fit: x 2, epochs=1", None, {"epochs": 1})
+    assert ("A trainer takes all rows" in str(met.value)) == explained

@@ -287,10 +287,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "label", "NAME", default_text="the last column",
             help="the column of a table that is predicted; the others may have numbers, words and missing values",
         ),
-        Option(
-            "ignore", "NAME,NAME,...", names, needs={"label": ()},
-            help="columns of a table that are left out",
-        ),
+        Option("ignore", "NAME,NAME,...", names, needs={"label": ()}, help="columns of a table that are left out"),
         Option(
             "categories", "NAME,NAME,...", names, needs={"label": ()},
             help="columns of a table whose numbers are categories (postcodes, say); columns with words are anyway",
@@ -409,10 +406,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "roles (TF_CONFIG can give them instead)": (
         Option("chief", "R", integer(0), default_text="0", help="the rank that prints and writes files"),
-        Option(
-            "evaluator",
-            help="the last rank does not train: it evaluates each new checkpoint (with --checkpoint)",
-        ),
+        Option("evaluator", help="the last rank does not train: it evaluates each new checkpoint (with --checkpoint)"),
         Option(
             "evaluations", "FILE", LINES, writes=True,
             help="the evaluator writes its metrics to this file: JSON lines to FILE.jsonl, a table to FILE.csv",

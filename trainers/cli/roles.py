@@ -25,7 +25,7 @@ from mpi4py import MPI
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, together
 from allreduce.transport.wait import waiting
-from trainers.arguments import integer_error, is_integer
+from trainers.arguments import integer, is_integer
 from trainers.errors import RoleError
 
 NAME = "TF_CONFIG"
@@ -158,7 +158,7 @@ def assign(
     """
     config = together(topology.world, lambda: read((os.environ if environment is None else environment).get(NAME)))
     error = None
-    if text := integer_error("servers", servers, 0, optional=True):
+    if text := integer(0).or_none().error("servers", servers):
         servers, error = 0, RoleError(text)
     trained = (0, 0, 0) if config is None else config.tasks[:3]
     if chief is not None and not is_integer(chief, 0, topology.size - 1):

@@ -23,7 +23,7 @@ from allreduce.memory.allocations import divide
 from allreduce.transport.chunked import bytes_of_root, bytes_to_root
 from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import data
-from trainers.arguments import flag_error, integer_error, require
+from trainers.arguments import FLAG, integer, require
 from trainers.data import BatchSource, Fingerprint
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
@@ -78,7 +78,7 @@ class Checkpoint:
             raise ArgumentError(f"Checkpoint({self.folder!r}): give the name of a folder")
         object.__setattr__(self, "folder", os.fspath(self.folder))
         period(self.every)
-        require(integer_error("Checkpoint: keep", self.keep, 1), flag_error("Checkpoint: same_data", self.same_data))
+        require(integer(1).error("Checkpoint: keep", self.keep), FLAG.error("Checkpoint: same_data", self.same_data))
 
 
 def period(every: str) -> tuple[float, str]:

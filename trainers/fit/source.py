@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from allreduce.errors import DisagreementError
 from allreduce.transport.control import on_all_ranks
-from trainers.arguments import integer_error, require
+from trainers.arguments import integer, require
 from trainers.data import Arrays, Batches, BatchSource, Collate, Samples, as_arrays, as_data
 from trainers.datasets.shards import ShardRows
 from trainers.errors import ArgumentError, TrainerError
@@ -75,7 +75,7 @@ def to_train(strategy: Strategy, given: Given, settings: dict[str, Any]) -> Batc
 
     source, row, error = tried("fit", lambda: _batches(strategy, given, settings), settings)
     try:
-        _enter(strategy.group, row, error, settings)
+        enter(strategy.group, row, error, settings)
         assert source is not None
         try:
             source.meet(strategy.group.values)
@@ -111,7 +111,7 @@ def to_read(strategy: Strategy, call: str, given: Given, settings: Mapping[str, 
     """Return rows that all ranks have: arrays or a data set. Raises the same error on all ranks if they are invalid or
     differ. Collective."""
     rows, row, error = tried(call, lambda: checked_rows(strategy.replica, given, {}), settings or {})
-    _enter(strategy.group, row, error, settings or {})
+    enter(strategy.group, row, error, settings or {})
     assert rows is not None
     return rows
 
@@ -137,23 +137,18 @@ def described(call: str, data: str, settings: Mapping[str, Any]) -> str:
     return f"{call}: {', '.join([data, *(f'{name}={value}' for name, value in settings.items())])}"
 
 
-def _enter(group: RankGroup, row: str, error: Exception | None, settings: Mapping[str, Any]) -> None:
+def enter(group: RankGroup, row: str, error: Exception | None, settings: Mapping[str, Any]) -> None:
+    """As RankGroup.enter. If the ranks differ only in their rows, the error also says that the trainer divides the rows
+    itself. row: the call as text."""
     try:
         group.enter(row, error)
     except DisagreementError as differ:
-        explain_division(differ, row, settings)
+        text = str(differ)
+        call, end = f": {row.partition(': ')[0]}: ", described("", "", settings)[2:]
+        if all(call in line and line.endswith(end) for line in text.splitlines()[1:]):
+            advice = "A trainer takes all rows, the same on every rank, and divides each batch among the ranks itself"
+            differ.args = (f"{text}\n{advice}",)
         raise
-
-
-def explain_division(error: DisagreementError, row: str, settings: Mapping[str, Any]) -> None:
-    """If the ranks differ only in their rows, append to the error that the trainer divides the rows itself. Changes
-    `error`. row: the call as text."""
-    text = str(error)
-    call, end = f": {row.partition(': ')[0]}: ", described("", "", settings)[2:]
-    if all(call in line and line.endswith(end) for line in text.splitlines()[1:]):
-        error.args = (
-            f"{text}\nA trainer takes all rows, the same on every rank, and divides each batch among the ranks itself",
-        )
 
 
 # Each kind of rows. Local; a data set or a model may raise anything
@@ -265,4 +260,4 @@ def _check_fit_of_loader(strategy: Strategy, given: Given, settings: Mapping[str
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
     for name, least in (("epochs", 0), ("batch_size", 1), ("seed", 0)):
-        require(integer_error(name, settings.get(name, least), least))
+        require(integer(least).error(name, settings.get(name, least)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.arguments import flag_error, integer_error, is_number, name_error, require
+from trainers.arguments import FLAG, integer, is_number, name_error, require
 from trainers.errors import ArgumentError
 from trainers.state import adopt
 from trainers.state.adopt import Arrays
@@ -43,8 +43,8 @@ class EarlyStopping(Callback):
         start_from_epoch: int = 0,
     ) -> None:
         self._monitor = Monitor(monitor, mode, min_delta)
-        require(integer_error("patience", patience, 0), integer_error("start_from_epoch", start_from_epoch, 0))
-        require(flag_error("restore_best_weights", restore_best_weights))
+        require(integer(0).error("patience", patience), integer(0).error("start_from_epoch", start_from_epoch))
+        require(FLAG.error("restore_best_weights", restore_best_weights))
         if baseline is not None and not is_number(baseline):
             raise ArgumentError(f"baseline must be a finite number, got {baseline!r}")
         self.monitor, self.patience, self.verbose = monitor, patience, verbose

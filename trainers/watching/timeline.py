@@ -4,7 +4,7 @@ import os
 
 from allreduce.tracing.trace import MOST_SPANS, Trace
 from allreduce.transport.control import all_values
-from trainers.arguments import integer_error, require
+from trainers.arguments import integer, require
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Logs
 
@@ -23,7 +23,7 @@ class Timeline(Callback):
     reads_batches = False
 
     def __init__(self, path: str | os.PathLike[str], most: int = MOST_SPANS) -> None:
-        require(integer_error("most", most, 1))
+        require(integer(1).error("most", most))
         self.path, self.most = path, most
         self._trace: Trace | None = None
 

@@ -34,7 +34,7 @@ from trainers.apps.ensemble.model import MakeReplica, SavedEnsemble, SavedMember
 from trainers.apps.ensemble.part_members import Callbacks, PartMembers
 from trainers.apps.ensemble.voting import Scorer, Voting, shown
 from trainers.apps.search.parts import Parts
-from trainers.arguments import integer_error, known_only
+from trainers.arguments import integer, known_only
 from trainers.data import (
     Samples,
     Tree,
@@ -165,7 +165,7 @@ class EnsembleTrainer(GroupOwner):
     def _error(self, members: Any, voting: Any, logits: Any) -> Exception | None:
         """Return the error if an argument is invalid, or None. Local."""
         for name, value, least in (("members", members, 1), ("seed", self._seed, 0)):
-            if text := integer_error(f"EnsembleTrainer: {name}", value, least):
+            if text := integer(least).error(f"EnsembleTrainer: {name}", value):
                 return ArgumentError(text)
         if self._bagging not in BAGGINGS:
             return ArgumentError(f'EnsembleTrainer: bagging={self._bagging!r}: use "rows", "shards" or None')

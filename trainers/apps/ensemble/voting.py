@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from trainers.apps.export.running import are_probabilities, softmax
-from trainers.arguments import flag_error, name_error, require
+from trainers.arguments import FLAG, name_error, require
 from trainers.data import Tree, leaves, mapped, row_count, structure_of
 from trainers.errors import ArgumentError
 
@@ -31,7 +31,7 @@ class Voting:
     logits: bool = False
 
     def __post_init__(self) -> None:
-        require(name_error("voting", self.kind, (SOFT, HARD)), flag_error("logits", self.logits))
+        require(name_error("voting", self.kind, (SOFT, HARD)), FLAG.error("logits", self.logits))
 
     def votes(self, outputs: Tree) -> Tree:
         """Return the votes of one member from its outputs: floating, of the same shape. Raises ArgumentError."""

@@ -20,7 +20,7 @@ from trainers.apps.export.running import (
     sample,
     softmax,
 )
-from trainers.arguments import flag_error, require
+from trainers.arguments import FLAG, require
 from trainers.data import Tree, row_count, sliced
 from trainers.errors import ArgumentError, ExportError, as_error, explained
 from trainers.files.model_file import replacing
@@ -96,7 +96,7 @@ def _described(replica: Replica, outputs: Tree, classes: Sequence[str] | None, l
     """Return the description of the file, and whether it needs a softmax: only if the replica or the user says that
     its outputs are logits of classes. Other outputs are never changed, so the file answers as `predict` does."""
     kind = type(replica).__name__
-    require(flag_error("export: logits", logits))
+    require(FLAG.error("export: logits", logits))
     if logits and replica.scores == "probabilities":
         raise ArgumentError(f"export: logits=True, and the outputs of this {kind} are probabilities; leave it out")
     width = outputs.shape[1] if isinstance(outputs, np.ndarray) and outputs.ndim == 2 else 0

@@ -4,7 +4,7 @@ import zlib
 
 from allreduce.elastic.ranks import chunk
 from allreduce.topology import Topology
-from trainers.arguments import integer_error, is_integer
+from trainers.arguments import integer, is_integer
 from trainers.errors import ArgumentError
 
 
@@ -52,8 +52,8 @@ class Parts:
 def parts_error(ranks: int, ranks_per_part: object, most: object = None) -> ArgumentError | None:
     """Return the error if the ranks can't be divided so. Local."""
     if not is_integer(ranks_per_part, 1):
-        return ArgumentError(integer_error("ranks per part", ranks_per_part, 1))
-    if text := integer_error("the largest number of parts", most, 1, optional=True):
+        return ArgumentError(integer(1).error("ranks per part", ranks_per_part))
+    if text := integer(1).or_none().error("the largest number of parts", most):
         return ArgumentError(text)
     if ranks_per_part > ranks:
         return ArgumentError(

@@ -38,7 +38,7 @@ from trainers.apps.search.study import (
     optuna,
 )
 from trainers.apps.search.trial import Trial
-from trainers.arguments import integer_error
+from trainers.arguments import integer
 from trainers.errors import ArgumentError
 from trainers.recovery.terminating import Terminating, terminated
 
@@ -156,7 +156,7 @@ def search(
 
 def _bad(settings: Settings, storage: Any) -> ArgumentError | None:
     trials, directions, seed = settings.trials, settings.directions, settings.seed
-    if text := integer_error("trials", trials, 1) or integer_error("seed", seed, 0):
+    if text := integer(1).error("trials", trials) or integer(0).error("seed", seed):
         return ArgumentError(text)
     if not directions or not all(each in DIRECTIONS for each in directions):
         return ArgumentError(f"directions={directions!r}: give {' or '.join(DIRECTIONS)}, or one for each value")

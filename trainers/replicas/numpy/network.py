@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainers.arguments import integer_error, is_integer, name_error, require
+from trainers.arguments import integer, is_integer, name_error, require
 from trainers.arrays.average import on_host
 from trainers.data import Tree
 from trainers.errors import ArgumentError, ModelFileError, needing
@@ -360,7 +360,7 @@ class NumpyNetwork(FlatReplica):
 
     def _initial(self, init: str, seed: int) -> np.ndarray:
         draw = choose("init", init, INITIALISATIONS)
-        require(integer_error("seed", seed, 0))
+        require(integer(0).error("seed", seed))
         random = np.random.default_rng(seed)
         parameters = np.zeros(self.gradient_length, FLOAT)
         for weights, _ in self._views(parameters):

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from allreduce import NAMES
 from allreduce.topology import Topology
-from trainers.arguments import integer_error, is_integer, name_error
+from trainers.arguments import integer, is_integer, name_error
 from trainers.errors import ArgumentError
 from trainers.replica import Replica
 
@@ -15,7 +15,7 @@ CHOICES = {"updates": ("sync", "async"), "stale": ("keep", "drop", "scale")}
 def server_ranks(servers: Any, ranks: int) -> tuple[tuple[int, ...], str]:
     """Return (server ranks in ascending order, ""), or ((), the error as text) if `servers` is invalid."""
     if is_integer(servers):
-        if text := integer_error("servers", servers, 1):
+        if text := integer(1).error("servers", servers):
             return (), text
         chosen = tuple(range(max(0, ranks - int(servers)), ranks))
         missing = servers > ranks
@@ -80,8 +80,8 @@ class Options(NamedTuple):
     def _gradients_error(self) -> str:
         """Return the error in the treatment of gradients as text; "" if there is none."""
         texts = [name_error(name, getattr(self, name), names) for name, names in CHOICES.items()]
-        texts.append(integer_error("max_staleness", self.max_staleness, 0, optional=True))
-        texts.append(integer_error("warm_up", self.warm_up, 0))
+        texts.append(integer(0).or_none().error("max_staleness", self.max_staleness))
+        texts.append(integer(0).error("warm_up", self.warm_up))
         if text := next(filter(None, texts), ""):
             return text
         if self.stale == "drop" and self.max_staleness is None:
@@ -95,7 +95,7 @@ class Options(NamedTuple):
     def _workers_error(self, ranks: int) -> str:
         """Return the error in the arguments of workers as text; "" if there is none. ranks: the number that compute."""
         most, backend = self.ranks_per_worker, self.allreduce
-        if text := integer_error("ranks_per_worker", most, 1):
+        if text := integer(1).error("ranks_per_worker", most):
             return text
         if most > ranks:
             count = f"{ranks} rank{'s are' if ranks != 1 else ' is'} left for workers"
