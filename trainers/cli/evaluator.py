@@ -5,8 +5,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 import numpy as np
@@ -123,39 +123,20 @@ class _Lines:
             file.write(json.dumps(without_nan(row), allow_nan=False) + "\n")
 
 
-class EndSignal:
+@contextmanager
+def end_signal(comm: MPI.Intracomm, chief: int, evaluator: int) -> Iterator[Callable[[], bool]]:
     """Context manager: when the chief leaves its block, also by an error, it sends the evaluator the message that the
-    training has ended.
+    training has ended. Yields a function that tells the evaluator whether it has come. Local. The evaluator leaves its
+    block after that, so an error of its own is raised only after the end of the training.
 
-    comm: a communicator of all ranks, used for nothing else. chief, evaluator: ranks in it; evaluator is None if there
-        is none.
-
-        with ending:
-            if rank == evaluator:
-                evaluator.run(ending.received)
-            else:
-                ...  # train
+    comm: a communicator of all ranks, used for nothing else. chief, evaluator: ranks in it.
     """
-
-    def __init__(self, comm: MPI.Intracomm, chief: int, evaluator: int | None) -> None:
-        self._comm, self._chief, self._evaluator = comm, chief, evaluator
-        self._received = False
-
-    def received(self) -> bool:
-        """On the evaluator: whether the training has ended. Local."""
-        if not self._received and self._comm.Iprobe(self._chief, END):
-            with waiting(self._comm, "learn that the training has ended"):
-                self._comm.Recv(np.empty(0, np.uint8), self._chief, END)
-            self._received = True
-        return self._received
-
-    def __enter__(self) -> "EndSignal":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._evaluator is not None and self._comm.rank == self._chief:
-            with waiting(self._comm, "notify the evaluator that the training has ended"):
-                self._comm.Send(np.empty(0, np.uint8), self._evaluator, END)
-        if self._comm.rank == self._evaluator:
-            # An error of the evaluator is raised only after the end of the training.
-            wait_until(self.received, pause=Pause(longest=CHECK_SECONDS))
+    message = np.empty(0, np.uint8)
+    request = comm.Irecv(message, chief, END) if comm.rank == evaluator else MPI.REQUEST_NULL
+    try:
+        yield request.Test
+    finally:
+        if comm.rank == chief:
+            with waiting(comm, "notify the evaluator that the training has ended"):
+                comm.Send(message, evaluator, END)
+        wait_until(request.Test, pause=Pause(longest=CHECK_SECONDS))  # of other ranks: a null request, which has ended

@@ -27,7 +27,7 @@ from allreduce.transport.control import everywhere, on_all_ranks, raise_together
 from allreduce.transport.wait import waiting
 from trainers import datasets
 from trainers.cli import results, roles
-from trainers.cli.evaluator import EndSignal, Evaluator
+from trainers.cli.evaluator import Evaluator, end_signal
 from trainers.cli.options import (
     SERVERS,
     make_callbacks,
@@ -334,12 +334,13 @@ def _write_results(job: Job, trainer: Trainer[Any], history: Any, scores: dict[s
 def _train_and_evaluate(job: Job, member: Member, world: Topology) -> None:
     """Train on all ranks but one, which evaluates. Collective; an error of either part is raised on all ranks."""
     options, evaluates = job.options, world.rank == job.roles.evaluator
+    assert job.roles.evaluator is not None
     evaluator = together(world.world, lambda: _evaluator(job, member.network) if evaluates else None)
     error: Exception | Terminated | None = None
     try:
-        with EndSignal(world.private(), job.roles.chief, job.roles.evaluator) as end:
+        with end_signal(world.private(), job.roles.chief, job.roles.evaluator) as ended:
             if evaluator is not None:
-                evaluator.run(end.received)
+                evaluator.run(ended)
             else:
                 _train(job, member)
     except (Exception, Terminated) as met:

@@ -8,10 +8,15 @@ from trainers.errors import ArgumentError, needing
 from trainers.watching.callback import Callback, Logs
 
 PREFIX = "allreduce_training_"
+MEASURED = ("loss", "samples_per_second", "communication_share")  # logs of an epoch with a gauge of their own
 GAUGES = {
     "loss": ("loss", "The loss of the last epoch"),
     "samples_per_second": ("rows_per_second", "Rows of all ranks in a second of the last epoch"),
     "communication_share": ("communication_share", "Share of the last epoch that ranks spent in communication"),
+    "epoch": ("epoch", "Epochs that are done"),
+    "ranks": ("ranks", "Ranks that train"),
+    "failed": ("failed_ranks", "Ranks that failed and were not replaced"),
+    "memory": ("resident_bytes", "Memory of rank 0's process"),
 }
 
 
@@ -58,7 +63,7 @@ class Prometheus(Callback):
             return
         self._served["epoch"].set(epoch + 1)
         for name, value in (logs or {}).items():
-            if name in GAUGES:
+            if name in MEASURED:
                 self._served[name].set(value)
             elif isinstance(value, int | float):
                 self._served["metric"].labels(name).set(value)
@@ -77,17 +82,10 @@ class Prometheus(Callback):
         self._served = {
             name: client.Gauge(f"{PREFIX}{shown}", text, registry=registry) for name, (shown, text) in GAUGES.items()
         }
-        self._served |= {
-            "steps": client.Counter(f"{PREFIX}steps", "Steps of the training", registry=registry),
-            "epoch": client.Gauge(f"{PREFIX}epoch", "Epochs that are done", registry=registry),
-            "metric": client.Gauge(f"{PREFIX}metric", "A metric of the last epoch", ["name"], registry=registry),
-            "ranks": client.Gauge(f"{PREFIX}ranks", "Ranks that train", registry=registry),
-            "failed": client.Gauge(
-                f"{PREFIX}failed_ranks", "Ranks that failed and were not replaced", registry=registry
-            ),
-            "memory": client.Gauge(f"{PREFIX}resident_bytes", "Memory of rank 0's process", registry=registry),
-        }
-        self._served["steps"].inc(self._steps)
+        metric = client.Gauge(f"{PREFIX}metric", "A metric of the last epoch", ["name"], registry=registry)
+        steps = client.Counter(f"{PREFIX}steps", "Steps of the training", registry=registry)
+        self._served |= {"metric": metric, "steps": steps}
+        steps.inc(self._steps)
         self._served["memory"].set_function(_resident)
         self._set_ranks()
         try:

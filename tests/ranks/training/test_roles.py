@@ -9,7 +9,7 @@ import pytest
 import allreduce
 import allreduce.errors
 from trainers.cli import roles
-from trainers.cli.evaluator import EndSignal
+from trainers.cli.evaluator import end_signal
 from trainers.errors import RoleError
 
 JOBS = "openmpi 1 2 3 5"
@@ -95,13 +95,13 @@ def test_the_end_of_the_training_is_heard(fails: bool, flat: allreduce.Topology)
     comm = flat.private()
     heard = []
     try:
-        with EndSignal(comm, assigned.chief, assigned.evaluator) as ending:
+        with end_signal(comm, assigned.chief, assigned.evaluator) as ended:
             if fails:
                 raise ZeroDivisionError("on all ranks")
             if flat.rank == assigned.evaluator:
-                while not ending.received():
+                while not ended():
                     heard.append(np.nan)
     except ZeroDivisionError:
         assert fails
-    assert flat.rank != assigned.evaluator or ending.received()
+    assert flat.rank != assigned.evaluator or ended()
     flat.release(comm)
