@@ -3,6 +3,7 @@
 No MPI here: an `Exchange` brings together what the ranks have found in their own files.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -58,14 +59,6 @@ class Moments(NamedTuple):
     def deviation(self) -> Any:
         with np.errstate(all="ignore"):
             return np.sqrt(self.squares / np.maximum(self.count, 1))
-
-
-def merged(parts: Sequence[Moments]) -> Moments:
-    """Return the moments of all parts, added in their order."""
-    total = parts[0]
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 @dataclass(frozen=True)
@@ -293,7 +286,7 @@ def _columns(
                 raise too_many_error(source, name)
             columns.append(Category(name, values))
             continue
-        moments = merged([Moments(*each[:3]) for each in found])
+        moments = functools.reduce(Moments.__add__, [Moments(*each[:3]) for each in found])
         mean, deviation = float(moments.mean), float(moments.deviation)
         if deviation <= 1e-7 * abs(mean):
             deviation = 1.0  # the number never changes

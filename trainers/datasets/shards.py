@@ -4,7 +4,7 @@ import glob
 import os
 import zlib
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from trainers.datasets import dataset, learning
 from trainers.datasets.columns import Columns
 from trainers.datasets.dataset import Rows
 from trainers.datasets.files import read_archive
-from trainers.datasets.learning import Choices, Exchange, Moments, alone, merged
+from trainers.datasets.learning import Choices, Exchange, Moments, alone
 from trainers.datasets.rows import TableFile, is_table
 from trainers.errors import ArgumentError, DataError, as_error
 
@@ -177,7 +177,7 @@ class Shards:
             self.shift, self.scale = dataset.PIXELS
             return
         trained = [described[shard]["moments"] for shard in sorted(kinds) if described[shard]["moments"]]
-        moments = merged([Moments(*map(np.array, each)) for each in trained])
+        moments = reduce(Moments.__add__, [Moments(*map(np.array, each)) for each in trained])
         self.shift, self.scale = dataset.standardized(moments.mean, moments.deviation)
 
 

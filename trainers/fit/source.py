@@ -61,16 +61,11 @@ class Given(NamedTuple):
             return cls(data) if is_data_set else cls(*data)
         return cls(*data) if isinstance(data, tuple | list) and len(data) == 2 else cls(data)
 
-    @property
-    def loads(self) -> bool:
-        """Whether x is a loader."""
-        return self.rows is not None
-
 
 def to_train(strategy: Strategy, given: Given, settings: dict[str, Any]) -> BatchSource:
     """Return the batches of a fit. Raises the same error on all ranks if they, or the settings, are invalid or differ.
     Collective. settings: the other arguments of the fit, by name."""
-    if given.loads and not isinstance(given.x, ShardRows):
+    if given.rows is not None and not isinstance(given.x, ShardRows):
         settings = settings | {"rows": given.rows, "steps": given.steps}
 
     source, row, error = tried("fit", lambda: _batches(strategy, given, settings), settings)
@@ -95,7 +90,7 @@ def to_evaluate(strategy: Strategy, call: str, given: Given) -> Rows | Loader:
     x, group = given.x, strategy.group
     if isinstance(x, ShardRows):
         given = given._replace(x=OwnRows(x, group), rows=given.rows or DIVIDED)
-    if not given.loads:
+    if given.rows is None:
         return to_read(strategy, call, given)
     settings = {"rows": given.rows, "steps": given.steps}
     error = None
@@ -204,7 +199,7 @@ def _batches(strategy: Strategy, given: Given, settings: Mapping[str, Any]) -> B
         _check_shards(strategy, given, weigh)
         _check_settings(settings)
         return _accepted(replica, Batches(given.x, **numbered, **own))
-    if given.loads:
+    if given.rows is not None:
         _check_fit_of_loader(strategy, given, settings)
         _check_settings(settings)
         if weigh is not None:

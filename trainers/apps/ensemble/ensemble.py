@@ -292,7 +292,7 @@ class EnsembleTrainer(GroupOwner):
         """Check the arguments of a call on all ranks; returns arrays or a data set. Collective."""
         replica, settings = next(iter(self.replicas.values())), settings or {}  # every part has a member
         rows, row, error = tried(call, lambda: checked_rows(replica, given, settings), settings)
-        if given.loads:
+        if given.rows is not None:
             error = ArgumentError(f"{call}: members take rows by number: give a data set or arrays, without rows=")
         self.group.enter(row, error)
         assert rows is not None
