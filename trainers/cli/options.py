@@ -137,7 +137,6 @@ class Option:
     needs: other options that must be given too -> their allowed values, () for any.
     excludes: other options that can't be given too -> why.
     argument: the name of the trainer's argument, if it differs from `name`; "" if the trainer has no such argument.
-    to_argument: makes the trainer's argument from the option's value, if they differ.
     common: whether --help shows the option; --help-all shows all.
     writes: whether the value names a file, which must be writable before the training begins.
     callback: makes the callback that the option asks for, from all parsed options.
@@ -155,7 +154,6 @@ class Option:
     needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     excludes: Mapping[str, str] = field(default_factory=dict)
     argument: str | None = None
-    to_argument: Callable[[Any], Any] | None = None
     common: bool = False
     writes: bool = False
     callback: Callable[[argparse.Namespace], Any] | None = None
@@ -341,7 +339,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "backups", "N", BACKUPS, default=0, strategies=(MIRRORED, CENTRAL), argument="copies",
-            to_argument=lambda value: value + 1,
             help="1: another rank has a backup of each slice (--update sharded) or of the storage (central_storage), "
             "so the training continues after a failure without a checkpoint. Backups cost a message in every step",
         ),
@@ -635,8 +632,9 @@ def trainer_options(options: argparse.Namespace) -> dict[str, Any]:
     given = {}
     for option in BY_NAME.values():
         if options.strategy in option.strategies and option.argument != "":
-            value = getattr(options, option.name)
-            given[option.argument or option.name] = option.to_argument(value) if option.to_argument else value
+            given[option.argument or option.name] = getattr(options, option.name)
+    if "copies" in given:
+        given["copies"] += 1  # the original and the backups
     if options.strategy == MIRRORED:
         given["average"] = object_of(Exact, options) or Exact() if options.exact else object_of(LocalSGD, options)
         if given.pop("copies") == 2:
