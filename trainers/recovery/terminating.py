@@ -166,19 +166,15 @@ def stops_at_sigterm(fit: Callable[P, ResultT]) -> Callable[P, ResultT]:
                 options["callbacks"] = (sigterm, *users)  # first, so that an error in another callback does not skip it
             result = fit(*args, **options)
             if sigterm.agreed:
-                raise _terminated(args[0], options.get("checkpoint"))
+                trainer: Any = args[0]
+                folder: Any = getattr(options.get("checkpoint"), "folder", options.get("checkpoint"))
+                kept = "there is no checkpoint of it; fit(..., checkpoint=...) writes one (--checkpoint)"
+                if folder is not None:
+                    kept = f"its newest checkpoint is in {folder}; resume=True (--resume) continues from there"
+                raise terminated(f"SIGTERM: the training has been stopped; {kept}", trainer.group.comm)
         return result
 
     return stopping
-
-
-def _terminated(trainer: Any, checkpoint: Any) -> Terminated:
-    """Return the error that all ranks raise; rank 0 prints it."""
-    folder = getattr(checkpoint, "folder", checkpoint)
-    kept = "there is no checkpoint of it; fit(..., checkpoint=...) writes one (--checkpoint)"
-    if folder is not None:
-        kept = f"its newest checkpoint is in {folder}; resume=True (--resume) continues from there"
-    return terminated(f"SIGTERM: the training has been stopped; {kept}", trainer.group.comm)
 
 
 def terminated(text: str, comm: MPI.Intracomm) -> Terminated:
