@@ -25,19 +25,15 @@ def main(arguments: Sequence[str]) -> int:
             name = arguments[0]
             import_module(COMMANDS[name]).COMMAND.parse(arguments[1:], True, f"{PROGRAM} {name}")
         else:
-            _check_training(arguments)
+            options = parse(arguments, True, PROGRAM)
+            if options.allreduce is not None:
+                class_of(options.allreduce)
+            datasets.check_source(options.data)
+            results.check_targets(options)
     except (AllReduceError, TrainerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_ARGUMENTS
     return 0
-
-
-def _check_training(arguments: Sequence[str]) -> None:
-    options = parse(arguments, True, PROGRAM)
-    if options.allreduce is not None:
-        class_of(options.allreduce)
-    datasets.check_source(options.data)
-    results.check_targets(options)
 
 
 if __name__ == "__main__":

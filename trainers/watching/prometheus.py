@@ -77,7 +77,8 @@ class Prometheus(Callback):
             self._served["steps"].inc(missing)
 
     def _serve(self) -> None:
-        client = _package()
+        with needing('Prometheus needs prometheus-client ({}): pip install ".[prometheus]" in the checkout'):
+            import prometheus_client as client
         registry = client.CollectorRegistry()
         self._served = {
             name: client.Gauge(f"{PREFIX}{shown}", text, registry=registry) for name, (shown, text) in GAUGES.items()
@@ -116,9 +117,3 @@ def _resident() -> float:
             return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
     except OSError:
         return float("nan")
-
-
-def _package() -> Any:
-    with needing('Prometheus needs prometheus-client ({}): pip install ".[prometheus]" in the checkout'):
-        import prometheus_client
-    return prometheus_client
