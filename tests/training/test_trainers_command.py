@@ -23,7 +23,6 @@ from trainers.cli.options import (
     MIRRORED,
     STRATEGIES,
     Option,
-    Strategy,
     make_trainer,
     parse,
     step_options,
@@ -442,7 +441,7 @@ def test_help_has_the_ten_options_that_most_trainings_need(capsys: pytest.Captur
 
 @pytest.mark.parametrize("backups", [0, 1])
 def test_backups_are_copies_beside_the_original(backups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STRATEGIES, MIRRORED, Strategy(lambda *_, **given: given, ""))  # type: ignore[arg-type]
+    monkeypatch.setitem(STRATEGIES, MIRRORED, (lambda *_, **given: given, ""))  # type: ignore[arg-type]
     options = parse(["--update", "sharded", "--backups", str(backups)], True)
     given: Any = make_trainer(options, NumpyNetwork([4, 3]), Topology(), 0)
     assert given["update"] == (Sharded(copies=2) if backups else "sharded")

@@ -236,22 +236,14 @@ def object_of(kind: type, options: argparse.Namespace) -> Any:
         raise ArgumentError(text) from None
 
 
-class Strategy(NamedTuple):
-    """A value of --strategy. trainer: its class. help: what it does, in a few words."""
-
-    trainer: type[Trainer[Any]]
-    help: str
-
-
 MIRRORED, CENTRAL, SERVERS, SPARE = "mirrored", "central_storage", "parameter_server", "spare_replicas"
-STRATEGIES = {
-    MIRRORED: Strategy(MirroredTrainer, "all ranks hold the model and average their gradients in every step"),
-    CENTRAL: Strategy(CentralStorageTrainer, "one rank holds the parameters and updates them; all ranks compute"),
-    SERVERS: Strategy(
-        ParameterServerTrainer, "server ranks hold the parameters; worker ranks fetch them and send gradients"
-    ),
-    SPARE: Strategy(
-        SpareReplicasTrainer, "as mirrored, but a step takes the first gradients and drops those of the slowest ranks"
+STRATEGIES: dict[str, tuple[type[Trainer[Any]], str]] = {  # a value of --strategy -> its trainer, and its help
+    MIRRORED: (MirroredTrainer, "all ranks hold the model and average their gradients in every step"),
+    CENTRAL: (CentralStorageTrainer, "one rank holds the parameters and updates them; all ranks compute"),
+    SERVERS: (ParameterServerTrainer, "server ranks hold the parameters; worker ranks fetch them and send gradients"),
+    SPARE: (
+        SpareReplicasTrainer,
+        "as mirrored, but a step takes the first gradients and drops those of the slowest ranks",
     ),
 }
 ASYNC = {"updates": ("async",)}
@@ -307,7 +299,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "strategy: which ranks hold the parameters, and which ranks wait for which": (
         Option(
             "strategy", choices=tuple(STRATEGIES), default=MIRRORED, common=True,
-            help="; ".join(f"{name}: {strategy.help}" for name, strategy in STRATEGIES.items()),
+            help="; ".join(f"{name}: {text}" for name, (_, text) in STRATEGIES.items()),
         ),
         Option(
             "allreduce", "NAME", default="auto", strategies=(MIRRORED, SERVERS), common=True,
@@ -653,7 +645,7 @@ def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topolo
     if "servers" in given:
         given["servers"] = tuple(range(topology.size - servers, topology.size))
     try:
-        return STRATEGIES[options.strategy].trainer(replica, topology=topology, **given)
+        return STRATEGIES[options.strategy][0](replica, topology=topology, **given)
     except ArgumentError as error:
         for option in BY_NAME.values():
             if option.argument and re.search(rf"\b{option.argument}\b", str(error)):
