@@ -24,28 +24,34 @@ class Computing(ABC):
         self.trained, self.others = model.trainable_variables, model.non_trainable_variables
         takes_training = attrgetter("_call_has_training_arg")(model)  # Keras has no public name of it
         self.training, self.using = ({"training": flag} if takes_training else {} for flag in (True, False))
-        self.compile()
+        self._metrics, self._output = self.compiled(self._metrics_of), self.compiled(self._output_of)
 
-    def compile(self) -> None:  # noqa: B027, nothing to do where nothing is compiled
-        """Compile the functions."""
+    @abstractmethod
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of tensors that computes no gradients, compiled where the backend compiles."""
 
     @abstractmethod
     def gradients(self, x: Any, y: Any, weights: Any, share: float) -> tuple[np.ndarray, list[Any]]:
         """Return the metrics, and the gradients times `share` (None: zeros). Updates the other variables of layers."""
 
-    @abstractmethod
     def metrics(self, x: Any, y: Any, weights: Any) -> np.ndarray:
         """Return the metrics in inference mode."""
+        return array_of(self._metrics(*self._state(), x, y, weights))
 
-    @abstractmethod
     def output(self, x: Any) -> Any:
-        """Return the model's output in inference mode."""
+        """Return the model's output in inference mode on the host, arrays of its own; bfloat16 as float32."""
+        return keras.tree.map_structure(lambda each: np.array(array_of(each)), self._output(*self._state(), x))
 
-    def _metrics_of(self, x: Any, y: Any, weights: Any) -> Any:
+    def _state(self) -> tuple[Any, ...]:
+        """Return the first arguments of compiled functions, if they get the values of variables."""
+        return ()
+
+    def _metrics_of(self, *given: Any) -> Any:
+        x, y, weights = given
         return self.measured(y, self._output_of(x), self.model.losses, weights)[1]
 
-    def _output_of(self, x: Any) -> Any:
-        return self.model(x, **self.using)
+    def _output_of(self, *given: Any) -> Any:
+        return self.model(*given, **self.using)
 
     def random_state(self) -> dict[str, np.ndarray]:
         """Return the state of random generators that are not variables of the model."""
@@ -63,6 +69,11 @@ class Computing(ABC):
 class TorchComputing(Computing):
     """PyTorch, eager."""
 
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+
+        return torch.no_grad()(function)
+
     def gradients(self, x: Any, y: Any, weights: Any, share: float) -> tuple[np.ndarray, list[Any]]:
         import torch
 
@@ -70,19 +81,7 @@ class TorchComputing(Computing):
         loss, values = self.measured(y, output, self.model.losses, weights)
         leaves = [variable.value for variable in self.trained]
         gradients = torch.autograd.grad(loss * share, leaves, allow_unused=True)
-        return _array(values), [None if gradient is None else _array(gradient) for gradient in gradients]
-
-    def metrics(self, x: Any, y: Any, weights: Any) -> np.ndarray:
-        import torch
-
-        with torch.no_grad():
-            return _array(self._metrics_of(x, y, weights))
-
-    def output(self, x: Any) -> Any:
-        import torch
-
-        with torch.no_grad():
-            return _on_host(self._output_of(x))
+        return array_of(values), [None if gradient is None else array_of(gradient) for gradient in gradients]
 
     def random_state(self) -> dict[str, np.ndarray]:
         import torch
@@ -109,23 +108,25 @@ class TorchComputing(Computing):
 class JaxComputing(Computing):
     """JAX, compiled for each number of rows."""
 
-    def compile(self) -> None:
+    def __init__(self, model: Any, measured: Measured) -> None:
+        super().__init__(model, measured)
+        self._gradients = self.compiled(self._gradients_of)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import jax
 
-        self._gradients, self._metrics, self._output = map(
-            jax.jit, (self._traced_gradients, self._traced_metrics, self._traced_output)
-        )
+        return jax.jit(function)
 
-    def _values(self) -> tuple[list[Any], list[Any]]:
+    def _state(self) -> tuple[Any, ...]:
         return [variable.value for variable in self.trained], [variable.value for variable in self.others]
 
     def gradients(self, x: Any, y: Any, weights: Any, share: float) -> tuple[np.ndarray, list[Any]]:
-        gradients, (values, others) = self._gradients(*self._values(), x, y, weights, share)
+        gradients, (values, others) = self._gradients(*self._state(), x, y, weights, share)
         for variable, value in zip(self.others, others, strict=True):
             variable.assign(value)
         return np.asarray(values), [np.asarray(gradient) for gradient in gradients]
 
-    def _traced_gradients(self, trained: Any, others: Any, x: Any, y: Any, weights: Any, share: Any) -> Any:
+    def _gradients_of(self, trained: Any, others: Any, x: Any, y: Any, weights: Any, share: Any) -> Any:
         import jax
 
         def shared(trained: Any) -> Any:
@@ -135,18 +136,13 @@ class JaxComputing(Computing):
 
         return jax.grad(shared, has_aux=True)(trained)
 
-    def metrics(self, x: Any, y: Any, weights: Any) -> np.ndarray:
-        return np.asarray(self._metrics(*self._values(), x, y, weights))
-
-    def _traced_metrics(self, trained: Any, others: Any, x: Any, y: Any, weights: Any) -> Any:
+    def _metrics_of(self, *given: Any) -> Any:
+        trained, others, x, y, weights = given
         output, _, losses = self.model.stateless_call(trained, others, x, return_losses=True, **self.using)
         return self.measured(y, output, losses, weights)[1]
 
-    def output(self, x: Any) -> Any:
-        return _on_host(self._output(*self._values(), x))
-
-    def _traced_output(self, trained: Any, others: Any, x: Any) -> Any:
-        return self.model.stateless_call(trained, others, x, **self.using)[0]
+    def _output_of(self, *given: Any) -> Any:
+        return self.model.stateless_call(*given, **self.using)[0]
 
     @staticmethod
     def stepper(optimizer: Any, variables: list[Any]) -> Step:
@@ -170,12 +166,15 @@ class JaxComputing(Computing):
 class TensorflowComputing(Computing):
     """TensorFlow, as graphs."""
 
-    def compile(self) -> None:
+    def __init__(self, model: Any, measured: Measured) -> None:
+        super().__init__(model, measured)
+        self._gradients = self.compiled(self._gradients_of)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import tensorflow as tf
 
-        self._gradients, self._metrics, self._output = (
-            tf.function(each, reduce_retracing=True) for each in (self._gradients_of, self._metrics_of, self._output_of)
-        )
+        made: Callable[..., Any] = tf.function(function, reduce_retracing=True)
+        return made
 
     def gradients(self, x: Any, y: Any, weights: Any, share: float) -> tuple[np.ndarray, list[Any]]:
         values, gradients = self._gradients(x, y, weights, np.float32(share))
@@ -192,12 +191,6 @@ class TensorflowComputing(Computing):
         gradients = tape.gradient(shared, leaves)
         return values, [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
-    def metrics(self, x: Any, y: Any, weights: Any) -> np.ndarray:
-        return self._metrics(x, y, weights).numpy()
-
-    def output(self, x: Any) -> Any:
-        return _on_host(self._output(x))
-
     @staticmethod
     def stepper(optimizer: Any, variables: list[Any]) -> Step:
         import tensorflow as tf
@@ -208,15 +201,6 @@ class TensorflowComputing(Computing):
             apply([tf.constant(array) for array in gradients])  # copies, because TensorFlow may keep them
 
         return step
-
-
-def _on_host(output: Any) -> Any:
-    """Return an output of a model on the host, arrays of its own; bfloat16 as float32."""
-    return keras.tree.map_structure(lambda each: np.array(keras.ops.convert_to_numpy(each)), output)
-
-
-def _array(tensor: Any) -> np.ndarray:
-    return tensor.detach().cpu().numpy()
 
 
 COMPUTING: dict[str, type[Computing]] = {
