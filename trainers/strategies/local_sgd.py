@@ -33,7 +33,7 @@ from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.state.owners import INNER
 from trainers.state.sharded import Flat
 from trainers.strategies.interface import EpochRun
-from trainers.strategies.mirrored import Mirrored
+from trainers.strategies.mirrored import MEASURED, Mirrored
 from trainers.strategies.rule import FLAGS, WEIGHT
 from trainers.strategies.step import Step, StepOwners
 from trainers.watching.meter import RoundMeter
@@ -306,11 +306,8 @@ class LocalMirrored(Mirrored):
         state, start = snapshot_of(self.replica, {}), self.rounds.start[: self._trained]
         state["parameters"] = start.astype(state["parameters"].dtype)
         state |= {RATES: np.array(self.replica.learning_rates), **self.owners.shared_state()}
+        state[MEASURED] = np.array([self.rounds.done, *self._met])
         return [Piece(self.steps, self.steps, 0, len(self.buffer), {}, state, self.rounds.done)]
-
-    def _end(self) -> list[Any]:
-        self._added.clear()
-        return [self.steps, self._met.tolist(), max((each.serial for each in self.saved or []), default=0)]
 
     def load_state(self, step: int, state: Arrays) -> None:
         momentum, outer = state.get(OUTER), self.rounds.momentum
@@ -322,8 +319,10 @@ class LocalMirrored(Mirrored):
         self.rounds.restart()
 
     def _go_to(self, step: int, state: Arrays) -> None:
-        done, met = max((done, met) for steps, met, done in self._ended if steps == step)
-        self.saved = [Piece(step, step, 0, len(self.buffer), {}, dict(state), done)]
+        kept = dict(state)
+        done, *met = state.pop(MEASURED).tolist()
+        self.saved = [Piece(step, step, 0, len(self.buffer), {}, kept, int(done))]
+        self._added.clear()
         if step > self.steps and self.group.previous[self.group.rank] != JOINED:
             if self._batches.streams:
                 self._learn(np.array(met[len(FLAGS) :]).reshape(step - self.steps, -1)[:, -1])

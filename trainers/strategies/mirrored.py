@@ -30,6 +30,8 @@ from trainers.strategies.rule import FLAGS
 from trainers.strategies.sharded import SliceOwners
 from trainers.strategies.step import Step, StepOwners
 
+MEASURED = "trainer.measured"  # an entry of a state during a recovery: `measured` of its last step
+
 
 class Mirrored(Strategy):
     """Synchronous training with one AllReduce a step; see MirroredTrainer for the arguments.
@@ -116,10 +118,6 @@ class Mirrored(Strategy):
         if replica.allocates and replica.device == "cpu":
             malloc.keep_freed_memory()
         self._last = np.zeros(len(replica.metrics) + len(FLAGS), np.float32)  # `measured` of the last finished step
-        # during `restore`, for each rank: [steps, `measured` of the last finished step, of the unfinished one, whether
-        # it has updated]
-        self._ended: list[Any] = []
-        self._unfinished = self._last  # during a recovery: `measured` of the unfinished step
         self._make_buffer()
         # evaluate and predict divide the rows among the ranks, so replicas must be equal before the first fit
         mirror(self)
@@ -234,9 +232,11 @@ class Mirrored(Strategy):
 
     def pieces(self) -> list[Piece]:
         """Return this rank's pieces of the state; see Owners.pieces. Local."""
-        rates = {RATES: np.array(self.replica.learning_rates)}
-        self._unfinished = np.array(self.core.measured)
-        return [piece._replace(rest={**rates, **piece.rest}) for piece in self.owners.pieces()]
+        rates, unfinished, pieces = np.array(self.replica.learning_rates), np.array(self.core.measured), []
+        for piece in self.owners.pieces():
+            own = {RATES: rates, MEASURED: unfinished if piece.first > self.steps else self._last}
+            pieces.append(piece._replace(rest=own | piece.rest))
+        return pieces
 
     def rescue(self) -> None:
         # already set if another rank fails during the recovery: the replica may no longer hold the state
@@ -265,39 +265,23 @@ class Mirrored(Strategy):
         """Load the newest state that the ranks hold completely. Returns False if there is none. Collective."""
         if self.group.previous[self.group.rank] == JOINED:
             self.saved = []  # a rank that joins has nothing of this training
-        self._ended = all_values(self.group.comm, self._end(), ADOPT)
-        try:
-            done = adopt(self, self.saved or [], len(self.buffer)) is not None
-            if not done:
-                self.steps = max(steps for steps, *_ in self._ended)
-        finally:
-            self._ended = []
+        done = adopt(self, self.saved or [], len(self.buffer)) is not None
+        if not done:
+            self.steps = max(all_values(self.group.comm, self.steps, ADOPT))
         self.owners.set_steps(self.steps)
         return done
 
-    def _end(self) -> list[Any]:
-        """Return this rank's row of `_ended`. Local."""
-        updated = any(piece.first > self.steps for piece in self.saved or [])
-        return [self.steps, self._last.tolist(), self._unfinished.tolist(), updated]
-
     def load_state(self, step: int, state: Arrays) -> None:
-        if self._ended:
+        if MEASURED in state:
             self._go_to(step, state)
         super().load_state(step, state)
 
     def _go_to(self, step: int, state: Arrays) -> None:
-        """Go to the step of a state that the ranks still hold. It must not communicate, so that a second failure can't
-        interrupt it halfway. Local."""
-        self.steps, self._last = step, self._measured_of(step)
+        """Go to the step of a state that the ranks still hold; removes MEASURED from `state`. Local: it must not
+        communicate, so that a second failure can't interrupt it halfway."""
         # the array may continue with statistics, and with metrics and flags
         trained = self.replica.state()["parameters"].size
         state["parameters"] = state["parameters"][:trained]
         self.saved = [Piece(step, step, 0, len(self.buffer), {}, dict(state))]
+        self.steps, self._last = step, state.pop(MEASURED)
         self.core.measured[:] = self._last
-
-    def _measured_of(self, step: int) -> np.ndarray:
-        """Return `measured` of step `step`: from a rank that has finished the step, else from one that has updated in
-        it, else from one that was in it. Local."""
-        ended = [last for steps, last, *_ in self._ended if steps == step]
-        unfinished = [measured for *_, measured, updated in self._ended if updated] or [self._ended[0][2]]
-        return np.array((ended or unfinished)[0], self.core.measured.dtype)
