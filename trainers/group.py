@@ -5,7 +5,7 @@ import re
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -13,20 +13,11 @@ from mpi4py import MPI
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.dtypes import BFLOAT16
 from allreduce.errors import CommunicationError, DisagreementError, RankLeftError
-from allreduce.topology import Topology
+from allreduce.topology import Closeable, Topology
 from allreduce.transport import ulfm
 from allreduce.transport.chunked import LARGEST, broadcast
 from allreduce.transport.control import agree, all_values, everywhere, on_all_ranks, root_value, together
 from allreduce.transport.wait import waiting
-
-
-class Owner(Protocol):
-    """The owner of a group. The topology closes or abandons it when the topology itself is closed or abandoned."""
-
-    def close(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
 
 OwnerT = TypeVar("OwnerT", bound="GroupOwner")
 
@@ -70,8 +61,8 @@ class RankGroup:
     while it waits to join a fit. size: the number of ranks.
     """
 
-    def __init__(self, topology: Topology, owner: Owner) -> None:
-        """Create the group on the ranks of `topology`. Collective."""
+    def __init__(self, topology: Topology, owner: Closeable) -> None:
+        """Create the group on the ranks of `topology`, which closes or abandons `owner` with itself. Collective."""
         self._owner = owner
         self.replace(topology)
 

@@ -5,10 +5,11 @@ import pytest
 from mpi4py import MPI
 
 from allreduce import Topology
+from allreduce.topology import Closeable
 from trainers import MirroredTrainer, Sharded, SpareReplicasTrainer
 from trainers.arrays.average import AVERAGE
 from trainers.errors import ArgumentError
-from trainers.group import Owner, RankGroup
+from trainers.group import RankGroup
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.state.adopt import Found, Piece, Selection, select
 from trainers.state.backup import holders
@@ -86,7 +87,7 @@ def test_a_loss_finds_a_trainer_half_made(kind: type, options: dict, monkeypatch
     """The topology may abandon a trainer as soon as it knows it."""
     init = RankGroup.__init__
 
-    def lost(self: RankGroup, topology: Topology, owner: Owner) -> None:
+    def lost(self: RankGroup, topology: Topology, owner: Closeable) -> None:
         init(self, topology, owner)
         owner.abandon()
         raise KeyError("lost")

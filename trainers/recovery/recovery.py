@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 from allreduce.elastic.retry import attempt, recover, retry
 from allreduce.elastic.standby import JOINED, ElasticWorld, JoiningRank
 from allreduce.errors import RankLostError
-from allreduce.topology import Topology
+from allreduce.topology import Closeable, Topology
 from allreduce.transport import processes, ulfm
 from allreduce.transport.control import all_values, everywhere, on_all_ranks
 from trainers.arguments import name_error
@@ -24,7 +24,7 @@ from trainers.arrays import average
 from trainers.errors import ArgumentError
 from trainers.files.checkpoint import BEGIN
 from trainers.fit.loop import POSITION, Fit
-from trainers.group import Owner, RankGroup
+from trainers.group import RankGroup
 from trainers.replica import undo_batch
 from trainers.strategies.interface import Strategy, outlives_ranks
 from trainers.watching.history import History
@@ -106,7 +106,7 @@ class Recovery:
 
     # Construction of the trainer
 
-    def make(self, topology: Topology | None, owner: Owner) -> RankGroup:
+    def make(self, topology: Topology | None, owner: Closeable) -> RankGroup:
         """Compare the arguments of all ranks and connect the strategy; returns the group. Collective. With
         on_failure="continue", the remaining ranks repeat it after a failure.
 
@@ -147,7 +147,7 @@ class Recovery:
             self._record_failure(before, CONSTRUCTION, time.monotonic() - begin, self._continues)
         return group
 
-    def _connected(self, owner: Owner, ranks: Topology) -> RankGroup:
+    def _connected(self, owner: Closeable, ranks: Topology) -> RankGroup:
         """Connect the strategy. Raises an error in any rank's arguments on all ranks, and leaves nothing behind."""
         strategy = self._strategy
         group: RankGroup | None = None
