@@ -187,7 +187,7 @@ class Mirrored(Strategy):
         if self.core is not None:
             if self.replica.hold.holder is self:
                 bind_own(self.replica)
-            self.core.drop()
+            del self.core.owners  # which hold it: its memory is then free without a garbage collection
         self.core = self.measured = None
 
     # A step

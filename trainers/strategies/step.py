@@ -72,10 +72,6 @@ class Step:
         """Tell the backend which parameters the elements of an allocated array belong to. Local."""
         self.backend.describe(array, _parts(self.replica))
 
-    def drop(self) -> None:
-        """Drop the owners, which hold this step: its memory is then free without a garbage collection. Local."""
-        del self.owners
-
     # Gradients of this rank
 
     @property
