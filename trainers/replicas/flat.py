@@ -38,10 +38,13 @@ class FlatOptimizer(ABC):
     names: of the entries. elementwise: the entries with one number per parameter: one array per array of the layout, or
         one array for the slice. Every other entry is a single array.
     part: the part whose state this object holds; None for all parameters.
+    learning_rates: those that can be set.
     """
 
     part: Slices | None = None
+    learning_rates: list[float]  # a property of each subclass
     how_to_set_rates = ""  # for an error
+    whole_tensors: tuple[slice, ...] = ()  # see Replica
 
     def __init__(self, layout: Layout, names: Iterable[str], elementwise: Iterable[str]) -> None:
         self.layout, self.names, self.elementwise = layout, tuple(names), tuple(elementwise)
@@ -49,11 +52,6 @@ class FlatOptimizer(ABC):
     @abstractmethod
     def slice_error(self) -> str:
         """Return why the optimizer can't work on slices, as text; "" if it can."""
-
-    @property
-    def whole_tensors(self) -> tuple[slice, ...]:
-        """See Replica.whole_tensors."""
-        return ()
 
     @abstractmethod
     def entries(self, names: Collection[str]) -> Mapping[str, list[Any]]:
@@ -67,15 +65,6 @@ class FlatOptimizer(ABC):
     @abstractmethod
     def write(self, part: Slices | None, entries: Mapping[str, list[np.ndarray]]) -> None:
         """Set the state of a slice, or of all parameters (None), to copies of these arrays."""
-
-    @property
-    @abstractmethod
-    def learning_rates(self) -> list[float]:
-        """The learning rates that can be set."""
-
-    @learning_rates.setter
-    @abstractmethod
-    def learning_rates(self, rates: Sequence[float]) -> None: ...
 
     def restrict(self, part: Slices) -> None:
         """Reduce the state to that of a slice."""

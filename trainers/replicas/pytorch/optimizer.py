@@ -76,7 +76,7 @@ class TorchOptimizer(FlatOptimizer):
         return why or (division == TENSORS) * WHOLE_TENSORS.format(type(self._user).__name__, names)
 
     @cached_property
-    def whole_tensors(self) -> tuple[slice, ...]:
+    def whole_tensors(self) -> tuple[slice, ...]:  # type: ignore[override]
         """See Replica.whole_tensors."""
         division, why = self._division
         if why or division == ELEMENTS:
