@@ -22,7 +22,6 @@ from trainers.checks import changed_alone
 from trainers.data import Batch, BatchSource, Data, row_count, seed_generators
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.options.average import Exact
 from trainers.replica import undo_batch
 from trainers.strategies.interface import Strategy
 from trainers.strategies.mirrored import Mirrored
@@ -32,14 +31,14 @@ from trainers.strategies.transforms.transform import Rows
 
 
 class ExactStep(Step):
-    """A step that sums the gradients of micro-batches exactly. backend: has exact sums. sizes: returns the rows of a
-    whole batch, the same on all ranks, and of a micro-batch."""
+    """A step that sums the gradients of micro-batches exactly. backend: has exact sums. micro_batch: the rows of one.
+    batch_size: returns the rows of a whole batch, the same on all ranks."""
 
     backend: Any
 
-    def __init__(self, strategy: Strategy, backend: AllReduce, sizes: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, strategy: Strategy, backend: AllReduce, micro_batch: int, batch_size: Callable[[], int]) -> None:
         super().__init__(strategy, backend)
-        self._sizes = sizes
+        self._micro_batch, self._batch_size = micro_batch, batch_size
         self._rows: list[np.ndarray] = []  # memory for the gradients of all micro-batches of a step but the last one
         self._terms: list[np.ndarray] = []  # this rank's gradients of the current step
         self._count = 1  # micro-batches of a batch
@@ -47,8 +46,7 @@ class ExactStep(Step):
         self._checked = False  # whether it is known that batches change no buffers that ranks do not average
 
     def compute(self, batch: Batch | None) -> None:
-        rows, micro_batch = self._sizes()
-        self._count = -(-rows // micro_batch)
+        self._count = -(-self._batch_size() // self._micro_batch)
         count = 0 if batch is None else len(batch.seeds)
         self._terms, self._values = [], np.zeros((count, len(self.replica.metrics) + 1))
         super().compute(batch)
@@ -127,15 +125,6 @@ class ExactStep(Step):
 class ExactMirrored(Mirrored):
     """Mirrored with exact sums of micro-batches; see MirroredTrainer for the arguments, and the module."""
 
-    micro_batch: int
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        assert isinstance(self.average, Exact)
-        self.micro_batch = self.average.micro_batch
-
-    # Construction
-
     def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
         if error := super().argument_error(ranks, goes_on):
             return error
@@ -162,4 +151,5 @@ class ExactMirrored(Mirrored):
         return super().make_meter(batches)
 
     def _make_step(self) -> Step:
-        return ExactStep(self, self._backend, lambda: (self._batches.batch_size, self.micro_batch))
+        assert self.micro_batch is not None
+        return ExactStep(self, self._backend, self.micro_batch, lambda: self._batches.batch_size)

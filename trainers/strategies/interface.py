@@ -14,7 +14,7 @@ from trainers import stopwatch
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
-from trainers.options.average import Average
+from trainers.options.average import Average, Exact
 from trainers.replica import Hold, Replica, form_error
 from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.state.owners import Owners
@@ -97,7 +97,6 @@ class Strategy:
     saved: list[Piece] | None = None
     carried: Mapping[str, np.ndarray] = {}  # during a recovery: the backend's state on the old ranks
     average: Average | None = None  # the argument of MirroredTrainer
-    micro_batch: int | None = None  # rows of the parts of a batch whose gradients are summed exactly, if they are
     allreduce: AllReduce | None = None  # the backend that sums the gradients of all ranks, if one does
     group: RankGroup
     clock: Stopwatch  # adds up the seconds that this rank waits for other ranks; has the trace of a fit
@@ -158,6 +157,11 @@ class Strategy:
     def owners(self) -> Owners:
         """The ranks that hold the parameters; between `connect` and `close`."""
         raise NotImplementedError
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The rows of the parts of a batch whose gradients are summed exactly, if they are."""
+        return self.average.micro_batch if isinstance(self.average, Exact) else None
 
     # A step
 

@@ -26,7 +26,11 @@ def of_rows(loss: Loss) -> Loss:
     reduction="none". Any other function is called for each row, by torch.vmap. The function raises ArgumentError if
     that is not possible.
     """
-    each = _unreduced(loss)
+    if (isinstance(loss, nn.Module) and hasattr(loss, "reduction")) or _has_reduction(loss):
+        each = _with_reduction(loss, "none")
+    else:
+        first = lambda tree: mapped(lambda leaf: leaf[None], tree)  # noqa: E731
+        each = torch.vmap(lambda output, target: loss(first(output), first(target)))
 
     def losses(output: Any, target: Any) -> Tensor:
         rows = len(target) if isinstance(target, Tensor) else None
@@ -119,13 +123,6 @@ _ADVICE = (
     "sample_weight and class_weight need the loss of each row: use a loss of torch.nn, or of torch.nn.functional, or a "
     "function that is the mean over the rows"
 )
-
-
-def _unreduced(loss: Loss) -> Loss:
-    if (isinstance(loss, nn.Module) and hasattr(loss, "reduction")) or _has_reduction(loss):
-        return _with_reduction(loss, "none")
-    first = lambda tree: mapped(lambda leaf: leaf[None], tree)  # noqa: E731
-    return torch.vmap(lambda output, target: loss(first(output), first(target)))
 
 
 def _with_reduction(loss: Any, reduction: str) -> Loss:
