@@ -1,6 +1,5 @@
 """CategoryNetwork: dense layers on numbers and on embedded categories. network_of: the network for a data set."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from trainers.data import Tree
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import model_file
 from trainers.files.onnx_graph import Graph
-from trainers.replicas.numpy.network import FLOAT, NumpyNetwork, length_of
+from trainers.replicas.numpy.network import FLOAT, NumpyNetwork
 
 
 class CategoryNetwork(NumpyNetwork):
@@ -35,9 +34,8 @@ class CategoryNetwork(NumpyNetwork):
         super().__init__(sizes, seed=seed, **options)
         self._plain = self._columns_before(self.sizes, self.embedded)
         self.features = self._plain + len(self.embedded)
-        for number, (table, (rows, vector)) in enumerate(
-            zip(self._tables(self.parameters), self.embedded, strict=True)
-        ):
+        for number, table in enumerate(self._tables(self._arrays)):
+            rows, vector = table.shape
             random = np.random.default_rng([seed, number, rows])
             table[1:] = self._xp.asarray(random.standard_normal((rows - 1, vector), FLOAT))
 
@@ -47,10 +45,11 @@ class CategoryNetwork(NumpyNetwork):
         return self._own_names["embedded"]
 
     @classmethod
-    def _length(cls, sizes: list[int], names: dict[str, Any]) -> int:
+    def _shapes_of(cls, sizes: list[int], names: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         embedded = checked(names["embedded"])
         cls._columns_before(sizes, embedded)
-        return length_of(sizes) + sum(map(math.prod, embedded))
+        tables = {f"category {number}": (rows, vector) for number, (rows, vector) in enumerate(embedded, 1)}
+        return super()._shapes_of(sizes, names) | tables
 
     @staticmethod
     def _columns_before(sizes: Sequence[int], embedded: list[list[int]]) -> int:
@@ -61,10 +60,6 @@ class CategoryNetwork(NumpyNetwork):
         return plain
 
     # Methods of Replica
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        tables = {f"category {number}": (rows, vector) for number, (rows, vector) in enumerate(self.embedded, 1)}
-        return super()._shapes() | tables
 
     def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
         self._check_single(x, y)
@@ -91,27 +86,23 @@ class CategoryNetwork(NumpyNetwork):
     def _graph_of_input(self, graph: Graph, given: str) -> str:
         plain = np.arange(self._plain)
         parts = [graph.add("Gather", given, plain, axis=1)] if self._plain else []
-        for number, table in enumerate(self._tables(self.parameters), self._plain):
+        for number, table in enumerate(self._tables(self._arrays), self._plain):
             values = graph.cast(graph.add("Gather", given, np.array(number), axis=1), np.int64)
             none = graph.add("Less", values, np.int64(0))  # Gather takes -1 for the last value: make it one to refuse
             values = graph.add("Where", none, np.int64(len(table)), values)
             parts.append(graph.add("Gather", on_host(table), values))
         return super()._graph_of_input(graph, graph.add("Concat", *parts, axis=1))
 
-    def _tables(self, flat: Any) -> list[Any]:
-        """Return the vectors of each category, (rows, vector), as views of flat parameters or gradients."""
-        found, start = [], length_of(self.sizes)
-        for rows, vector in self.embedded:
-            found.append(flat[start : start + rows * vector].reshape(rows, vector))
-            start += rows * vector
-        return found
+    def _tables(self, views: list[Any]) -> list[Any]:
+        """Return the vectors of each category, (rows, vector), of views of flat memory."""
+        return views[-len(self.embedded) :]
 
     def _input(self, x: np.ndarray) -> Any:
         flat, plain = self._xp.asarray(x), self._plain
         self._values_of = [flat[:, plain + number].astype(np.int64) for number in range(len(self.embedded))]
         whole = self._inputs[: len(x)]
         whole[:, :plain] = flat[:, :plain]
-        for values, table in zip(self._values_of, self._tables(self.parameters), strict=True):
+        for values, table in zip(self._values_of, self._tables(self._arrays), strict=True):
             whole[:, plain : plain + table.shape[1]] = table[values]
             plain += table.shape[1]
         if self._scales_input:
@@ -123,7 +114,7 @@ class CategoryNetwork(NumpyNetwork):
         gradients = self._xp.dot(delta, self._layers[0][0][self._plain :].T)
         gradients *= self._scale[self._plain :]
         start = 0
-        for values, table in zip(self._values_of, self._tables(self._buffer), strict=True):
+        for values, table in zip(self._values_of, self._tables(self._slopes), strict=True):
             table[...] = 0
             self._xp.add.at(table, values, gradients[:, start : start + table.shape[1]])
             start += table.shape[1]

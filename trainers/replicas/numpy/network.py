@@ -5,6 +5,7 @@ Gradients are written, reduced and read by the optimizer in the same memory.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from trainers.errors import ArgumentError, ModelFileError, needing
 from trainers.files import model_file
 from trainers.files.onnx_graph import FREE, Graph
 from trainers.replica import ALL, Slices, columns_of
-from trainers.replicas.flat import FlatReplica
+from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.numpy.losses import LOSSES
 from trainers.replicas.numpy.optimizers import OPTIMIZERS, STEPS, Optimizer
 
@@ -115,9 +116,10 @@ class NumpyNetwork(FlatReplica):
         self.metrics, self.probabilities = self._loss.metrics, self._loss.probabilities
         self.scores = "probabilities" if self.probabilities else ""
         self.features = self.sizes[0]
-        self.shapes = self._shapes()
+        self.shapes = self._shapes_of(self.sizes, self._names)
+        self._layout = Layout(self.shapes.values())
         self.optimizer = self.optimizer_state = make_optimizer(optimizer, lr)
-        self.gradient_length = self._length(self.sizes, self._names)
+        self.gradient_length = self._layout.length
         self.memory = self._own = self._xp.asarray(self._initial(init or self._activation.init, seed))
         self._values = self._xp.zeros(len(self.metrics))
         self.scale_input(0.0, 1.0)
@@ -143,7 +145,8 @@ class NumpyNetwork(FlatReplica):
         try:
             sizes, names = checked_sizes(config.pop("sizes")), {name: config.pop(name) for name in cls.essentials}
             optimizer = OPTIMIZERS[config.pop("optimizer")](**config.pop("optimizer_options"))
-            size = cls._length(sizes, names)  # checked before memory is allocated for these sizes
+            shapes = cls._shapes_of(sizes, names).values()
+            size = sum(map(math.prod, shapes))  # checked before memory is allocated for these sizes
             if config or state["parameters"].size != size:
                 raise ArgumentError(f"{state['parameters'].size} parameters, sizes {sizes}, {config or 'nothing else'}")
             network = cls(sizes, **names, optimizer=optimizer, device=device)
@@ -154,9 +157,13 @@ class NumpyNetwork(FlatReplica):
         return network
 
     @classmethod
-    def _length(cls, sizes: list[int], names: dict[str, Any]) -> int:
-        """Return the number of parameters of a network of these sizes and names. Raises ArgumentError or KeyError."""
-        return length_of(sizes)
+    def _shapes_of(cls, sizes: list[int], names: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters of a network of these sizes and names, first weights and bias of each
+        layer. Raises ArgumentError or KeyError."""
+        found: dict[str, tuple[int, ...]] = {}
+        for number, (inputs, outputs) in enumerate(itertools.pairwise(sizes), 1):
+            found |= {f"layer {number} weights": (inputs, outputs), f"layer {number} bias": (outputs,)}
+        return found
 
     def scale_input(self, shift: Any, scale: Any) -> None:
         """Scale the input: the network computes on (x - shift) * scale. shift, scale: scalars, or one number per
@@ -176,7 +183,8 @@ class NumpyNetwork(FlatReplica):
         super().bind(parameters, gradients)
         self._own = self._own if self.memory is self._own else None
         self.parameters = self.memory
-        self._layers, self._gradient_layers = self._views(self.memory), self._views(gradients)
+        self._arrays, self._slopes = map(self._layout.views, (self.memory, gradients))
+        self._layers, self._gradient_layers = self._pairs(self._arrays), self._pairs(self._slopes)
         self.optimizer.bind(self._xp, self.memory, gradients)
 
     def _leave(self) -> Any:
@@ -218,12 +226,6 @@ class NumpyNetwork(FlatReplica):
     def others(self) -> dict[str, np.ndarray]:
         held = {"input.shift": on_host(self._shift), "input.scale": on_host(self._scale)}
         return held | {"sizes": np.array(self.sizes)}
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
-        for number, (inputs, outputs) in enumerate(itertools.pairwise(self.sizes), 1):
-            found |= {f"layer {number} weights": (inputs, outputs), f"layer {number} bias": (outputs,)}
-        return found
 
     def state_error(self, state: Mapping[str, np.ndarray]) -> str:
         try:
@@ -349,21 +351,17 @@ class NumpyNetwork(FlatReplica):
         self._outputs = [self._xp.empty((rows, size), FLOAT) for size in self.sizes[1:]]
         self._deltas = [self._xp.empty((rows, size), FLOAT) for size in self.sizes[1:-1]]
 
-    def _views(self, buffer: Any) -> list[tuple[Any, Any]]:
-        """Return the weights (inputs, outputs) and the bias (outputs,) of each layer, as views of a flat buffer."""
-        layers, start = [], 0
-        for inputs, outputs in itertools.pairwise(self.sizes):
-            end = start + inputs * outputs
-            layers.append((buffer[start:end].reshape(inputs, outputs), buffer[end : end + outputs]))
-            start = end + outputs
-        return layers
+    def _pairs(self, views: list[Any]) -> list[tuple[Any, Any]]:
+        """Return the weights (inputs, outputs) and the bias (outputs,) of each layer, of views of flat memory."""
+        last = 2 * (len(self.sizes) - 1)
+        return list(zip(views[0:last:2], views[1:last:2], strict=True))
 
     def _initial(self, init: str, seed: int) -> np.ndarray:
         draw = choose("init", init, INITIALISATIONS)
         require(integer(0).error("seed", seed))
         random = np.random.default_rng(seed)
         parameters = np.zeros(self.gradient_length, FLOAT)
-        for weights, _ in self._views(parameters):
+        for weights, _ in self._pairs(self._layout.views(parameters)):
             weights[:] = draw(random, *weights.shape)
         return parameters
 
@@ -379,11 +377,6 @@ def checked_sizes(sizes: Sequence[int]) -> list[int]:
     if len(checked) < 2 or not all(is_integer(size, 1) for size in checked):
         raise ArgumentError(f"sizes={sizes!r} describes no network: give features, hidden layers and outputs, >= 1")
     return [int(size) for size in checked]
-
-
-def length_of(sizes: Sequence[int]) -> int:
-    """Return the number of parameters: weights and biases of all layers."""
-    return sum((inputs + 1) * outputs for inputs, outputs in itertools.pairwise(sizes))
 
 
 def choose(what: str, name: str, table: dict[str, Any]) -> Any:
