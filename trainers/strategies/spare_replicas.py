@@ -229,14 +229,10 @@ class SpareReplicas(ServerStrategy):
 
     def _lead(self, run: EpochRun, number: int) -> None:
         """Run an epoch on rank 0: compute with a copy of the model, like any rank, while the second thread serves."""
-        mailbox, shard, queue, batches = self._mailbox, self._shard, self._queue, run.batches
-        assert mailbox is not None
-        assert shard is not None
-        assert queue is not None
-        copied = run.keep_error(self._copy)
+        batches, copied = run.batches, run.keep_error(self._copy)
         begun = batches.total(number, 0)
         policy = First(
-            shard,
+            self._shard,
             self._tally,
             self.group.size,
             self.spare,
@@ -247,7 +243,8 @@ class SpareReplicas(ServerStrategy):
             begin_step=lambda step: self.rule.begin_step(begun + step),
             span=self.clock.span,
         )
-        future = queue.submit(partial(Server(mailbox, shard).serve, policy, range(self.group.size)))
+        server = Server(self._mailbox, self._shard)
+        future = self._queue.submit(partial(server.serve, policy, range(self.group.size)))
         try:
             with wait_before_raising(future):
                 self._work(run, number, copied or self.replica, self._own_parameters, self._own_gradients)
@@ -286,7 +283,6 @@ class SpareReplicas(ServerStrategy):
         replica: computes the gradients; it is bound to the flat arrays `parameters` and `gradients`.
         """
         client = self._client
-        assert client is not None
         client.begin()
         (reply,), metrics = client.replies, len(replica.metrics)
         client.fetch(self._halt(run))

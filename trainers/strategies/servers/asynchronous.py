@@ -405,8 +405,6 @@ class AsynchronousServers(ServerStrategy):
         return self._logs_of(self._ledger.staleness, self._ledger.dropped, self._ledger.cut_short)
 
     def _serve(self, run: EpochRun, number: int) -> None:
-        assert self._mailbox is not None
-        assert self._shard is not None
         everyone, dealer = range(len(self.workers)), None
         if self.group.rank == self.servers[0]:
             dealer = self._dealer(run.batches, number, everyone)
@@ -434,15 +432,13 @@ class AsynchronousServers(ServerStrategy):
 
     def _apply(self, run: EpochRun, message: Message, factor: float) -> None:
         """Update this server's slice by the gradients in `message`, and call the callbacks. `run` keeps errors."""
-        shard, step = self._shard, message.header.step // self.parts
-        assert shard is not None
+        step, metrics = message.header.step // self.parts, len(self.replica.metrics)
 
         def update() -> None:
             run.begin_batch(step)
-            self.replica.still = message.measures[len(self.replica.metrics) :] == 0
+            self.replica.still = message.measures[metrics:] == 0
             with self.clock.span("update"):
-                shard.apply(message.body, factor)
-            metrics = len(self.replica.metrics)
+                self._shard.apply(message.body, factor)
             self.measured[:metrics] = message.measures[:metrics]
             run.end_batch(step)
 
@@ -451,8 +447,7 @@ class AsynchronousServers(ServerStrategy):
     def _work(self, run: EpochRun, number: int) -> None:
         """Run an epoch on a rank of a worker: its leader gets parts from the servers and pushes their gradients, and
         all ranks compute them."""
-        client, queue, worker = self._client, self._queue, self._worker
-        assert queue is not None
+        client, worker = self._client, self._worker
         rows = EpochRows(run.batches, number, self.parts, run.batches.ahead > 0, worker.place, worker.size)
         worker.halts = False  # of the last epoch
         if client is not None:
@@ -476,7 +471,7 @@ class AsynchronousServers(ServerStrategy):
             versions = [] if client is None else client.copy_parameters(self._parameters)
             worker.share_parameters()
             self.replica.refresh()
-            coming = queue.submit(fetch)
+            coming = self._queue.submit(fetch)
             with wait_before_raising(coming):
                 computed = self._compute_together(run, rows, part)
                 if client is not None:

@@ -59,10 +59,10 @@ class ServerStrategy(Strategy, Owners):
         self.workers: Workers = ()
         self._worker = WorkerRanks(stopwatch.make("cpu"))  # of this rank
         self._connected = False  # whether `_mailbox` and `_client` were created
-        self._mailbox: Mailbox | None = None  # of a server
-        self._client: Client | None = None  # of the leader of a worker
-        self._shard: Shard | None = None
-        self._queue: Queue | None = None
+        self._mailbox: Any = None  # the Mailbox of a server
+        self._client: Any = None  # the Client of the leader of a worker
+        self._shard: Any = None  # the Shard of a server
+        self._queue: Any = None  # the Queue of the second thread
         self._parameters = self._gradients = np.empty(0)
         self._bound: np.ndarray | None = None  # the buffer of gradients to which the replica is bound
 
