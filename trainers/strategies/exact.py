@@ -152,4 +152,4 @@ class ExactMirrored(Mirrored):
 
     def _make_step(self) -> Step:
         assert self.micro_batch is not None
-        return ExactStep(self, self._backend, self.micro_batch, lambda: self._batches.batch_size)
+        return ExactStep(self, self.allreduce, self.micro_batch, lambda: self._batches.batch_size)

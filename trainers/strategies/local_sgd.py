@@ -156,7 +156,7 @@ class LocalMirrored(Mirrored):
         delta = self._gradients if free else self.core.allocate(length, dtype)
         self.core.describe(delta)
         self._messages = self.group.topology.private()
-        given = local, self._messages, [self._parameters], self._backend, Flat(delta, delta)
+        given = local, self._messages, [self._parameters], self.allreduce, Flat(delta, delta)
         self._rounds = Rounds(*given, self._submit(), length - self._trained)
         self.core.owners = LocalOwners(self.core, self.steps, self._rounds)
 

@@ -60,7 +60,6 @@ class Mirrored(Strategy):
         self._config = given.config if isinstance(given, AllReduce) else given  # to create the backend again; or None
         self._owns_backend = not isinstance(given, AllReduce)
         self.divides_state = sharded is not None
-        self.allreduce: AllReduce | None = None
 
     # Construction
 
@@ -137,12 +136,7 @@ class Mirrored(Strategy):
         together(self.group.comm, self.core.bind)
 
     def _make_step(self) -> Step:
-        return Step(self, self._backend, None if self._no_overlap() else self._buckets)
-
-    @property
-    def _backend(self) -> AllReduce:
-        assert self.allreduce is not None
-        return self.allreduce
+        return Step(self, self.allreduce, None if self._no_overlap() else self._buckets)
 
     @property
     def buffer(self) -> Any:
@@ -242,7 +236,7 @@ class Mirrored(Strategy):
         # already set if another rank fails during the recovery: the replica may no longer hold the state
         if self.saved is None:
             self.saved = self.pieces()
-            self.carried = self._backend.state()
+            self.carried = self.allreduce.state()
         if self.clock.trace is not None:
             self.group.topology.unregister(self.clock.trace)  # the trace continues on the new ranks
         self.abandon()
@@ -254,7 +248,7 @@ class Mirrored(Strategy):
         self.allreduce = self._make_backend()
         self._make_buffer()
         if self.carried:
-            self._backend.load_state(self.carried)
+            self.allreduce.load_state(self.carried)
             notices.once(self.group.rank, LOST_RESIDUALS)
         done = self._adopt_newest() or go_back()
         if done:
