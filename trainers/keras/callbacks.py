@@ -7,8 +7,7 @@ import numpy as np
 
 from allreduce.transport.control import raise_together
 from trainers.errors import ArgumentError
-from trainers.keras.averaging import mirror_variables, wait_for_compiled
-from trainers.keras.optimizer import mirrored
+from trainers.keras.optimizer import mirror_variables, mirrored, wait_for_compiled
 
 
 class StartFromFirstRank(keras.callbacks.Callback):
