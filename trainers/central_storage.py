@@ -62,8 +62,8 @@ class CentralStorageTrainer(Trainer[FewOwners]):
     @property
     def allreduce(self) -> AllReduce:
         """The backend that sums the gradients."""
-        assert self.strategy.allreduce is not None
-        return self.strategy.allreduce
+        backend: AllReduce = self.strategy.allreduce
+        return backend
 
     @property
     def buffer(self) -> Any:

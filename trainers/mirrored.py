@@ -100,8 +100,8 @@ class MirroredTrainer(Trainer[Mirrored]):
     @property
     def allreduce(self) -> AllReduce:
         """The backend that reduces the gradients."""
-        assert self.strategy.allreduce is not None
-        return self.strategy.allreduce
+        backend: AllReduce = self.strategy.allreduce
+        return backend
 
     @property
     def buffer(self) -> Any:

@@ -123,7 +123,7 @@ class LocalMirrored(Mirrored):
         super().__init__(*given)
         assert isinstance(self.average, LocalSGD)
         self.local = self.average
-        self._rounds: Rounds | None = None
+        self.rounds: Any = None  # the Rounds, while connected
         self._queue: Queue | None = None  # of averages that overlap with inner steps
         self._meter: RoundMeter
         self._added: list[np.ndarray] = []  # a row of RoundMeter.add for each step since the ranks have met
@@ -157,8 +157,8 @@ class LocalMirrored(Mirrored):
         self.core.describe(delta)
         self._messages = self.group.topology.private()
         given = local, self._messages, [self._parameters], self.allreduce, Flat(delta, delta)
-        self._rounds = Rounds(*given, self._submit(), length - self._trained)
-        self.core.owners = LocalOwners(self.core, self.steps, self._rounds)
+        self.rounds = Rounds(*given, self._submit(), length - self._trained)
+        self.core.owners = LocalOwners(self.core, self.steps, self.rounds)
 
     def _bind(self) -> None:
         check_divisible(self.replica, whole=True)
@@ -177,13 +177,8 @@ class LocalMirrored(Mirrored):
             self._queue = worker.queue(name)
         return self._queue.submit
 
-    @property
-    def rounds(self) -> Rounds:
-        assert self._rounds is not None
-        return self._rounds
-
     def close(self) -> None:
-        if self._rounds is not None:
+        if self.rounds is not None:
             if self._queue is not None:
                 self._queue.close()
             self.group.topology.release(self._messages)
@@ -195,7 +190,7 @@ class LocalMirrored(Mirrored):
         super().abandon()
 
     def _drop_buffer(self) -> None:
-        self._rounds = self._queue = None
+        self.rounds = self._queue = None
         self._gradients = np.empty(0)
         super()._drop_buffer()
 

@@ -1,6 +1,7 @@
 """A worker of several ranks: they divide its rows and average their gradients; one of them speaks with the servers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -64,7 +65,7 @@ class WorkerRanks:
     def __init__(self, clock: Stopwatch, topology: Topology | None = None) -> None:
         self._clock, self._topology = clock, topology
         self._backend: AllReduce | None = None
-        self._sum: Callable[[], None] | None = None  # sums `_gradients`
+        self._sum: Any = None  # sums `_gradients`
         self._node: NodeMemory | None = None  # of the parameters
         self._gradients = self._parameters = np.empty(0)
         self.size, self.place = (1, 0) if topology is None else (topology.size, topology.rank)
@@ -92,7 +93,6 @@ class WorkerRanks:
     def reduce(self) -> None:
         """Sum the gradients over the ranks, in place."""
         if self.size > 1:
-            assert self._sum is not None
             self._clock.start()
             self._sum()
             self._clock.stop()
