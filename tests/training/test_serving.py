@@ -16,7 +16,7 @@ from mpi4py import MPI
 from allreduce import Topology
 from allreduce.transport import deferred_free
 from trainers import NumpyNetwork, stopwatch
-from trainers.data import Batch, Batches
+from trainers.data import Arrays, Batch, Batches
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.replica import copy_of
 from trainers.replicas.numpy.optimizers import SGD, Adam
@@ -252,7 +252,7 @@ def test_rows_are_fetched_before_they_are_needed(ahead: bool) -> None:
             return super().share(epoch, step, part, parts)
 
     x = np.arange(12.0).reshape(12, 1)
-    batches = Recorded(x, x, 4, 0, 2, shuffle=False, ahead=1)
+    batches = Recorded(Arrays((x, x)), 4, 0, 2, shuffle=False, ahead=1)
     rows = EpochRows(batches, 0, 2, ahead)
     rows.prepare(3)  # the second half of the second batch
     assert fetched == [1] * ahead
