@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce.arrays import chunks, dtypes, gpu, ops
+from allreduce.arrays import casts, chunks, gpu, ops
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import zeros
@@ -246,15 +246,10 @@ class TwoPhase(Algorithm):
 
         16-bit floats are sent as float32 sums, and rounded by their owner.
         """
-        accumulator = dtypes.TYPES[buffer.dtype].accumulator
-        if accumulator == buffer.dtype:
-            self.scatter(buffer, op)
-            return
-        wide = self.workspace.array("wide", buffer.size, accumulator)
-        np.copyto(wide, buffer)
+        wide, mine = casts.widened(buffer, self.workspace), self.owned(buffer.size)
         self.scatter(wide, op)
-        mine = self.owned(buffer.size)
-        np.copyto(buffer[mine], wide[mine], casting="unsafe")
+        if wide is not buffer:
+            np.copyto(buffer[mine], wide[mine], casting="unsafe")
 
     @abstractmethod
     def scatter(self, buffer: np.ndarray, op: Op) -> None:

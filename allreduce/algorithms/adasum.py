@@ -17,7 +17,7 @@ import sys
 import numpy as np
 
 from allreduce.algorithm import Algorithm, Context
-from allreduce.arrays import chunks, dtypes, ops
+from allreduce.arrays import casts, chunks, ops
 from allreduce.arrays.ops import Op
 from allreduce.errors import UnsupportedOpError
 from allreduce.transport.point_to_point import Transfer
@@ -56,7 +56,7 @@ class Adasum(Algorithm):
         return ops.ADASUM
 
     def reduce(self, buffer: np.ndarray, op: Op) -> None:
-        wide = self._widened(buffer)
+        wide = casts.widened(buffer, self.workspace)
         if self.rank >= self._power:
             self._transfer.send(wide, self.rank - self._power)
             self._transfer.receive(buffer, self.rank - self._power)
@@ -69,15 +69,6 @@ class Adasum(Algorithm):
         for partner, mine, given in chunks.halvings(wide, self._power, self.rank):
             self._pair(mine, given, partner)
         self._copy_back(buffer, wide, mine)
-
-    def _widened(self, buffer: np.ndarray) -> np.ndarray:
-        """Return the array to work in: `buffer`, or a copy of it in float32 for 16-bit floats."""
-        accumulator = dtypes.TYPES[buffer.dtype].accumulator
-        if accumulator == buffer.dtype:
-            return buffer
-        wide = self.workspace.array("wide", buffer.size, accumulator)
-        np.copyto(wide, buffer)
-        return wide
 
     def _pair(self, kept: np.ndarray, given: np.ndarray, partner: int) -> None:
         """Combine `kept`, this rank's part of one vector, with the partner's of the other one, in place."""
@@ -126,12 +117,9 @@ class Adasum(Algorithm):
 
 def _scales(dots: np.ndarray) -> tuple[float, float]:
     """Return the factors of the two vectors. dots: see `_dots`."""
-    product, first, second = dots.tolist()
-    return _scale(product, first), _scale(product, second)
-
-
-def _scale(product: float, square: float) -> float:
-    return 1.0 if square < TINY else 1.0 - product / (2.0 * square)
+    product, *squares = dots.tolist()
+    first, second = (1.0 if square < TINY else 1.0 - product / (2.0 * square) for square in squares)
+    return first, second
 
 
 def _combine(kept: np.ndarray, arrived: np.ndarray, scales: tuple[float, float]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from allreduce.algorithm import Context, TwoPhase, Work
-from allreduce.arrays import dtypes
+from allreduce.arrays import casts
 from allreduce.arrays.ops import Op
 from allreduce.call.call import Call
 from allreduce.errors import OptionError
@@ -46,9 +46,6 @@ class HierarchicalCopy(TwoPhase):
         self.lossless = self if compress is None else context.make("native")
         self.copies_unregistered = self._node.copies_unregistered
         self._leaders_only = context.layout.leaders_only
-        self._ranks_inside: tuple[int, ...] = (
-            context.layout.members[context.layout.node_of(self.rank)] if self._leaders_only else ()
-        )
         self._transfer = Transfer(self.comm, self.workspace, context.tag)
 
     @staticmethod
@@ -83,24 +80,8 @@ class HierarchicalCopy(TwoPhase):
 
     def reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         """16-bit floats are sent across nodes as they are, except sums of several ranks of a node, sent as float32."""
-        sums = buffer
-        if dtypes.is_half(buffer.dtype) and not self._originals_cross():
-            sums = self.workspace.array("wide", buffer.size, dtypes.TYPES[buffer.dtype].accumulator)
-            np.copyto(sums, buffer)
-        self._reduce_into(sums, buffer, op)
-
-    scatter = reduce_scatter
-
-    def all_gather(self, buffer: np.ndarray) -> None:
-        if self._node.size > 1:
-            self._node.all_gather(buffer)
-
-    def _originals_cross(self) -> bool:
-        """Return True if every node has one rank, so that 16-bit originals are sent, and `cross` can sum them."""
-        return self._node.size == 1 and not self._leaders_only and self._cross.sums_half
-
-    def _reduce_into(self, sums: np.ndarray, buffer: np.ndarray, op: Op) -> None:
-        """Reduce `sums`, and write this rank's slice, finished and rounded, to `buffer`; both may be one array."""
+        originals_cross = self._node.size == 1 and not self._leaders_only and self._cross.sums_half
+        sums = buffer if originals_cross else casts.widened(buffer, self.workspace)
         if self._node.size > 1:
             self._give_errors(sums, op)
             self._node.reduce_scatter(sums, op.unscaled())
@@ -110,20 +91,21 @@ class HierarchicalCopy(TwoPhase):
             mine = self.owned(buffer.size)
             self._across(sums[mine], buffer[mine], op)
 
+    scatter = reduce_scatter
+
+    def all_gather(self, buffer: np.ndarray) -> None:
+        if self._node.size > 1:
+            self._node.all_gather(buffer)
+
     def _give_errors(self, sums: np.ndarray, op: Op) -> None:
         """Add the error feedback of elements that other ranks of the node send across. Local.
 
         This rank has such errors after a job with other ranks or nodes.
         """
         where = self.context.allocations.find(sums) if self._compress is not None and op.adds else None
-        if where is not None and self._sends(sums.size) != slice(0, sums.size) and where.settle():
-            where.hand_over(sums, self._sends(sums.size))
-
-    def _sends(self, length: int) -> slice:
-        """Return the slice of a buffer that this rank sends across nodes. Local."""
-        if not self._leaders_only:
-            return self.owned(length)
-        return slice(0, 0 if self._node.rank else length)
+        sent = slice(0, 0 if self._node.rank else sums.size) if self._leaders_only else self.owned(sums.size)
+        if where is not None and sent != slice(0, sums.size) and where.settle():
+            where.hand_over(sums, sent)
 
     def _across(self, sums: np.ndarray, part: np.ndarray, op: Op) -> None:
         """All-reduce `sums` across nodes, and write them, finished and rounded, to `part`; both may be one array."""
@@ -143,7 +125,8 @@ class HierarchicalCopy(TwoPhase):
 
     def _through_leader(self, sums: np.ndarray, buffer: np.ndarray, op: Op) -> None:
         """Uneven nodes: the leader receives its node's slices, all-reduces them across nodes, and sends them back."""
-        leader, *others = self._ranks_inside
+        layout = self.context.layout
+        leader, *others = layout.members[layout.node_of(self.rank)]
         if self.rank != leader:
             mine = self.owned(buffer.size)
             self._transfer.send(sums[mine], leader)

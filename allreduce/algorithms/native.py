@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from allreduce import kernels
 from allreduce.algorithm import Algorithm, Context, Work
-from allreduce.arrays import chunks, dtypes, gpu
+from allreduce.arrays import casts, chunks, dtypes, gpu
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op, numpy_operation
 from allreduce.call.call import Call
@@ -50,13 +50,14 @@ class Native(Algorithm):
         return cost.library(nbytes, layout, machine)
 
     def work(self, call: Call, op: Op) -> Work:
-        dtype = call.dtype
-        if call.kind != "all_reduce" or (call.memory == GPU and not self._takes_gpu(op, dtype)):
+        dtype, half, by_mpi = call.dtype, dtypes.is_half(call.dtype), _operation(op, call.dtype) is op.mpi
+        on_host = call.memory == GPU and (half or not by_mpi or not gpu.mpi_is_cuda_aware())
+        if call.kind != "all_reduce" or on_host:
             return super().work(call, op)
         run = partial(self._reduce_here, op=op)
         one_piece = call.length <= largest_piece(dtype.itemsize, op)
-        direct = call.memory != GPU and dtype != dtypes.BOOL and not dtypes.is_half(dtype)
-        if not (self._by_c and direct and one_piece and _operation(op, dtype) is op.mpi):
+        direct = call.memory != GPU and dtype != dtypes.BOOL and not half
+        if not (self._by_c and direct and one_piece and by_mpi):
             return Work(run)
         return Work(do_nothing, quiet=True, in_c=lambda _: self._in_c(call, op))
 
@@ -69,8 +70,7 @@ class Native(Algorithm):
 
     def reduce(self, buffer: np.ndarray, op: Op) -> None:
         if dtypes.is_half(buffer.dtype):
-            wide = self.workspace.array("wide", buffer.size, dtypes.TYPES[buffer.dtype].accumulator)
-            np.copyto(wide, buffer)
+            wide = casts.widened(buffer, self.workspace)
             self.reduce(wide, op)
             np.copyto(buffer, wide, casting="unsafe")
             return
@@ -79,10 +79,6 @@ class Native(Algorithm):
         for piece in chunks.segments(slice(0, buffer.size), largest_piece(buffer.itemsize, op)):
             self.comm.Allreduce(MPI.IN_PLACE, buffer[piece], operation)
             op.finish(buffer[piece])
-
-    def _takes_gpu(self, op: Op, dtype: np.dtype) -> bool:
-        """Return whether MPI reduces arrays on the GPU. NumPy's operations run on the host."""
-        return gpu.mpi_is_cuda_aware() and not dtypes.is_half(dtype) and _operation(op, dtype) is op.mpi
 
     def _reduce_here(self, buffer: Any, op: Op) -> None:
         if gpu.is_gpu_array(buffer):

@@ -75,10 +75,13 @@ class Shared(TwoPhase):
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
         """2 fences; (n-1)/n S gamma: each rank adds S/n from n ranks and writes it to n (Hoefler et al. 2013). Arrays
-        that are not from `allocate` are copied, too. Short arrays: 1 fence; each rank copies S and adds n S, by C."""
+        that are not from `allocate` are copied, too: up to 2 MiB there and back in the caches, with 3 fences. Short
+        arrays: 1 fence; each rank copies S and adds n S, by C."""
         at, k, share = layout, machine, (layout.ranks - 1) / layout.ranks
         if at.by_c and _is_copied(nbytes, at.allocated, at.ranks):
             return BY_C + cost.fences(1, at, k) + IN_CACHE * nbytes * (k.copy + at.ranks * k.gamma) * at.per_core
+        if not at.allocated and _stays_cached(nbytes, at.ranks):
+            return k.call + cost.fences(3, at, k) + IN_CACHE * share * nbytes * (2 * k.copy + k.gamma) * at.per_core
         call = BY_C if at.by_c and at.allocated and nbytes <= IN_PLACE_BYTES else k.call
         return call + cost.fences(2, at, k) + cost.adding(share * nbytes, at, k) + cost.fetching(nbytes, at, k)
 
@@ -116,7 +119,7 @@ class Shared(TwoPhase):
                 return Work(self.context.executor.fence, quiet=True, place=place, in_c=partial(self._placed, op=op))
         if call.memory == ALLOCATED:
             return Work(partial(self._in_place, call.kind, op=op), place=place)
-        if self._is_staged(call.kind, nbytes):
+        if call.kind == "all_reduce" and _stays_cached(nbytes, self.size):
             return Work(partial(self._reduce_staged, op=op), place=place)
         run = lambda buffer: self._elsewhere(call.kind, buffer, op, self.context.executor.addresses())  # noqa: E731
         return Work(run, address=self._address, place=place)
@@ -136,7 +139,7 @@ class Shared(TwoPhase):
         if self.context.allocations.memory_of(buffer) == ALLOCATED:
             self._fence()
             self._in_place(kind, buffer, op)
-        elif self._is_staged(kind, buffer.nbytes):
+        elif kind == "all_reduce" and _stays_cached(buffer.nbytes, self.size):
             self._reduce_staged(buffer, op)
         else:
             self._elsewhere(kind, buffer, op, self._meet(self._address(buffer)))
@@ -218,7 +221,8 @@ class Shared(TwoPhase):
                 if span.start < span.stop:
                     self._cma.read(rank, addresses[rank] + span.start * buffer.itemsize, buffer[span])
         else:
-            for block in self._cma_blocks(buffer):
+            nbytes = min(CMA_BYTES, FETCHED_BYTES // (self.size - 1))
+            for block in segments(self.owned(buffer.size), max(nbytes // buffer.itemsize, 1)):
                 mine = self._combine_by_cma(buffer, block, op, addresses)
                 for rank in self._others() if kind == "all_reduce" else ():
                     self._cma.write(rank, addresses[rank] + block.start * buffer.itemsize, mine)
@@ -235,18 +239,10 @@ class Shared(TwoPhase):
         self._combine(parts, [mine], op)
         return mine
 
-    def _cma_blocks(self, buffer: np.ndarray) -> Iterator[slice]:
-        nbytes = min(CMA_BYTES, FETCHED_BYTES // (self.size - 1))
-        return segments(self.owned(buffer.size), max(nbytes // buffer.itemsize, 1))
-
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     # Other arrays, where CMA does not work or takes longer
-
-    def _is_staged(self, kind: str, nbytes: int) -> bool:
-        """Return whether an array that is not from `allocate` is staged though CMA works. Local; equal on all ranks."""
-        return nbytes <= min(CACHED_BYTES, ALL_CACHED_BYTES // self.size) and kind == "all_reduce" and self.size > 1
 
     def _reduce_staged(self, buffer: np.ndarray, op: Op) -> None:
         """All-reduce `buffer` piece by piece, as copies in the staging buffer."""
@@ -289,7 +285,7 @@ class Shared(TwoPhase):
                 op.combine(out, part, out=out)
             op.finish(out)
         else:
-            casts.combine(parts, out, op, self.workspace)
+            casts.combine_arrays(parts, out, op, self.workspace)
         for other in outs[1:]:
             np.copyto(other, out)
 
@@ -310,6 +306,11 @@ def _sum(
 def _is_copied(nbytes: float, allocated: bool, ranks: int) -> bool:
     """Return whether the ranks copy an array that C sums, and add the copies."""
     return nbytes <= min(COPIED_BYTES if allocated else STAGED_BYTES, STAGED_BYTES // ranks)
+
+
+def _stays_cached(nbytes: float, ranks: int) -> bool:
+    """Return whether an all-reduce stages arrays that are not from `allocate` though CMA works."""
+    return ranks > 1 and nbytes <= min(CACHED_BYTES, ALL_CACHED_BYTES // ranks)
 
 
 def _blocks(span: slice, itemsize: int) -> Iterator[slice]:

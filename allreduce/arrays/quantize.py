@@ -162,7 +162,8 @@ class Int8(Quantizer):
         step = PIECE // self.block * self.block
         edges = [*range(0, whole, step), *([whole] if whole < values.size else []), values.size]
         for begin, end in pairwise(edges):
-            blocks, start = slice(begin // self.block, self.blocks(end)), self._draw()
+            self._state = (self._state + GOLDEN) & MASK
+            blocks, start = slice(begin // self.block, self.blocks(end)), _mixed(self._state) % LARGEST_RANDOM
             part, written, random = values[begin:end], codes[begin:end], table[start : start + end - begin]
             own, inverse, left = scales[blocks], inverses[blocks], None if error is None else error[begin:end]
             if not kernels.encode(self.kind, part, self.block, own, inverse, random, written, left):
@@ -172,11 +173,6 @@ class Int8(Quantizer):
                 np.copyto(written, rounded, casting="unsafe")
                 if left is not None:
                     np.subtract(part, self._times(rounded, own, rounded), out=left)
-
-    def _draw(self) -> int:
-        """Return the next place in the table of random numbers."""
-        self._state = (self._state + GOLDEN) & MASK
-        return _mixed(self._state) % LARGEST_RANDOM
 
 
 class Float8(Quantizer):

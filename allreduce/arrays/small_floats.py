@@ -7,14 +7,19 @@ float's exponent and fraction in neighbouring bits (F. Giesen: half to float don
 float32's subnormal numbers to zero would flush those of the small floats too, so NumPy and ml_dtypes cast there.
 """
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from allreduce.arrays.dtypes import FLOAT16
+from allreduce.arrays.ops import Op
+from allreduce.arrays.workspace import Workspace
 
 FLOAT, BITS = np.dtype(np.float32), np.dtype(np.int32)
+TOO_LARGE = 65520  # the least number that float16 rounds to infinity
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
@@ -36,7 +41,7 @@ FORMATS = {
 }
 
 
-def _flushes() -> bool:
+def flushes() -> bool:
     """Whether this thread flushes subnormal numbers to zero, as torch.set_flush_denormal asks."""
     return not np.float32(2.0**-149) * np.float32(2)
 
@@ -47,7 +52,7 @@ def narrow(values: np.ndarray, out: np.ndarray, scratch: np.ndarray, negated: np
     values: float8 takes none between 464 and 512. scratch, negated: float32, as long; `negated` may be `values`, and is
     undefined where a value is not finite or `out` can't hold it.
     """
-    if _flushes():
+    if flushes():
         out[:] = values.astype(out.dtype)
         np.negative(out.astype(FLOAT), out=negated)
         return
@@ -72,7 +77,7 @@ def narrow(values: np.ndarray, out: np.ndarray, scratch: np.ndarray, negated: np
 
 def widen(source: np.ndarray, out: np.ndarray) -> None:
     """Write small floats to `out`, float32."""
-    if _flushes():
+    if flushes():
         out[:] = source
         return
     form = FORMATS[source.dtype]
@@ -84,3 +89,47 @@ def widen(source: np.ndarray, out: np.ndarray) -> None:
     if magnitudes.max(initial=0) >= form.not_finite:
         special = np.flatnonzero(magnitudes >= form.not_finite)
         out[special] = source[special]
+
+
+def largest(short: np.ndarray) -> int:
+    """Return the bits of the largest magnitude of 16-bit floats; those of NaNs are
+    larger than those of infinity."""
+    return max(int(short.view(np.int16).max(initial=0)), int(short.view(np.uint16).max(initial=0)) - 0x8000)
+
+
+def combine(parts: Sequence[np.ndarray], out: np.ndarray, op: Op, workspace: Workspace) -> bool:
+    """Write the sum, mean, maximum or minimum of float16 arrays to `out`, which may be one of them. Local.
+
+    float16's bits, moved to those of float32's sign, exponent and fraction, are a float32 of 2^-112 times the value.
+    All values are combined at this scale, at which powers of two scale float32 exactly, and rounded once by integers.
+    Returns False, and leaves `out` unchanged, for other dtypes and operations, and if a value or a sum is not finite.
+    """
+    exact = op.scale is None or math.frexp(op.scale)[0] == 0.5
+    if out.dtype != FLOAT16 or op.combine not in (np.add, np.maximum, np.minimum) or not exact or flushes():
+        return False
+    magnitudes = [largest(part) for part in parts]
+    if max(magnitudes) >= FORMATS[FLOAT16].not_finite:
+        return False
+    bits, spare = workspace.array("bits", out.size, BITS), workspace.array("spare bits", out.size, BITS)
+    total = bits.view(FLOAT)
+    for number, part in enumerate(parts):
+        wide = spare if number else bits
+        np.copyto(wide, part.view(np.int16))  # the sign fills the upper bits
+        wide <<= 13
+        wide &= ~0x70001FFF
+        if number:
+            op.combine(total, wide.view(FLOAT), out=total)
+    op.finish(total)
+    most = sum(float(np.uint16(each).view(FLOAT16)) for each in magnitudes)
+    if most >= TOO_LARGE and max(total.max(), -total.min()) >= np.float32(TOO_LARGE * 2.0**-112):
+        return False
+    signs = np.signbit(total).astype(np.uint16)
+    signs <<= 15
+    np.right_shift(bits, 13, out=spare)
+    spare &= 1
+    bits += spare  # ties to even
+    bits += 0xFFF
+    bits >>= 13
+    np.copyto(out.view(np.uint16), bits, casting="unsafe")
+    out.view(np.uint16)[...] |= signs
+    return True

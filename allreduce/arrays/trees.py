@@ -6,7 +6,7 @@ dtypes, and the ranks compare it by a number.
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,24 +66,20 @@ def flatten(tree: Any, arrays: list[Any]) -> str:
     return "*"
 
 
-def rebuild(tree: Any, arrays: list[Any]) -> Any:
-    """Return a tree of the same structure that holds `arrays`, in the order of `flatten`."""
-    return _rebuilt(tree, arrays[::-1])
-
-
-def _rebuilt(tree: Any, left: list[Any]) -> Any:
-    """left: the arrays to come, the next one last."""
+def rebuild(tree: Any, arrays: Iterable[Any]) -> Any:
+    """Return a tree of the same structure that holds the next of these arrays, in the order of `flatten`."""
+    left = iter(arrays)
     if isinstance(tree, dict):
-        made = {key: _rebuilt(tree[key], left) for key in _sorted(tree)}
+        made = {key: rebuild(tree[key], left) for key in _sorted(tree)}
         return {key: made[key] for key in tree}
     if isinstance(tree, Named):
-        return Named(tree.structure, [left.pop() for _ in tree.arrays])
+        return Named(tree.structure, [next(left) for _ in tree.arrays])
     if isinstance(tree, list | tuple):
-        parts = [_rebuilt(part, left) for part in tree]
+        parts = [rebuild(part, left) for part in tree]
         if isinstance(tree, list):
             return parts
         return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    return None if tree is None else left.pop()
+    return None if tree is None else next(left)
 
 
 def key(structure: str, arrays: Sequence[Any]) -> Key:

@@ -48,9 +48,9 @@ class _Memory(NamedTuple):
 
 def status() -> str:
     """Return how arrays are computed in this process, for people: "C", or "NumPy" and the reason."""
-    if os.environ.get(SWITCH) == "0":
+    if _switched_off():
         return f"NumPy ({SWITCH}=0)"
-    if _library() is not None:
+    if _loaded() is not None:
         return "C"
     if found := _files():
         return f"NumPy ({found[0].name} can't be used: it is of another version or machine; install again)"
@@ -287,7 +287,7 @@ def sums(dtype: np.dtype, adds: bool) -> bool:
 
 def sum_address(dtype: np.dtype) -> int:
     """Return the address of the function that sums arrays of one of the dtypes SUMMED. Only with the library."""
-    return ctypes.cast(getattr(_library(), f"sum_{dtype}"), _POINTER).value or 0
+    return ctypes.cast(getattr(_loaded(), f"sum_{dtype}"), _POINTER).value or 0
 
 
 @functools.cache
@@ -307,8 +307,8 @@ def _fit(*arrays: np.ndarray) -> bool:
 
 
 @functools.cache
-def _loaded() -> ctypes.CDLL | None:
-    return None if os.environ.get(SWITCH) == "0" else _library()
+def _switched_off() -> bool:  # once: a later change of the environment changes nothing
+    return os.environ.get(SWITCH) == "0"
 
 
 @functools.cache
@@ -326,8 +326,8 @@ def _files() -> list[Path]:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    for path in _files():
+def _loaded() -> ctypes.CDLL | None:
+    for path in [] if _switched_off() else _files():
         try:
             library = ctypes.CDLL(str(path))
             if library.version() == VERSION:

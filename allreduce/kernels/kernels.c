@@ -106,35 +106,35 @@ static int has_f16c(void) /* older compilers have no __builtin_cpu_supports("f16
 
 #define AVX2 __attribute__((target("avx2"))) static inline
 
-AVX2 __m256 wide(const uint16_t *array) /* 8 of bfloat16 as float32 */
-{
-    __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)array));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
-}
-
-AVX2 __m256i narrow(__m256 values) /* to_bfloat16, in the lower halves of 8 words */
+AVX2 __m256i to_bfloat16s(__m256 values) /* in the upper halves of 8 words; the lower halves are undefined */
 {
     __m256i bits = _mm256_castps_si256(values), one = _mm256_set1_epi32(1), half = _mm256_set1_epi32(0x7fff);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
     __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, half), odd);
     __m256i sign = _mm256_and_si256(bits, _mm256_set1_epi32(INT32_MIN));
     __m256i quiet = _mm256_or_si256(sign, _mm256_set1_epi32(0x7fc00000));
-    __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
-    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+    __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
+    return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), is_nan));
 }
+
+#define EVENS(words) _mm256_castsi256_ps(_mm256_slli_epi32(words, 16))
+#define ODDS(words) _mm256_castsi256_ps(_mm256_and_si256(words, upper))
 
 AVX2 size_t sum_bfloat16_by_sixteens(ARGUMENTS)
 {
     __m256 scale = _mm256_set1_ps((float)factor);
+    __m256i upper = _mm256_set1_epi32(-65536);
     size_t i = 0;
     for (; i + 16 <= size; i += 16) {
-        __m256 low = wide(parts[0] + i), high = wide(parts[0] + i + 8);
+        __m256i words = _mm256_loadu_si256((const __m256i *)(parts[0] + i));
+        __m256 evens = EVENS(words), odds = ODDS(words);
         for (size_t part = 1; part < count; part++) {
-            low = _mm256_add_ps(low, wide(parts[part] + i));
-            high = _mm256_add_ps(high, wide(parts[part] + i + 8));
+            words = _mm256_loadu_si256((const __m256i *)(parts[part] + i));
+            evens = _mm256_add_ps(evens, EVENS(words));
+            odds = _mm256_add_ps(odds, ODDS(words));
         }
-        __m256i packed = _mm256_packus_epi32(narrow(_mm256_mul_ps(low, scale)), narrow(_mm256_mul_ps(high, scale)));
-        packed = _mm256_permute4x64_epi64(packed, 0xd8); /* packing has mixed the halves of the two */
+        __m256i low = _mm256_srli_epi32(to_bfloat16s(_mm256_mul_ps(evens, scale)), 16);
+        __m256i packed = _mm256_blend_epi16(low, to_bfloat16s(_mm256_mul_ps(odds, scale)), 0xaa);
         for (size_t copy = 0; copy < copies; copy++)
             _mm256_storeu_si256((__m256i *)(outs[copy] + i), packed);
     }

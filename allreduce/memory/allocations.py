@@ -56,12 +56,6 @@ class Allocation:
     def nbytes(self) -> int:
         return self.length * self.dtype.itemsize
 
-    def forget(self) -> None:
-        """Set the state to that of a new array."""
-        self.residual = None
-        for held in (self.calls, self.factors, self.settled):
-            held.clear()
-
     def describe(self, start: int, length: int, parts: Sequence[Part]) -> None:
         """Replace the parts of `length` elements from `start`; state that depends on the parts is forgotten."""
         end = start + length
@@ -100,12 +94,9 @@ class Slice(NamedTuple):
     def parts(self) -> list[Part]:
         """The parts inside of this slice, with positions in it; a part that is cut is 1-D."""
         place = self.start, self.length
-        if place not in self.entry.cut:
-            self.entry.cut[place] = self._cut()
-        return self.entry.cut[place]
-
-    def _cut(self) -> list[Part]:
-        found = []
+        if place in self.entry.cut:
+            return self.entry.cut[place]
+        found = self.entry.cut[place] = []
         for part in self.entry.parts:
             begin, end = max(part.start, self.start), min(part.stop, self.start + self.length)
             if begin < end or self.start <= part.start == part.stop < self.start + self.length:
@@ -161,8 +152,8 @@ class Allocations:
         owner = array if getattr(array, "base", None) is None else array.base
         self._count += 1
         entry = Allocation(address(array), array.size, array.dtype, weakref.ref(owner), self._count, ranks, keeps)
-        for each in self._known():
-            if _overlap(each, entry):  # of freed memory
+        for each in list(self._entries.values()):
+            if each.begin < entry.begin + entry.nbytes and entry.begin < each.begin + each.nbytes:  # of freed memory
                 self._entries.pop(each.number, None)
         self._entries[entry.number] = entry
         if ranks:
@@ -186,15 +177,12 @@ class Allocations:
         if self.shared.get(owner) is entry:
             self.shared.pop(owner, None)
 
-    def _known(self) -> list[Allocation]:
-        return list(self._entries.values())
-
     def at(self, buffer: Any) -> tuple[Allocation, int] | None:
         """Return the array in whose memory `buffer` lies, and the byte of this array at which `buffer` begins; None if
         there is none. Local."""
         begin = address(buffer)
         usual = self.shared.get(id(buffer.base)) if isinstance(buffer, np.ndarray) else None  # one look-up
-        for entry in self._known() if usual is None else (usual,):
+        for entry in list(self._entries.values()) if usual is None else (usual,):
             if entry.begin <= begin and begin + buffer.nbytes <= entry.begin + entry.nbytes:
                 return entry, begin - entry.begin
         return None
@@ -246,7 +234,7 @@ class Allocations:
     def _kept(self, array: Any) -> list[Allocation]:
         """Return the entry of `array`, if state is kept for it; all such entries if `array` is None."""
         if array is None:
-            return [entry for entry in self._known() if entry.keeps and entry.length]
+            return [entry for entry in list(self._entries.values()) if entry.keeps and entry.length]
         where = self.find(array)
         return [] if where is None else [where.entry]
 
@@ -276,7 +264,9 @@ class Allocations:
     def reset(self, array: Any = None) -> None:
         """Set the error feedback of one array, or of all, to zero; forget the call counts and the factors. Local."""
         for entry in self._kept(array):
-            entry.forget()
+            entry.residual = None
+            for held in (entry.calls, entry.factors, entry.settled):
+                held.clear()
 
 
 def _load(entries: Sequence[Allocation], name: str, array: np.ndarray) -> Callable[[], None]:
@@ -318,10 +308,6 @@ def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[
 def address(array: Any) -> int:
     """Return the address of a NumPy or CuPy array's first element."""
     return array.data.ptr if is_gpu_array(array) else MPI.Get_address(array)
-
-
-def _overlap(one: Allocation, other: Allocation) -> bool:
-    return one.begin < other.begin + other.nbytes and other.begin < one.begin + one.nbytes
 
 
 def _check_parts(parts: Sequence[Part], length: int) -> None:

@@ -66,7 +66,8 @@ def measure(topology: Topology, tries: int = TRIES) -> Machine:
         *agreed, short, long = combine(world, values, "agree on the constants", MPI.MAX).tolist()
     found = {name: value for name, value in zip(FIELDS, agreed, strict=True) if value >= 0}
     machine = replace(Machine(), **{"switch": 0.0, **found})
-    return _rounded(_with_native(machine, at, short, long))
+    times = asdict(_with_native(machine, at, short, long))
+    return Machine(**{name: float(f"{seconds:.3g}") for name, seconds in times.items()})
 
 
 def _with_native(machine: Machine, at: Layout, short: float, long: float) -> Machine:
@@ -111,22 +112,28 @@ def _in_node(topology: Topology, node: MPI.Intracomm, at: Layout, tries: int) ->
     other = (rank + 1) % ranks
     buffer, source = np.empty_like(memory[0]), np.zeros_like(memory[0])
     addresses = all_values(node, topology.cma.address(source) if at.cma else 0, "share addresses")
-    if all(addresses):
-        copy = _seconds(node, lambda: topology.cma.read(other, addresses[other], buffer), tries)
-    else:
-        copy = _seconds(node, lambda: np.copyto(buffer, memory[other]), tries)
+    reads = all(addresses)
+
+    def fetch(nbytes: int) -> None:
+        if reads:
+            topology.cma.read(other, addresses[other], buffer[:nbytes])
+        else:
+            np.copyto(buffer[:nbytes], memory[other][:nbytes])
+
+    few, copy = (_seconds(node, partial(fetch, nbytes), tries) for nbytes in (SHORT, buffer.nbytes))
     with waiting(node, WHAT):
         node.Barrier()  # the others have read `source`
+    byte = max(copy - few, 1e-9) / buffer.nbytes
     found = {
         "call": operation * OPERATIONS,
         "fence": fence / cost.rounds(ranks),
         "gamma": max(all_of_it - little, 1e-9) / share,
-        "copy": copy / buffer.nbytes / per_core,
+        "copy": byte / per_core,
     }
     partner = rank ^ 1
     if partner < ranks:
         short, middle, long = (_swap(node, partner, nbytes, tries) for nbytes in (SHORT, MIDDLE, BYTES))
-        beta = max(long - max(short, middle), 1e-9) / BYTES
+        beta = max((long - max(short, middle)) / BYTES, byte)  # a byte of a message is copied once at least
         found |= {"alpha": short, "beta": beta / per_core, "handshake": max(middle - short - beta * MIDDLE, 0.0)}
     return found
 
@@ -183,7 +190,3 @@ def _communicators(topology: Topology) -> Iterator[tuple[MPI.Intracomm, MPI.Intr
     yield world, node
     topology.release(node)
     topology.release(world)
-
-
-def _rounded(machine: Machine) -> Machine:
-    return Machine(**{name: float(f"{value:.3g}") for name, value in asdict(machine).items()})

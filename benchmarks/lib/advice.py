@@ -93,8 +93,12 @@ class Choice(NamedTuple):
     gain: float  # times as fast as auto, the geometric mean over the sizes
 
     def __str__(self) -> str:
-        sizes = show(self.first) if self.first == self.last else f"{show(self.first)} to {show(self.last)}"
+        sizes = _sizes(self.first, self.last)
         return f'"{self.backend}" for {TITLES[self.memory]} of {sizes}, where it is {self.gain:.2f} times as fast'
+
+
+def _sizes(first: int, last: int) -> str:
+    return show(first) if first == last else f"{show(first)} to {show(last)}"
 
 
 def advice(run: Run) -> str:
@@ -192,6 +196,6 @@ def in_words(found: Sequence[Range]) -> str:
     if len(found) == 1:
         return f'"{found[0].backend}"'
     first, *middle, last = found
-    between = [f'"{each.backend}" from {show(each.first)} to {show(each.last)}' for each in middle]
+    between = [f'"{each.backend}" for {_sizes(each.first, each.last)}' for each in middle]
     ends = f'"{first.backend}" up to {show(first.last)}', f'"{last.backend}" from {show(last.first)} on'
     return ", ".join([ends[0], *between, ends[1]])

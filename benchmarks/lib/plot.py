@@ -135,6 +135,8 @@ def points(run: Run, memory: str, backend: str) -> list[Result]:
 
 
 def _panel(axis: Any, run: Run, memory: str, quantity: str) -> None:
+    from matplotlib.ticker import NullLocator
+
     for backend in run.backends():
         curve = points(run, memory, backend)
         if curve:
@@ -144,7 +146,7 @@ def _panel(axis: Any, run: Run, memory: str, quantity: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(ticks(run), [show(size) for size in ticks(run)], rotation=30, ha="right")
-    axis.xaxis.set_minor_locator(_no_ticks())
+    axis.xaxis.set_minor_locator(NullLocator())
     axis.grid(True, which="major", alpha=0.35)
     axis.grid(True, which="minor", axis="y", alpha=0.12)
     axis.yaxis.set_major_formatter("{x:g}")
@@ -153,9 +155,3 @@ def _panel(axis: Any, run: Run, memory: str, quantity: str) -> None:
     limit = limit_of(run) if quantity == "busbw" else None
     if limit:
         axis.axhline(limit.busbw, color="#111111", linestyle="--", linewidth=1.2, label=f"limit of the {limit.what}")
-
-
-def _no_ticks() -> Any:
-    from matplotlib.ticker import NullLocator
-
-    return NullLocator()

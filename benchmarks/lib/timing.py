@@ -96,12 +96,8 @@ def _bounds(everyone: np.ndarray, dtype: np.dtype, op: str) -> tuple[np.ndarray,
     if op in ("max", "min"):
         return exact.astype(accumulator), exact.astype(accumulator)
     size = np.abs(exact) if op == "prod" else np.abs(everyone).sum(axis=0)
-    slack = size * (1 if op == "mean" else len(everyone)) * _epsilon(dtype)
+    slack = size * (1 if op == "mean" else len(everyone)) * float(ml_dtypes.finfo(dtype).eps)
     return (exact - slack).astype(accumulator), (exact + slack).astype(accumulator)
-
-
-def _epsilon(dtype: np.dtype) -> float:
-    return float(ml_dtypes.finfo(dtype).eps)
 
 
 LEAST_ITERATIONS, MOST_ITERATIONS = 5, 1000

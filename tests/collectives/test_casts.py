@@ -1,10 +1,12 @@
 """Casts and sums by way of the accumulator's dtype, with the C library and without it."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from allreduce import kernels
-from allreduce.arrays import casts, dtypes, ops
+from allreduce.arrays import by_torch, casts, dtypes, ops
 from allreduce.arrays.workspace import Workspace
 
 DTYPES = [dtypes.FLOAT16, dtypes.BFLOAT16, np.dtype(np.float32), np.dtype(np.int32)]
@@ -14,6 +16,43 @@ DTYPES = [dtypes.FLOAT16, dtypes.BFLOAT16, np.dtype(np.float32), np.dtype(np.int
 def _by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "NumPy":
         monkeypatch.setattr(kernels, "_function", lambda name: None)
+
+
+@pytest.fixture(params=["NumPy alone", "PyTorch", "PyTorch's threads", "flushed subnormal numbers"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """How 16-bit floats are summed without C."""
+    monkeypatch.setattr(kernels, "_function", lambda name: None)
+    if request.param == "NumPy alone":
+        monkeypatch.setattr(by_torch, "imported", lambda: None)
+        yield request.param
+        return
+    torch = pytest.importorskip("torch")
+    if request.param == "PyTorch's threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    if not torch.set_flush_denormal(request.param.startswith("flushed")):
+        pytest.skip("this processor can't flush subnormal numbers")
+    yield request.param
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+@pytest.mark.parametrize("dtype", [dtypes.FLOAT16, dtypes.BFLOAT16], ids=str)
+def test_sums_of_every_16_bit_float(dtype: np.dtype, op: str, ranks: int, way: str) -> None:
+    """All numbers with others; arrays of subnormal, small, finite and all numbers. The last piece is shorter."""
+    every = np.tile(np.arange(2**16, dtype=np.uint16), 3)[:-5]
+    terms = [every, *(np.roll(every * (2 * each + 3) + each, each) for each in range(1, ranks))]
+    for bits in (0x83FF, 0x8FFF, 0xFBFF, 0xFFFF):
+        parts = [(each & bits).astype(np.uint16).view(dtype) for each in terms]
+        resolved = ops.resolve(op, dtype, ranks)
+        with np.errstate(all="ignore"):
+            wide = parts[0].astype(np.float32)
+            for part in parts[1:]:
+                resolved.combine(wide, part.astype(np.float32), out=wide)
+            resolved.finish(wide)
+            wanted = wide.astype(dtype)
+            casts.combine_arrays(parts, parts[1], resolved, Workspace())
+        np.testing.assert_array_equal(parts[1].view(np.uint16), wanted.view(np.uint16))
 
 
 def test_subnormal_numbers_stay_where_a_thread_flushes_them() -> None:

@@ -178,6 +178,13 @@ def test_the_cheapest(nbytes: int, layout: Layout, names: tuple[str, ...]) -> No
     assert cheapest(nbytes, layout) in names
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_copies_in_the_caches_take_less_than_half_of_cma(ranks: int) -> None:
+    at = Layout((ranks,), allocated=False, by_c=True)
+    seconds = [class_of("shared").cost(size, at, Machine()) for size in (MIB, 2 * MIB, 2 * MIB + 8)]
+    assert seconds[0] < seconds[1] < seconds[2] / 2
+
+
 def test_many_nodes_take_few_steps() -> None:
     """A ring of 256 nodes takes 510 steps one after another, halving and doubling takes 16."""
     many = Layout((1,) * 256)

@@ -42,7 +42,7 @@ def by_numpy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
 
 def clear_caches() -> None:
-    for cached in (kernels._loaded, kernels._function, kernels._definition):
+    for cached in (kernels._switched_off, kernels._loaded, kernels._function, kernels._definition):
         cached.cache_clear()
 
 
@@ -209,12 +209,15 @@ def test_the_switch_and_an_older_library(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(kernels.SWITCH, "0")
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout == "NumPy (ALLREDUCE_KERNELS=0)\n"
+    here = kernels.status()
+    monkeypatch.setenv(kernels.SWITCH, "1" if kernels._switched_off() else "0")
+    assert kernels.status() == here  # as the functions, which read it once
     monkeypatch.delenv(kernels.SWITCH)
     monkeypatch.setattr(kernels, "VERSION", -1)
-    kernels._library.cache_clear()
+    clear_caches()
     assert kernels.status().startswith("NumPy (no C library" if not kernels._files() else "NumPy (library")
     monkeypatch.undo()
-    kernels._library.cache_clear()
+    clear_caches()
 
 
 # Arguments that C must never see

@@ -196,7 +196,8 @@ class Exact(Compressed):
             return
         wide = buffer.astype(FORMATS[buffer.dtype].wide, copy=False)  # not every inner algorithm has 16-bit floats
         self.inner.reduce(wide, op)
-        _unify(wide)
+        wide += 0.0  # one bit pattern for zeros, and one for NaN
+        wide[np.isnan(wide)] = np.nan
         if wide is not buffer:
             np.copyto(buffer, wide, casting="unsafe")
 
@@ -239,12 +240,6 @@ def _starts(where: Slice) -> list[int]:
     if 0 < rest < min(inside | {where.length}):
         inside.add(rest)
     return [0, *sorted(inside)]
-
-
-def _unify(values: np.ndarray) -> None:
-    """Give zeros and NaN one bit pattern, in place."""
-    values += 0.0
-    values[np.isnan(values)] = np.nan
 
 
 def check_exact(name: str, sums: bool, exact: Any, compress: Any) -> None:
