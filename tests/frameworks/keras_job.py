@@ -267,7 +267,7 @@ def check_trainers(every: bool) -> None:
     check_training(made, learned, wanted, history, (X[:4], Y[:4]))
     if every:
         check_more_trainers()
-    check_edits(partial(replica, 0, norm=every), halve, topology, X[:50], Y[:50])
+    check_edits(partial(replica, 0, norm=every), halve, topology, (X[:50], Y[:50]))
 
 
 def halve(replica: KerasReplica) -> None:

@@ -102,25 +102,29 @@ def check_training(
 
 
 def check_edits(
-    make: Callable[[], Replica], halve: Callable[[Any], object], topology: Topology, x: np.ndarray, y: np.ndarray
+    make: Callable[[], Replica],
+    halve: Callable[[Any], object],
+    topology: Topology,
+    data: tuple[np.ndarray, np.ndarray],
+    kinds: Sequence[str] = ("mirrored", "sharded", "central", "local"),
 ) -> None:
     """A change of the model by the user takes effect on all ranks. Collective. halve: halves parameters and running
-    statistics of a replica's model."""
+    statistics of a replica's model. kinds: keys of STRATEGIES, and "local"."""
 
     def local(made: Replica, topology: Topology) -> Any:
         return MirroredTrainer(made, "ring", topology, average=LocalSGD(2))
 
-    for kind in ("mirrored", "sharded", "central", "local"):
+    for kind in kinds:
         replica = make()
         with (STRATEGIES | {"local": local})[kind](replica, topology) as trainer:
-            trainer.fit(x, y, 1, 25, progress=False)
+            trainer.fit(*data, 1, 25, progress=False)
             before = snapshot_of(replica, {})
             trainer.edit(partial(halve, replica))
             after = snapshot_of(replica, {})
             for name, array in before.items():
                 if name == "parameters" or (name.startswith(("model.", "module.")) and array.dtype.kind == "f"):
                     np.testing.assert_array_equal(after[name], array / 2, err_msg=f"{kind}: {name}")
-            trainer.fit(x, y, 1, 25, progress=False)
+            trainer.fit(*data, 1, 25, progress=False)
             assert len(set(trainer.parameters_sha256())) == 1
 
 

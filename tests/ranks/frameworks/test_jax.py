@@ -22,22 +22,8 @@ import allreduce  # noqa: E402
 import allreduce.jax as ours  # noqa: E402
 from allreduce import errors  # noqa: E402
 from allreduce.jax.primitive import KNOWS_BUFFERS  # noqa: E402
-from tests.frameworks.replica_checks import (  # noqa: E402
-    as_dict,
-    as_tuple,
-    check_edits,
-    check_inputs,
-    check_training,
-    check_weights,
-)
-from trainers import (  # noqa: E402
-    EMA,
-    Accumulate,
-    ClipNorm,
-    Loader,
-    MirroredTrainer,
-    ParameterServerTrainer,
-)
+from tests.frameworks.replica_checks import as_dict, as_tuple, check_edits, check_inputs, check_weights  # noqa: E402
+from trainers import EMA, Accumulate, ClipNorm, Loader, MirroredTrainer, ParameterServerTrainer  # noqa: E402
 from trainers.errors import ArgumentError  # noqa: E402
 from trainers.replica import copy_of  # noqa: E402
 from trainers.replicas.jax import JaxReplica  # noqa: E402
@@ -89,11 +75,8 @@ def learned(trainer: Any) -> tuple[np.ndarray, Any]:
     return trainer.replica.state()["parameters"].copy(), history
 
 
-def test_trainers(flat: allreduce.Topology) -> None:
-    """P ranks train as one rank does; models that differ become equal. tests/matrix has all strategies."""
-    wanted, history = alone(flat)
-    made = {"sharded": partial(MirroredTrainer, replica(rank), "shared", flat, update="sharded")}
-    check_training(made, learned, wanted, history, (X[:4].astype("float32"), Y[:4]))
+def test_asynchronous_servers(flat: allreduce.Topology) -> None:
+    """The matrix has the other strategies."""
     with ParameterServerTrainer(replica(rank), flat, servers=1) as trainer:
         epochs = trainer.fit(X, Y, epochs=3, batch_size=16, progress=False)
         assert epochs[-1].loss < epochs[0].loss
@@ -104,7 +87,7 @@ def test_the_user_edits_parameters(flat: allreduce.Topology) -> None:
     def halve(replica: JaxReplica) -> None:
         replica.params = jax.tree.map(lambda leaf: leaf / 2, replica.params)
 
-    check_edits(replica, halve, flat, X, Y)
+    check_edits(replica, halve, flat, (X, Y), ["sharded", "local"])
     made = replica()
     with pytest.raises(ArgumentError, match="a tree like the one of this JaxReplica"):
         made.params = {**made.params, "b": np.zeros(6, "float32")}
@@ -122,7 +105,7 @@ def test_several_inputs_and_weights(flat: allreduce.Topology) -> None:
         return JaxReplica(added, loss, params, optax.adam(0.02))
 
     check_weights(made(), as_tuple if rank else as_dict)
-    check_inputs(made, as_dict, flat, ["mirrored", "servers"])
+    check_inputs(made, as_dict, flat, ["servers"])
     wrong = JaxReplica(added, lambda output, y: len(y) * loss(output, y), params, optax.adam(0.02))
     with MirroredTrainer(wrong, "auto", flat) as trainer, pytest.raises(ArgumentError, match="mean over the rows"):
         trainer.fit((X[:, :2], X[:, 2:]), Y % 3, sample_weight=np.ones(50), progress=False)
@@ -181,20 +164,22 @@ def tree(number: float) -> dict[str, Any]:
 def test_values(reduce: Any) -> None:
     """Eagerly and compiled, against NumPy over all ranks' trees."""
     everyone = [tree(number) for number in range(size)]
+    stacked = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *everyone)
     combined = {"psum": np.sum, "pmax": np.max, "pmin": np.min}
-    for name in (*combined, "all_gather", "broadcast"):
-        call = partial(getattr(ours, name), backend=reduce)
-        found = [call(tree(rank)), jax.jit(call)(tree(rank))]
-        stacked = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *everyone)
-        if name in combined:
-            wanted = jax.tree.map(lambda leaf, name=name: combined[name](leaf, axis=0).astype(leaf.dtype), stacked)
-        else:
-            wanted = stacked if name == "all_gather" else jax.tree.map(lambda leaf: leaf[0], stacked)
-        for each in found:
-            assert jax.tree.structure(each) == jax.tree.structure(wanted)
-            for here, there in zip(jax.tree.leaves(each), jax.tree.leaves(wanted), strict=True):
-                assert here.dtype == there.dtype
-                np.testing.assert_allclose(np.asarray(here, "float32"), np.asarray(there, "float32"), rtol=1e-2)
+    wanted: dict[str, Any] = {
+        name: jax.tree.map(lambda leaf, combine=combine: combine(leaf, axis=0).astype(leaf.dtype), stacked)
+        for name, combine in combined.items()
+    }
+    wanted |= {"all_gather": stacked, "broadcast": jax.tree.map(lambda leaf: leaf[0], stacked)}
+
+    def every(mine: Any) -> dict[str, Any]:
+        return {name: getattr(ours, name)(mine, backend=reduce) for name in wanted}
+
+    for found in (every(tree(rank)), jax.jit(every)(tree(rank))):
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        for here, there in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert here.dtype == there.dtype
+            np.testing.assert_allclose(np.asarray(here, "float32"), np.asarray(there, "float32"), rtol=1e-2)
     assert ours.pmean({}, reduce) == {}
     assert float(ours.pmean(float(rank), reduce)) == (size - 1) / 2
 
@@ -214,28 +199,32 @@ def views(array: Any) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
-@pytest.mark.parametrize("kind", ["float32", "bool"])
-def test_layouts(reduce: Any, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "combine"),
+    [
+        ("psum", "float32", lambda arrays: sum(arrays[1:], arrays[0])),
+        ("all_gather", "float32", np.stack),
+        ("broadcast", "bool", lambda arrays: arrays[0]),
+    ],
+    ids=["psum", "all_gather", "broadcast"],
+)
+def test_layouts(reduce: Any, name: str, kind: str, combine: Callable[[list[Any]], Any]) -> None:
     """Arrays that are not in the order of their memory, from NumPy and from JAX, also those that JAX may overwrite."""
     everyone = [((np.arange(24).reshape(2, 3, 4) * (number + 2) + number) % 5).astype(kind) for number in range(size)]
-    calls: dict[str, Callable[[list[Any]], Any]] = {"all_gather": np.stack, "broadcast": lambda arrays: arrays[0]}
-    if kind in ("float32", "float16", "bfloat16", "int32"):
-        calls |= {"psum": lambda arrays: sum(arrays[1:], arrays[0]), "pmax": lambda arrays: np.max(arrays, axis=0)}
-    for name, combine in calls.items():
-        call = partial(getattr(ours, name), backend=reduce)
-        wanted = {layout: combine([view(array) for array in everyone]) for layout, view in LAYOUTS.items()}
-        mine = jnp.asarray(everyone[rank])
-        forms = {
-            "NumPy": call(views(everyone[rank])),
-            "JAX": call(views(mine)),
-            "compiled": jax.jit(lambda array, call=call: call(views(array)))(mine),
-            "donated": jax.jit(call, donate_argnums=0)(views(jnp.array(everyone[rank]))),
-        }
+    call = partial(getattr(ours, name), backend=reduce)
+    mine = jnp.asarray(everyone[rank])
+    forms = {
+        "NumPy": call(views(everyone[rank])),
+        "JAX": call(views(mine)),
+        "compiled": jax.jit(lambda array: call(views(array)))(mine),
+        "donated": jax.jit(call, donate_argnums=0)(views(jnp.array(everyone[rank]))),
+    }
+    for layout, view in LAYOUTS.items():
+        wanted = combine([view(array) for array in everyone])
         for form, found in forms.items():
-            for layout, each in found.items():
-                assert each.dtype == kind
-                np.testing.assert_array_equal(np.asarray(each), wanted[layout], err_msg=f"{name}, {layout}, {form}")
-        np.testing.assert_array_equal(np.asarray(mine), everyone[rank])
+            assert found[layout].dtype == kind
+            np.testing.assert_array_equal(np.asarray(found[layout]), wanted, err_msg=f"{layout}, {form}")
+    np.testing.assert_array_equal(np.asarray(mine), everyone[rank])
 
 
 def test_large_arrays_whose_memory_is_reused(reduce: Any) -> None:
@@ -252,17 +241,18 @@ def test_large_arrays_whose_memory_is_reused(reduce: Any) -> None:
 
 def test_moves(reduce: Any) -> None:
     """Collectives that compute nothing accept every dtype: random keys are uint32, or have their own dtype."""
-    for kind in ("uint16", "uint32", "int16", "complex64", "bool", "float8_e4m3fn"):
-        mine = {"moved": jnp.arange(4).astype(kind) * (rank % 2), "float": jnp.ones(2)}
-        found = jax.jit(partial(ours.broadcast, backend=reduce, root=size - 1))(mine)["moved"]
-        assert found.dtype == mine["moved"].dtype
-        np.testing.assert_array_equal(found, jnp.arange(4).astype(kind) * ((size - 1) % 2))
-        assert ours.all_gather(mine, reduce)["moved"].shape == (size, 4)
+    kinds = ("uint16", "uint32", "int16", "complex64", "bool", "float8_e4m3fn", "float32")
+    mine, wanted = ({kind: (np.arange(4) * (of % 2)).astype(kind) for kind in kinds} for of in (rank, size - 1))
+    found = jax.jit(partial(ours.broadcast, backend=reduce, root=size - 1))(mine)
+    for kind in kinds:
+        assert found[kind].dtype == kind
+        np.testing.assert_array_equal(found[kind], wanted[kind])
+    assert {each.shape for each in ours.all_gather(mine, reduce).values()} == {(size, 4)}
     for key in (jax.random.PRNGKey(rank), jax.random.key(rank)):
         first = ours.broadcast({"key": key}, reduce)["key"]
         assert first.dtype == key.dtype
-        wanted = jax.random.PRNGKey(0) if key.dtype == "uint32" else jax.random.key(0)
-        np.testing.assert_array_equal(jax.random.normal(first, 3), jax.random.normal(wanted, 3))
+        of_rank_0 = jax.random.PRNGKey(0) if key.dtype == "uint32" else jax.random.key(0)
+        np.testing.assert_array_equal(jax.random.normal(first, 3), jax.random.normal(of_rank_0, 3))
         assert ours.all_gather(key, reduce).shape == (size, *key.shape)
     assert "uint32" in raised(errors.UnsupportedDtypeError, lambda: ours.psum(jax.random.PRNGKey(0), reduce))
 
@@ -283,11 +273,8 @@ def test_derivatives(reduce: Any) -> None:
         def value(array: Any, call: Any = call, then: Any = then) -> Any:
             return then(call(array, reduce)).sum()
 
-        for found in (
-            jax.jit(jax.grad(value))(mine),
-            jax.value_and_grad(value)(mine)[1] if name == "pmean" else wanted,
-        ):
-            np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(jax.jit(jax.grad(value))(mine), wanted, rtol=1e-6, err_msg=name)
+    np.testing.assert_allclose(jax.grad(lambda array: (ours.pmean(array, reduce) ** 2).sum())(mine), 2 * mean)
     slopes = jax.jit(jax.grad(lambda array: (array * rank).sum()))(mine)  # as data-parallel code has it
     np.testing.assert_allclose(jax.jit(partial(ours.pmean, backend=reduce))(slopes), np.full(3, (size - 1) / 2))
     assert "stop_gradient" in raised(
