@@ -17,6 +17,7 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -98,17 +99,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out the files that run in other jobs, unless they are named."""
-    ours = collection_path.name.startswith("test_") and jobs.HERE in collection_path.parents
-    return True if ours and JOB[1] not in jobs.jobs(collection_path).get(JOB[0], ()) else None
+    """Leave out the files that run in other jobs, unless they are named, and those of PyTorch where it is missing."""
+    if not collection_path.name.startswith("test_") or jobs.HERE not in collection_path.parents:
+        return None
+    lacks = collection_path.parent.name in ("pytorch", "torch_backend") and find_spec("torch") is None
+    return True if lacks or JOB[1] not in jobs.jobs(collection_path).get(JOB[0], ()) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         item.extra_keyword_matches.update(os.environ.get("ALLREDUCE_TEST_WORDS", "").split())
-    if "ALLREDUCE_TEST_REPORTS" in os.environ and not config.option.keyword and JOB != ("openmpi", 2):
-        every_pair = {item.nodeid.partition("[")[0] for item in items if item.get_closest_marker("every_pair")}
+    if "ALLREDUCE_TEST_REPORTS" in os.environ and not config.option.keyword:
+        every_pair = {
+            item.nodeid.partition("[")[0]
+            for item in items
+            if JOB == ("openmpi", 2) or item.get_closest_marker("every_pair")
+        }
         chosen = pairs.chosen([item.nodeid for item in items], f"{JOB}", every_pair)  # all cases by hand, or with -k
         items[:] = [item for item in items if item.nodeid in chosen]
 

@@ -1,7 +1,7 @@
 """Which cases of a test with several parameters a job runs: so many that the jobs together have each pair of values.
 
 A fault shows itself in one value, or in two that come together, hardly ever in three alone. The number of ranks and the
-MPI count as values too. 2 ranks of Open MPI run all cases, so each other job runs each value once, and the pairs with a
+MPI count as values too. 2 ranks of Open MPI run each pair, so each other job runs each value once, and the pairs with a
 value that 2 ranks do not have.
 """
 
@@ -11,6 +11,8 @@ from collections.abc import Collection
 
 Values = tuple[tuple[int, str], ...]
 OF_MORE_RANKS = {"flat", "twos", "uneven", "uneven hosts"}  # divisions that are others than those of 2 ranks
+SEVERAL_NODES = {"ones", "twos", "uneven", "uneven hosts", "hosts of one"}
+ONE_NODE = {"shared", "shared+staged"}  # backends that are refused on several nodes, so their tests are skipped there
 
 
 def chosen(tests: list[str], job: str, every_pair: Collection[str] = ()) -> set[str]:
@@ -22,7 +24,9 @@ def chosen(tests: list[str], job: str, every_pair: Collection[str] = ()) -> set[
     cases: dict[str, dict[str, list[str]]] = {}
     for test in tests:
         function, _, values = test.partition("[")
-        cases.setdefault(function, {})[test] = values.removesuffix("]").split("-")
+        parts = values.removesuffix("]").split("-")
+        if ONE_NODE.isdisjoint(parts) or SEVERAL_NODES.isdisjoint(parts):
+            cases.setdefault(function, {})[test] = parts
     found: set[str] = set()
     for function, each in cases.items():
         alike = len({len(parts) for parts in each.values()}) == 1

@@ -38,11 +38,11 @@ LONG_PLACES = [place for place in PLACES if place[0] in LONG and place[1] in ("f
 
 
 def dtypes_at(variant: str) -> tuple[str, ...]:
-    """Return the dtypes for this number of ranks.
+    """Return the dtypes of a variant on this number of ranks.
 
-    All dtypes on 2 ranks. More ranks take long: one dtype for each kind of sum; on 3 ranks of Open MPI the other
-    dtypes, so that an odd number of ranks has each dtype. Under MPICH, where 3 and more ranks take longest, different
-    dtypes for each number of ranks.
+    On 2 ranks all dtypes; of composed backends, on 1, 4 and 5 ranks, and in a quick run one for each kind of sum; on
+    3 ranks of Open MPI the three others. On 3 and more ranks of MPICH, whose calls take longest, one or two, which are
+    others for each number of ranks.
     """
     if MPI.get_vendor()[0] == "MPICH" and SIZE > 2:
         return {3: ("float16", "int64"), 4: ("bfloat16",)}.get(SIZE, ("float32",))
@@ -53,15 +53,12 @@ def dtypes_at(variant: str) -> tuple[str, ...]:
 
 
 def cases() -> list[tuple[tuple[str, str], str]]:
-    """Return places with dtypes. On 3 and more ranks the real node has each dtype, and simulated nodes have the dtypes
-    in turn: every variant has every dtype and every division into nodes. `shared` needs one node, so simulated nodes
-    are left out there, and pairs.py can't take them for its dtypes."""
+    """Return places with dtypes. On 3 and more ranks the real node has each dtype of `dtypes_at`, and simulated nodes
+    have one of them, in turn."""
     found = []
     for (one, variant), (other, shape) in itertools.product(enumerate(VARIANTS), enumerate(SHAPES)):
         dtypes = dtypes_at(variant)
         if SIZE > 2 and shape != "flat":
-            if variant in ("shared", "shared+staged"):
-                continue
             dtypes = (dtypes[(one + other) % len(dtypes)],)
         found += [((variant, shape), dtype) for dtype in dtypes]
     return found
