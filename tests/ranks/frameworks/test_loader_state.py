@@ -11,7 +11,7 @@ import pytest
 
 import allreduce
 from allreduce.transport import control
-from tests.ranks.training.test_fit import data, network
+from tests.ranks.training.fits import data, network
 from trainers import Loader, MirroredTrainer, ParameterServerTrainer
 from trainers.errors import CheckpointError, DataError
 from trainers.fit.checkpointing import Checkpoint

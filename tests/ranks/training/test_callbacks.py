@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from mpi4py import MPI
 import allreduce
 import trainers
 from allreduce.errors import DisagreementError
+from tests.ranks.training.fits import TRAINERS
 from tests.trace_schema import check_trace
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.callbacks import CSVLogger, EarlyStopping, LearningRateSchedule, ModelCheckpoint, TensorBoard, Timeline
@@ -85,29 +85,22 @@ def test_a_callback_gathers_values_also_if_a_callback_of_one_rank_fails(flat: al
         assert gathers.seen == 2 * [[*range(SIZE)]]
 
 
-KINDS: dict[str, Callable[[NumpyNetwork, allreduce.Topology], Any]] = {
-    "central": lambda network, ranks: trainers.CentralStorageTrainer(network, ranks),
-    "parameter_server": lambda network, ranks: trainers.ParameterServerTrainer(network, ranks, updates="sync"),
-    "spare_replicas": lambda network, ranks: trainers.SpareReplicasTrainer(network, ranks, spare=0),
-}
-
-
 @pytest.mark.skipif(SIZE != 3, reason="once is enough")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["central", "sync", "spare"])
 def test_other_trainers(kind: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
     """A rate that ruins the model, the best weights restored, a file for each epoch, a trace: as with
     MirroredTrainer."""
     if kind != "central" and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
     losses = []
-    for make in (lambda network, ranks: MirroredTrainer(network, "auto", ranks), KINDS[kind]):
+    for make in (TRAINERS["replicated"], TRAINERS[kind]):
         callbacks = [
             LearningRateSchedule(lambda epoch, rate: 0.02 if epoch < 2 else 3.0),
             EarlyStopping(patience=1, restore_best_weights=True),
             ModelCheckpoint(folder / "{epoch}.npz"),
             Timeline(folder / "trace.json"),
         ]
-        with make(NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), flat) as trainer:
+        with make(NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), topology=flat) as trainer:
             history = fit(trainer, *callbacks)
             assert len(history) == 3
             restored = trainer.evaluate(X, Y)["loss"]

@@ -17,14 +17,14 @@ from mpi4py import MPI
 
 import allreduce
 from tests import event_files
+from tests.ranks.training import fits
+from tests.ranks.training.fits import FEATURES, ROWS, SIZE, STRATEGIES, Once, data, on_last, stop
 from trainers import (
     CentralStorageTrainer,
     Checkpoint,
     Loader,
     MirroredTrainer,
     NumpyNetwork,
-    ParameterServerTrainer,
-    SpareReplicasTrainer,
 )
 from trainers import callbacks as shipped
 from trainers.callbacks import (
@@ -45,32 +45,15 @@ from trainers.watching.callback import Callback
 from trainers.watching.history import History
 from trainers.watching.meter import Meter
 
-SIZE = MPI.COMM_WORLD.size
-ROWS, FEATURES, EPOCHS, BATCH = 50, 6, 4, 12  # five steps in an epoch, the last one short
+EPOCHS, BATCH = 4, 12  # five steps in an epoch, the last one short
 
 
 def network(**options: Any) -> NumpyNetwork:
-    return NumpyNetwork([FEATURES, 8, 3], **{"seed": 1, "lr": 0.01, **options})
+    return fits.network(**{"lr": 0.01, **options})
 
 
-def data() -> tuple[np.ndarray, np.ndarray]:
-    x = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype("float32")
-    return x, x[:, :3].argmax(1)
-
-
-TRAINERS = {
-    "replicated": lambda replica, topology: MirroredTrainer(replica, "ring", topology),
-    "sharded": lambda replica, topology: MirroredTrainer(replica, "shared", topology, update="sharded"),
-    "central": lambda replica, topology: CentralStorageTrainer(replica, topology, storage=topology.size - 1),
-}
-SERVED = {
-    "sync": lambda replica, topology: ParameterServerTrainer(replica, topology, updates="sync"),
-    "async": lambda replica, topology: ParameterServerTrainer(replica, topology),
-    "spare": lambda replica, topology: SpareReplicasTrainer(replica, topology, spare=0),
-}
-if SIZE > 1:
-    TRAINERS["sync"] = SERVED["sync"]
-STRATEGIES = pytest.mark.parametrize("strategy", TRAINERS)
+TRAINERS = STRATEGIES | {"central": partial(CentralStorageTrainer, storage=SIZE - 1)}
+every_strategy = pytest.mark.parametrize("strategy", ["replicated", "sharded", "central", *["sync"] * (SIZE > 1)])
 
 ONCE = pytest.mark.skipif(SIZE != 3, reason="once is enough")
 
@@ -79,20 +62,13 @@ class KilledError(Exception):
     """Raised in place of a kill: nothing runs after it."""
 
 
-class Kill(Callback):
-    """Raises on one rank, before a step."""
+def kill(trainer: Trainer) -> None:
+    raise KilledError
 
-    reads_batches = False
 
-    def __init__(self, epoch: int, step: int) -> None:
-        self._when, self._epoch = (epoch, step), 0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if (self._epoch, batch) == self._when and self.trainer.rank == self.trainer.size - 1:
-            raise KilledError
+def killed_before(epoch: int, step: int) -> list[Callback]:
+    """Return the callbacks of a fit whose last rank is killed before a step."""
+    return on_last("on_train_batch_begin", kill, epoch, step)
 
 
 def fitted(trainer: Trainer, **options: Any) -> History:
@@ -102,8 +78,8 @@ def fitted(trainer: Trainer, **options: Any) -> History:
 
 
 def killed(strategy: str, topology: allreduce.Topology, folder: Path, every: str, when: tuple[int, int]) -> None:
-    with TRAINERS[strategy](network(seed=2), topology) as trainer, pytest.raises(KilledError):
-        fitted(trainer, checkpoint=Checkpoint(str(folder), every), callbacks=[Kill(*when)], resume=True)
+    with TRAINERS[strategy](network(seed=2), topology=topology) as trainer, pytest.raises(KilledError):
+        fitted(trainer, checkpoint=Checkpoint(str(folder), every), callbacks=killed_before(*when), resume=True)
 
 
 def bits(history: History) -> list[list[float]]:
@@ -111,12 +87,12 @@ def bits(history: History) -> list[list[float]]:
     return [history.column(name) for name in ("epoch", "loss", "accuracy", "validation_loss", "validation_accuracy")]
 
 
-@STRATEGIES
+@every_strategy
 def test_the_end_of_an_epoch_that_was_resumed_in_its_middle_can_be_read(
     strategy: str, flat: allreduce.Topology, folder: Path
 ) -> None:
     killed(strategy, flat, folder, "3 steps", (0, 3))
-    with TRAINERS[strategy](network(seed=5), flat) as trainer:
+    with TRAINERS[strategy](network(seed=5), topology=flat) as trainer:
         epoch = fitted(trainer, epochs=2, checkpoint=str(folder), resume=True)[0]
     assert epoch.samples_per_second == pytest.approx(ROWS / epoch.seconds)
     found = [files.read(path).progress for path in files.paths(str(folder))]
@@ -124,10 +100,10 @@ def test_the_end_of_an_epoch_that_was_resumed_in_its_middle_can_be_read(
     assert [len(each.values) for each in found] == [0, 0, 3]
 
 
-@STRATEGIES
+@every_strategy
 def test_what_is_collected_is_what_is_saved(strategy: str, flat: allreduce.Topology, folder: Path) -> None:
     """Sharded optimizer state is complete in a checkpoint, and equal to the state that `save` writes."""
-    with TRAINERS[strategy](network(), flat) as trainer:
+    with TRAINERS[strategy](network(), topology=flat) as trainer:
         fitted(trainer, checkpoint=str(folder))
         trainer.save(str(folder / "model.npz"))
         if trainer.rank == 0:
@@ -166,7 +142,7 @@ def test_random_numbers_go_on(flat: allreduce.Topology, folder: Path) -> None:
 
     expected = fit()
     with pytest.raises(KilledError):
-        fit(checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Kill(1, 3)])
+        fit(checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=killed_before(1, 3))
     assert fit(checkpoint=str(folder), resume=True) == expected
 
 
@@ -181,12 +157,9 @@ def test_seconds_are_rank_0s(flat: allreduce.Topology, folder: Path) -> None:
 
 
 def test_a_stop_is_written_and_a_longer_training_goes_on(flat: allreduce.Topology, folder: Path) -> None:
-    class Stop(Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.trainer.stop_training = batch == 2 and self.trainer.rank == 0
-
+    stopping = [Once("on_train_batch_end", stop, epoch=0, batch=2)] if flat.rank == 0 else []
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        assert len(fitted(trainer, checkpoint=str(folder), callbacks=[Stop()])) == 1
+        assert len(fitted(trainer, checkpoint=str(folder), callbacks=stopping)) == 1
         assert [os.path.basename(path) for path in files.paths(str(folder))] == ["checkpoint-00000004.npz"]
         assert len(fitted(trainer, checkpoint=str(folder), resume=True)) == EPOCHS
         before = trainer.parameters_sha256()
@@ -205,13 +178,9 @@ def test_a_rank_that_joins_after_the_last_step_writes_the_end_too(
         meter.on_epoch_begin(0)
         return found
 
-    class Stop(Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.trainer.stop_training = batch == 3
-
     monkeypatch.setattr(Meter, "means", forget)
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        fitted(trainer, checkpoint=str(folder), callbacks=[Stop()])
+        fitted(trainer, checkpoint=str(folder), callbacks=[Once("on_train_batch_end", stop, 0, 3)])
     assert [os.path.basename(path) for path in files.paths(str(folder))] == ["checkpoint-00000005.npz"]
 
 
@@ -376,7 +345,7 @@ def test_every_shipped_callback_goes_on(
         if world.rank == 0:
             written.mkdir(exist_ok=True)
         world.Barrier()
-        with TRAINERS[strategy](network(), flat) as trainer:
+        with TRAINERS[strategy](network(), topology=flat) as trainer:
             history = fitted(trainer, callbacks=[*every_callback(written), *others], **options)
             result = bits(history), trainer.parameters_sha256(), trainer.replica.learning_rates
         world.Barrier()
@@ -394,7 +363,7 @@ def test_every_shipped_callback_goes_on(
     expected = fit("whole")
     assert [line[0] for line in expected[-2]] == ["0", "1", "2", "3"]
     with pytest.raises(KilledError):
-        fit("again", Kill(2, 4), checkpoint=Checkpoint(str(folder), "3 steps"))
+        fit("again", *killed_before(2, 4), checkpoint=Checkpoint(str(folder), "3 steps"))
     assert fit("again", checkpoint=str(folder), resume=True) == expected
 
 
@@ -445,10 +414,10 @@ def test_servers_pass_over_the_middle_of_an_epoch(
     flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
-        fitted(trainer, checkpoint=Checkpoint(str(folder), "5 steps"), callbacks=[Kill(1, 3)])
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "5 steps"), callbacks=killed_before(1, 3))
     with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
-        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Kill(1, 3)], resume=True)
-    with SERVED["async"](network(seed=7), flat) as trainer, caplog.at_level("WARNING", "trainers"):
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=killed_before(1, 3), resume=True)
+    with TRAINERS["async"](network(seed=7), topology=flat) as trainer, caplog.at_level("WARNING", "trainers"):
         history = fitted(trainer, checkpoint=str(folder), resume=True)
     assert history.column("epoch") == [1, 2, 3, 4]
     assert ("of the middle of an epoch" in caplog.text) == (flat.rank == 0)
@@ -460,9 +429,9 @@ def test_trainers_whose_ranks_go_their_own_way_go_on_from_the_end_of_an_epoch(
     strategy: str, flat: allreduce.Topology, folder: Path
 ) -> None:
     with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
-        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Kill(1, 3)])
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=killed_before(1, 3))
     with (
-        SERVED[strategy](network(), flat) as trainer,
+        TRAINERS[strategy](network(), topology=flat) as trainer,
         pytest.raises(CheckpointError, match="of the middle of an epoch"),
     ):
         fitted(trainer, checkpoint=str(folder), resume=True)
@@ -470,9 +439,9 @@ def test_trainers_whose_ranks_go_their_own_way_go_on_from_the_end_of_an_epoch(
         os.unlink(files.paths(str(folder))[0])  # after 8 steps; the one before is after 6, and in the middle as well
         os.unlink(files.paths(str(folder))[0])
         os.unlink(files.paths(str(folder))[0])
-    with SERVED[strategy](network(), flat) as trainer:
+    with TRAINERS[strategy](network(), topology=flat) as trainer:
         fitted(trainer, epochs=2, checkpoint=Checkpoint(str(folder), "7 steps"))
-    with SERVED[strategy](network(seed=7), flat) as trainer:
+    with TRAINERS[strategy](network(seed=7), topology=flat) as trainer:
         history = fitted(trainer, checkpoint=Checkpoint(str(folder), "0.000001 s"), resume=True)
         scores, parameters = trainer.evaluate(*data()), trainer.parameters_sha256()
     assert history.column("epoch") == [1, 2, 3, 4]

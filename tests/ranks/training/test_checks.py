@@ -9,9 +9,9 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-import trainers
 from allreduce import notices
 from allreduce.errors import DisagreementError, DivergenceError
+from tests.ranks.training.fits import STRATEGIES
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.callbacks import (
     Callback,
@@ -34,20 +34,11 @@ BAD[39, 1] = np.nan  # of three ranks, the last one's row in the second batch
 ONCE = SIZE == 3 and MPI.get_vendor()[0] != "MPICH"
 pytestmark = pytest.mark.skipif(not ONCE, reason="a majority needs three ranks, and once is enough")
 
-KINDS: dict[str, Callable[[NumpyNetwork, allreduce.Topology], Trainer]] = {
-    "replicated": lambda network, ranks: MirroredTrainer(network, "auto", ranks),
-    "sharded": lambda network, ranks: MirroredTrainer(network, "auto", ranks, update="sharded"),
-    "central": lambda network, ranks: trainers.CentralStorageTrainer(network, ranks),
-    "sync": lambda network, ranks: trainers.ParameterServerTrainer(network, ranks, updates="sync"),
-    "async": lambda network, ranks: trainers.ParameterServerTrainer(network, ranks),
-    "spare": lambda network, ranks: trainers.SpareReplicasTrainer(network, ranks, spare=0),
-}
-
 
 def made(ranks: allreduce.Topology, kind: str = "replicated") -> Trainer:
     if kind in ("async", "spare") and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
-    return KINDS[kind](NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), ranks)
+    return STRATEGIES[kind](NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), topology=ranks)
 
 
 def fit(trainer: Trainer, *callbacks: Callback, x: np.ndarray = X) -> Any:
@@ -139,7 +130,7 @@ def test_replicas_that_are_equal(
         assert "on purpose" in raised(world, ArgumentError, lambda: fit(trainer, *edits, CheckDivergence(every=1)))
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded", "central", "sync", "async", "spare"])
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_who_brings_nan(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     with made(flat, kind) as trainer:
         text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients(), x=BAD))
@@ -181,7 +172,7 @@ def test_sums_that_overflow(update: str, flat: allreduce.Topology, world: MPI.In
         assert np.isfinite(fit(trainer, CheckGradients()).column("loss")).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_a_batch_that_was_left_out_has_no_loss(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     """The logs of batches have a NaN loss if no step was taken before."""
     told: list[Any] = []
@@ -256,7 +247,7 @@ class Poisons(Callback):
         self._step = batch
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "spare"])  # its chief copies the replica
+@pytest.mark.parametrize("kind", [kind for kind in STRATEGIES if kind != "spare"])  # its chief copies the replica
 def test_epochs_without_steps_have_no_loss(
     kind: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
 ) -> None:

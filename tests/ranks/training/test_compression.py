@@ -12,9 +12,9 @@ from mpi4py import MPI
 import allreduce
 from allreduce import errors
 from tests.ranks.together import raised
+from tests.ranks.training.fits import on_last
 from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
 from trainers.errors import CheckpointError
-from trainers.watching.callback import Callback
 
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 several = pytest.mark.skipif(size == 1, reason="one rank compresses nothing")
@@ -41,15 +41,8 @@ class StopError(Exception):
     """Ends a fit, as a crash would."""
 
 
-class Stop(Callback):
-    """Raises on the last rank when epoch `epoch` begins."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if epoch == self.epoch and self.trainer.rank == self.trainer.size - 1:
-            raise StopError
+def crash(trainer: MirroredTrainer) -> None:
+    raise StopError
 
 
 @several
@@ -74,7 +67,9 @@ def test_a_resumed_training_has_the_same_bits(compress: str, flat: allreduce.Top
         unsent = trainer.allreduce.state()
         assert any(name.endswith("/residual") and array.any() for name, array in unsent.items())
     with trainer_of(flat, compress=compress) as trainer, pytest.raises(StopError):
-        fitted(trainer, checkpoint=Checkpoint(str(folder), "epoch"), callbacks=[Stop(2)])
+        fitted(
+            trainer, checkpoint=Checkpoint(str(folder), "epoch"), callbacks=on_last("on_epoch_begin", crash, epoch=2)
+        )
     with trainer_of(flat, seed=5, compress=compress) as trainer:
         resumed = fitted(trainer, checkpoint=str(folder), resume=True)
         assert trainer.parameters_sha256() == expected

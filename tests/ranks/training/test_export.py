@@ -15,15 +15,7 @@ from tests.ranks.together import raised_everywhere
 from tests.ranks.training.test_inputs import TRAINERS
 from tests.ranks.training.test_tables import rows_of
 from tests.training.test_tables import people, write
-from trainers import (
-    EMA,
-    LocalSGD,
-    MirroredTrainer,
-    NumpyNetwork,
-    ParameterServerTrainer,
-    datasets,
-    network_of,
-)
+from trainers import EMA, LocalSGD, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets, network_of
 from trainers.apps.export.metadata import Exported
 from trainers.cli.main import main
 from trainers.errors import ArgumentError, ExportError
@@ -68,7 +60,7 @@ class Exports(Callback):
 
 @pytest.mark.parametrize("name", [*TRAINERS, *OTHERS])
 def test_every_trainer_exports_its_model(name: str, flat: allreduce.Topology, folder: Path) -> None:
-    if flat.size < 2 and name in ("servers", "async"):
+    if flat.size < 2 and name in ("sync", "async"):
         pytest.skip("one rank is a server, so others must compute")
     made = ({**TRAINERS, **OTHERS})[name]
     path, calls = folder / "a.onnx", Exports(folder / "callback.onnx")

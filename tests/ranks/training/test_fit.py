@@ -1,8 +1,6 @@
 """fit on several ranks: callbacks, a stop that reaches all ranks, data sets, and errors that all ranks raise."""
 
 import threading
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,13 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import DisagreementError
 from allreduce.transport.control import on_all_ranks
-from trainers import CentralStorageTrainer, Loader, MirroredTrainer, NumpyNetwork
+from tests.ranks.training.fits import FEATURES, ROWS, TRAINERS, Once, data, fail, network, on_last, stop
+from trainers import Loader, MirroredTrainer, NumpyNetwork
 from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.watching.callback import Callback
 
-ROWS, FEATURES = 50, 6
 BATCH_EVENTS = ("on_train_batch_begin", "on_train_batch_end")
 EVENTS = ("on_train_begin", "on_epoch_begin", *BATCH_EVENTS, "on_epoch_end", "on_train_end")
-
-
-def network() -> NumpyNetwork:
-    return NumpyNetwork([FEATURES, 8, 3], seed=1)
-
-
-def data() -> tuple[np.ndarray, np.ndarray]:
-    x = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype("float32")
-    return x, x[:, :3].argmax(1)
 
 
 class Recorder(Callback):
@@ -67,44 +56,6 @@ def test_events_come_in_order_with_the_numbers_of_all_ranks(flat: allreduce.Topo
     assert recorder.trainer is None  # it keeps no trainer, so no memory of one
 
 
-class Once(Callback):
-    """Calls an action at one event, in one epoch, on one batch."""
-
-    def __init__(self, event: str, action: Callable[[Any], None], epoch: int = 1, batch: int = 1) -> None:
-        self._event, self._action = event, action
-        self._when = {"epoch": epoch, "batch": batch}
-        self._epoch = 0
-
-    def _at(self, event: str, batch: int | None = None) -> None:
-        whole = event in ("on_train_begin", "on_train_end")
-        epoch_comes = whole or self._epoch == self._when["epoch"]
-        if event == self._event and epoch_comes and batch in (None, self._when["batch"]):
-            self._action(self.trainer)
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._at("on_train_begin")
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._at("on_train_end")
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
-        self._at("on_epoch_begin")
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._at("on_epoch_end")
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._at("on_train_batch_begin", batch)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._at("on_train_batch_end", batch)
-
-
-def fail(trainer: MirroredTrainer) -> None:
-    raise OSError("the disk is full")
-
-
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 @pytest.mark.parametrize(("event", "batch"), [(event, 1) for event in EVENTS] + [(event, 2) for event in BATCH_EVENTS])
 def test_an_exception_of_one_callback_is_raised_on_all_ranks(
@@ -112,7 +63,7 @@ def test_an_exception_of_one_callback_is_raised_on_all_ranks(
 ) -> None:
     """Batch 2 is the last one. Afterwards the ranks are in step, and the trainer works."""
     x, y = data()
-    callbacks = [Once(event, fail, batch=batch)] if flat.rank == flat.size - 1 else []
+    callbacks = on_last(event, fail, batch=batch)
     with MirroredTrainer(network(), "shared", flat, update=update) as trainer:
         with pytest.raises(OSError, match="the disk is full") as caught:
             trainer.fit(x, y, 3, 20, callbacks=callbacks, progress=False, validation_data=(x, y))
@@ -133,7 +84,7 @@ def test_an_error_that_only_some_ranks_know_is_raised_on_all(
         error = kind("only some know")
         raise on_all_ranks(error, MPI.COMM_SELF) if kind is OSError else error
 
-    callbacks = [Once(event, raise_for_some)] if flat.rank == flat.size - 1 else []
+    callbacks = on_last(event, raise_for_some)
     with MirroredTrainer(network(), "ring", flat) as trainer:
         with pytest.raises(kind, match="only some know") as caught:
             trainer.fit(*data(), 3, 20, callbacks=callbacks, progress=False)
@@ -153,14 +104,7 @@ class Fragile(NumpyNetwork):
         return super().gradients(x, y, share)
 
 
-KINDS: dict[str, Callable[..., Any]] = {
-    "replicated": partial(MirroredTrainer, allreduce="shared"),
-    "sharded": partial(MirroredTrainer, allreduce="shared", update="sharded"),
-    "central": CentralStorageTrainer,
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "central"])
 @pytest.mark.parametrize("place", ["a callback", "the gradients"])
 def test_no_rank_updates_by_a_step_that_one_of_them_has_failed(place: str, kind: str, flat: allreduce.Topology) -> None:
     x, y = data()
@@ -168,17 +112,13 @@ def test_no_rank_updates_by_a_step_that_one_of_them_has_failed(place: str, kind:
     last = flat.rank == flat.size - 1
     mine.fails = last and place == "the gradients"
     keep = Once("on_train_batch_begin", lambda trainer: seen.append(trainer.replica.parameters.copy()), epoch=0)
-    broken = [Once("on_train_batch_begin", fail, epoch=0)] if last and place == "a callback" else []
-    with KINDS[kind](mine, topology=flat) as trainer:
+    broken = on_last("on_train_batch_begin", fail, epoch=0) if place == "a callback" else []
+    with TRAINERS[kind](mine, topology=flat) as trainer:
         with pytest.raises((OSError, IndexError), match=r"disk is full|label 12") as caught:
             trainer.fit(x, y, 1, 20, callbacks=[keep, *broken], progress=False)
         assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[union-attr]
         np.testing.assert_array_equal(mine.parameters, seen[0])
         assert len(trainer.fit(x, y, 1, 20, progress=False)) == 1
-
-
-def stop(trainer: MirroredTrainer) -> None:
-    trainer.stop_training = True
 
 
 @pytest.mark.parametrize(
@@ -189,9 +129,8 @@ def test_a_stop_on_one_rank_stops_all(event: str, rows: int, flat: allreduce.Top
     """In the second of 5 epochs, of 50 rows in batches of 20, 20 and 10: after the batch whose flags carry the stop."""
     x, y = data()
     counter = Counter()
-    callbacks: list[Callback] = [Once(event, stop)] if flat.rank == flat.size - 1 else []
     with MirroredTrainer(network(), "native", flat) as trainer:
-        history = trainer.fit(x, y, 5, 20, callbacks=[*callbacks, counter], progress=False)
+        history = trainer.fit(x, y, 5, 20, callbacks=[*on_last(event, stop), counter], progress=False)
         assert trainer.stop_training
         assert len(history) == 2
         assert counter.rows == rows

@@ -11,33 +11,24 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import DisagreementError
-from tests.ranks.training.test_fit import data, network
+from tests.ranks.training import fits
+from tests.ranks.training.fits import data, network
 from trainers import (
     Accumulate,
-    CentralStorageTrainer,
     Checkpoint,
     Exact,
     Loader,
     LocalSGD,
     MirroredTrainer,
     NumpyNetwork,
-    ParameterServerTrainer,
     Replica,
-    SpareReplicasTrainer,
 )
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit.weights import ClassWeights
 
 EPOCHS, BATCH = 2, 12
 CLASS_WEIGHT = {0: 3.0, 2: 0.5}
-TRAINERS: dict[str, Callable[..., Any]] = {
-    "mirrored": functools.partial(MirroredTrainer, allreduce="ring"),
-    "sharded": functools.partial(MirroredTrainer, allreduce="shared", update="sharded"),
-    "exact": functools.partial(MirroredTrainer, allreduce="ring", average=Exact(micro_batch=5)),
-    "central": CentralStorageTrainer,
-    "servers": functools.partial(ParameterServerTrainer, updates="sync"),
-    "spare": functools.partial(SpareReplicasTrainer, spare=0),
-}
+TRAINERS = fits.TRAINERS | {"exact": functools.partial(MirroredTrainer, average=Exact(micro_batch=5))}
 
 
 class Joined(NumpyNetwork):
@@ -109,7 +100,7 @@ def on_one_rank(row_weights: np.ndarray | None) -> list[Any]:
     """Train on plain arrays with one rank, and no class weights."""
     x, y = data()
     with allreduce.Topology(MPI.COMM_SELF) as alone:
-        return trained(TRAINERS["mirrored"], alone, x, y, batch_size=BATCH, sample_weight=row_weights, shuffle=False)
+        return trained(TRAINERS["replicated"], alone, x, y, batch_size=BATCH, sample_weight=row_weights, shuffle=False)
 
 
 def loader(x: Any) -> Iterator[Any]:
@@ -127,7 +118,7 @@ class Source:
 
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_a_training_is_that_of_one_rank(kind: str, flat: allreduce.Topology) -> None:
-    if kind == "servers" and flat.size == 1:
+    if kind == "sync" and flat.size == 1:
         pytest.skip("a server needs a worker")
     x, y = data()
     train = functools.partial(trained, TRAINERS[kind], flat)
@@ -141,7 +132,7 @@ def test_a_training_is_that_of_one_rank(kind: str, flat: allreduce.Topology) -> 
         (both, train(Loader(Rows(), prefetch=True), class_weight=CLASS_WEIGHT, **arrays)),
     ]
     if kind != "spare":
-        server = kind == "servers" and flat.rank == flat.size - 1
+        server = kind == "sync" and flat.rank == flat.size - 1
         batches = None if server else Source()
         found.append((both, train(Loader(batches, rows="whole"), class_weight=CLASS_WEIGHT)))
     for row_weights, (parameters, history) in found:
@@ -245,7 +236,7 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "sharded"])
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
 def test_bad_input_is_one_error_on_all_ranks(kind: str, flat: allreduce.Topology) -> None:
     replica = network()
     with TRAINERS[kind](replica, topology=flat) as trainer:

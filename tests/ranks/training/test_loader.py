@@ -17,9 +17,8 @@ import allreduce
 from allreduce.errors import DisagreementError
 from allreduce.transport import control
 from tests.ranks.together import raised_everywhere
-from tests.ranks.training.test_fit import data, network
+from tests.ranks.training.fits import STRATEGIES, TRAINERS, Once, data, network, stop
 from trainers import (
-    CentralStorageTrainer,
     Checkpoint,
     Exact,
     Loader,
@@ -36,17 +35,10 @@ from trainers.watching.callback import Callback
 
 Pair = tuple[np.ndarray, np.ndarray]
 EPOCHS = 2
-TRAINERS: dict[str, Any] = {
-    "mirrored": functools.partial(MirroredTrainer, allreduce="ring"),
-    "sharded": functools.partial(MirroredTrainer, allreduce="shared", update="sharded"),
-    "central": CentralStorageTrainer,
-    "servers": functools.partial(ParameterServerTrainer, updates="sync"),
-    "spare": functools.partial(SpareReplicasTrainer, spare=0),
-}
 
 
 def trainer_of(kind: str, topology: allreduce.Topology) -> Any:
-    if kind == "servers" and topology.size == 1:
+    if kind == "sync" and topology.size == 1:
         pytest.skip("a server needs a worker")
     return TRAINERS[kind](network(), topology=topology)
 
@@ -141,10 +133,10 @@ def test_other_ranks_resume_between_passes_only(flat: allreduce.Topology, folder
         pytest.skip("needs two ranks")
     x, y = data()
     loader = Loader([(x, y)] * 3, rows="divided")
-    for name, stop in (("middle", [StopAt(1)]), ("end", [])):
+    for name, stopping in (("middle", [Once("on_train_batch_end", stop, 0, 0)]), ("end", [])):
         with MirroredTrainer(network(), "ring", flat) as trainer:
             checkpoint = Checkpoint(str(folder / name), "1 step")
-            trainer.fit(loader, epochs=1, progress=False, callbacks=stop, checkpoint=checkpoint)
+            trainer.fit(loader, epochs=1, progress=False, callbacks=stopping, checkpoint=checkpoint)
 
     def resume() -> None:
         with allreduce.Topology(MPI.COMM_SELF) as alone, MirroredTrainer(network(), "ring", alone) as trainer:
@@ -290,17 +282,6 @@ def test_nothing_may_be_an_item() -> None:
     assert list(prefetch.ahead(iter([1, None, 2]))) == [1, None, 2]
 
 
-class StopAt(Callback):
-    """Stops the training after some steps."""
-
-    def __init__(self, steps: int) -> None:
-        self._left = steps
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._left -= 1
-        self.trainer.stop_training |= self._left <= 0
-
-
 def broken(kind: str, last: bool) -> Any:
     """Return a loader that is bad on the last rank."""
     x, y = data()
@@ -382,7 +363,7 @@ def test_exact_sums_take_whole_batches_only(flat: allreduce.Topology) -> None:
 
 
 def test_a_server_brings_no_rows(flat: allreduce.Topology) -> None:
-    with trainer_of("servers", flat) as trainer, pytest.raises(ArgumentError, match="this rank is a server"):
+    with trainer_of("sync", flat) as trainer, pytest.raises(ArgumentError, match="this rank is a server"):
         trainer.fit(Loader([data()], rows="divided"), progress=False)
 
 
@@ -517,22 +498,20 @@ def test_asynchronous_servers_read_endless_loaders_on(rows: str, flat: allreduce
         assert len(trainer.fit(given, epochs=3, resume=True, **options)) == 3
 
 
-STRATEGIES: dict[str, Any] = TRAINERS | {
-    "async": functools.partial(ParameterServerTrainer, updates="async"),
-    "spare": functools.partial(SpareReplicasTrainer, spare=0),
+KINDS: dict[str, Any] = STRATEGIES | {
     "spare 1": functools.partial(SpareReplicasTrainer, spare=1),
     "local": functools.partial(MirroredTrainer, average=LocalSGD(3)),
 }
-FEW = ("raises", "later width", "no pairs", "empty")  # of the errors, for strategies other than "mirrored"
-BAD = [(strategy, kind) for strategy in STRATEGIES for kind in (BROKEN if strategy == "mirrored" else FEW)]
+FEW = ("raises", "later width", "no pairs", "empty")  # of the errors, for strategies other than "replicated"
+BAD = [(strategy, kind) for strategy in KINDS for kind in (BROKEN if strategy == "replicated" else FEW)]
 
 
 @pytest.mark.parametrize(("strategy", "kind"), BAD)
 def test_a_bad_loader_in_every_strategy(strategy: str, kind: str, flat: allreduce.Topology) -> None:
-    if flat.size == 1 and strategy in ("servers", "async", "spare 1"):
+    if flat.size == 1 and strategy in ("sync", "async", "spare 1"):
         pytest.skip("needs two ranks")
     error, text = BROKEN[kind]
-    with STRATEGIES[strategy](network(), topology=flat) as trainer:
+    with KINDS[strategy](network(), topology=flat) as trainer:
         own = None if trainer.strategy.part is None else broken(kind, flat.rank == 0)
         with pytest.raises(error, match=text) as caught:
             trainer.fit(Loader(own, rows="divided"), progress=False)
@@ -545,13 +524,12 @@ def test_a_bad_loader_in_every_strategy(strategy: str, kind: str, flat: allreduc
 
 
 @pytest.mark.parametrize(("epoch", "number"), [(0, 2), (1, 0)])
-@pytest.mark.parametrize("strategy", ["exact", *STRATEGIES])
+@pytest.mark.parametrize("strategy", ["exact", *KINDS])
 def test_whole_batches_with_other_values_on_one_rank(
     strategy: str, epoch: int, number: int, flat: allreduce.Topology
 ) -> None:
     """Only some of the values differ. The number of rows is the same."""
     exact = functools.partial(MirroredTrainer, allreduce="ring", average=Exact(micro_batch=2))
-    kinds: dict[str, Any] = {**STRATEGIES, "exact": exact}
     if flat.size == 1:
         pytest.skip("needs two ranks")
     x, y = data()
@@ -567,7 +545,7 @@ def test_whole_batches_with_other_values_on_one_rank(
                 batches[number] = changed, good[number][1]
             yield from batches
 
-    with kinds[strategy](network(), topology=flat) as trainer:
+    with (KINDS | {"exact": exact})[strategy](network(), topology=flat) as trainer:
         reads = trainer.strategy.part is not None
         other = trainer.strategy.part == trainer.strategy.parts - 1
         text = rf"batch {number + 1} of epoch {epoch + 1} is not the same on all ranks(.|\n)*rank 0: #(.|\n)*rank 1: "
@@ -607,7 +585,7 @@ def test_an_error_in_batches_that_a_late_rank_reads_at_the_end(kind: str, flat: 
             raise OSError("the disk is full")
         yield data()
 
-    with STRATEGIES[kind](network(), topology=flat) as trainer, pytest.raises(DataError, match="the disk is full"):
+    with KINDS[kind](network(), topology=flat) as trainer, pytest.raises(DataError, match="the disk is full"):
         trainer.fit(Loader(batches(), rows="whole"), epochs=1, progress=False, callbacks=[Sleeps()])
 
 

@@ -1,7 +1,11 @@
-"""MirroredTrainer(average=LocalSGD(H)): local SGD, DiLoCo and fragments, compared with a reference of all ranks."""
+"""MirroredTrainer(average=LocalSGD(H)): what is sent, callbacks, errors and checkpoints.
+
+tests/matrix compares its parameters with one process; tests/ranks/pytorch/test_local_sgd.py DiLoCo and fragments, which
+are the same code, with the papers' algorithms.
+"""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +16,6 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.arrays.chunks import chunk
 from allreduce.arrays.dtypes import parse
 from allreduce.arrays.gpu import on_host
 from allreduce.call.call import Call
@@ -21,7 +24,9 @@ from allreduce.errors import DisagreementError, UnavailableError
 from allreduce.health.dump import Entry
 from tests.gpu import fake_cupy
 from tests.ranks.together import raised_everywhere
-from trainers import Checkpoint, LocalSGD, MirroredTrainer, NumpyNetwork, OuterSGD, data
+from tests.ranks.training import fits
+from tests.ranks.training.fits import SIZE, Once, data, stop
+from trainers import Checkpoint, LocalSGD, MirroredTrainer, NumpyNetwork
 from trainers.callbacks import Callback, CheckDivergence, CheckGradients, EarlyStopping
 from trainers.errors import ArgumentError, CheckpointError, DivergedError, ModelFileError, NotFiniteError
 from trainers.files import checkpoint as files
@@ -31,150 +36,16 @@ from trainers.local_sgd.rounds import Rounds
 from trainers.state.sharded import Flat
 from trainers.watching.history import History
 
-SIZE = MPI.COMM_WORLD.size
-ROWS, FEATURES, BATCH, EPOCHS = 50, 6, 12, 4  # five steps in an epoch; the last has 2 rows, so not all ranks take it
+BATCH, EPOCHS = 12, 4  # five steps in an epoch; the last has 2 rows, so not all ranks take it
 several = pytest.mark.skipif(SIZE == 1, reason="needs several ranks")
 
 
 def network(**options: Any) -> NumpyNetwork:
-    return NumpyNetwork([FEATURES, 8, 3], **{"seed": 1, "lr": 0.05, "optimizer": "sgd", **options})
-
-
-def rows() -> tuple[np.ndarray, np.ndarray]:
-    x = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype("float32")
-    return x, x[:, :3].argmax(1)
+    return fits.network(**{"lr": 0.05, "optimizer": "sgd", **options})
 
 
 def fitted(trainer: MirroredTrainer, **options: Any) -> History:
-    return trainer.fit(*rows(), **{"epochs": EPOCHS, "batch_size": BATCH, "progress": False, **options})
-
-
-# The reference: all ranks in one process, in float64 where they are averaged
-
-
-class Reference:
-    """The papers' algorithms in their own words: `ranks` replicas, and the global parameters of each fragment."""
-
-    def __init__(
-        self,
-        ranks: int,
-        sync_every: int,
-        learning_rate: float = 1.0,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        fragments: int = 1,
-        delay: int = 0,
-        alpha: float = 0.0,
-        **options: Any,
-    ) -> None:
-        self.replicas = [network(**options) for _ in range(ranks)]
-        self.inner = [np.zeros(each.gradient_length, np.float32) for each in self.replicas]
-        for replica, gradients in zip(self.replicas, self.inner, strict=True):
-            replica.bind(None, gradients)
-        self.start = self.replicas[0].parameters.astype(np.float64)
-        self.momentum = np.zeros_like(self.start)
-        self.learning_rate, self.beta, self.nesterov = learning_rate, momentum, nesterov
-        self.interval, self.delay, self.alpha = sync_every // fragments, delay, alpha
-        self.spans = [chunk(self.start.size, fragments, at) for at in range(fragments)]
-        self.taken = np.zeros((fragments, ranks))
-        self.sent: np.ndarray | None = None
-        self.step = self.turn = 0
-        self.losses: list[float] = []
-
-    def train(self, epochs: int) -> None:
-        x, y = rows()
-        for epoch in range(epochs):
-            order, sums = data.order(ROWS, 0, epoch), 0.0
-            for first in range(0, ROWS, BATCH):
-                sums += self._inner_steps(x, y, order[first : first + BATCH])
-                self._outer_step()
-            self.losses.append(sums / ROWS)
-
-    def _inner_steps(self, x: np.ndarray, y: np.ndarray, batch: np.ndarray) -> float:
-        loss = 0.0
-        for rank, replica in enumerate(self.replicas):
-            own = batch[chunk(len(batch), len(self.replicas), rank)]
-            if own.size:
-                loss += own.size * float(replica.gradients(x[own], y[own], 1.0)[0])
-                replica.update()
-                self.taken[:, rank] += 1
-        return loss
-
-    def _outer_step(self) -> None:
-        self.step += 1
-        span = self.spans[self.turn]
-        if self.step == self.interval - self.delay:
-            weights = self.taken[self.turn].copy()
-            self.taken[self.turn] = 0
-            changes = [self.start[span] - replica.parameters[span] for replica in self.replicas]
-            self.sent = np.average(changes, axis=0, weights=weights)
-        if self.step < self.interval:
-            return
-        self._apply(span, self.alpha)
-        self.step, self.turn = 0, (self.turn + 1) % len(self.spans)
-
-    def _apply(self, span: slice, alpha: float) -> None:
-        assert self.sent is not None
-        moved = self.momentum[span] = self.beta * self.momentum[span] + self.sent
-        if self.nesterov:
-            moved = self.sent + self.beta * moved
-        self.start[span] -= self.learning_rate * moved
-        for replica in self.replicas:
-            replica.parameters[span] = alpha * replica.parameters[span] + (1 - alpha) * self.start[span]
-        if alpha == 0:
-            self.taken[self.turn] = 0
-
-    def end(self) -> None:
-        """End the round early, as the end of a fit does."""
-        if self.sent is not None and 0 < self.interval - self.step <= self.delay:
-            self._apply(self.spans[self.turn], self.alpha)
-        for turn, span in enumerate(self.spans):
-            self.turn, weights = turn, self.taken[turn]
-            self.sent = self.start[span] * 0
-            if weights.sum():
-                changes = [self.start[span] - replica.parameters[span] for replica in self.replicas]
-                self.sent = np.average(changes, axis=0, weights=weights)
-                self._apply(span, 0.0)
-            for replica in self.replicas:
-                replica.parameters[span] = self.start[span]
-
-
-DILOCO = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # trainer's options, reference's, network's
-    "average": ({"average": LocalSGD(3)}, {}, {}),
-    "every step": ({"average": LocalSGD(1)}, {}, {}),
-    "longer than the fit": ({"average": LocalSGD(100)}, {}, {}),
-    "diloco": ({"average": LocalSGD(4, outer="diloco")}, DILOCO, {}),
-    "inner momentum": ({"average": LocalSGD(4, outer="diloco")}, DILOCO, {"optimizer": "adam", "lr": 0.01}),
-    "momentum": (
-        {"average": LocalSGD(2, outer=OuterSGD(0.5, 0.5, nesterov=False))},
-        {"learning_rate": 0.5, "momentum": 0.5},
-        {},
-    ),
-    "fragments": ({"average": LocalSGD(6, outer="diloco", fragments=3)}, {"fragments": 3, **DILOCO}, {}),
-    "delay": ({"average": LocalSGD(4, delay=2)}, {"delay": 2}, {}),
-    "streaming": (
-        {
-            "average": LocalSGD(6, outer="diloco", fragments=2, delay=2, alpha=0.5),
-        },
-        {"fragments": 2, "delay": 2, "alpha": 0.5, **DILOCO},
-        {},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_as_the_reference(world: MPI.Intracomm, flat: allreduce.Topology, case: str) -> None:
-    options, expected, inner = CASES[case]
-    reference = Reference(SIZE, options["average"].every, **expected, **inner)
-    reference.train(EPOCHS)
-    with MirroredTrainer(network(**inner), "ring", flat, **options) as trainer:
-        history = fitted(trainer)
-        reference.end()
-        np.testing.assert_allclose(trainer.replica.parameters, reference.replicas[0].parameters, rtol=1e-3, atol=2e-5)
-        assert len(set(trainer.parameters_sha256())) == 1
-        np.testing.assert_allclose(history.column("loss"), reference.losses, rtol=1e-4)
-    assert len(set(map(str, world.allgather([epoch.loss for epoch in history])))) == 1
+    return trainer.fit(*data(), **{"epochs": EPOCHS, "batch_size": BATCH, "progress": False, **options})
 
 
 def note_length(lengths: list[int], event: Entry) -> None:
@@ -237,9 +108,9 @@ def test_callbacks_see_averaged_parameters(world: MPI.Intracomm, flat: allreduce
         watching = kind(world, reads_model)
         check = [CheckDivergence(), CheckGradients()] if reads_model and kind is WatchingEnds else []
         with MirroredTrainer(network(optimizer="adam", lr=0.01), "ring", flat, average=average) as trainer:
-            history = fitted(trainer, callbacks=[watching, *check], validation_data=rows() if check else None)
+            history = fitted(trainer, callbacks=[watching, *check], validation_data=data() if check else None)
             assert len(set(trainer.parameters_sha256())) == 1
-            last = trainer.evaluate(*rows())["loss"]
+            last = trainer.evaluate(*data())["loss"]
         assert all(watching.equal) == (reads_model or SIZE == 1)
         if check:
             assert history.column("validation_loss")[-1] == pytest.approx(last, rel=1e-6)
@@ -265,7 +136,7 @@ def test_a_resumed_training_has_the_same_bits(
     whole = trained("", 1)
     assert trained("whole", 1) == whole
     with pytest.raises(ZeroDivisionError):
-        trained("parts", 1, [Stop(2, 3)])
+        trained("parts", 1, [at_batch(crash, 2, 3)] if flat.rank == SIZE - 1 else [])
     flat.agree([], "rank 0 has written")
     assert trained("parts", flat.rank, resume=True) == whole
 
@@ -386,20 +257,15 @@ def test_another_number_of_ranks_resumes(flat: allreduce.Topology, folder: Path)
     alone.close()
 
 
-class Stop(Callback):
-    """Raises on one rank, by default the last, before a step."""
+def at_batch(action: Callable[[Any], Any], epoch: int, batch: int) -> Callback:
+    """Return a callback that acts before a batch, and does not look at the model."""
+    callback = Once("on_train_batch_begin", action, epoch, batch)
+    callback.reads_model = False
+    return callback
 
-    reads_model = False
 
-    def __init__(self, epoch: int, step: int, rank: int = SIZE - 1) -> None:
-        self.when, self.epoch, self.rank = (epoch, step), 0, rank
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.epoch = epoch
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if (self.epoch, batch) == self.when and self.trainer.rank == self.rank:
-            raise ZeroDivisionError("stopped")
+def crash(trainer: MirroredTrainer) -> None:
+    raise ZeroDivisionError("stopped")
 
 
 def test_load_and_edit_begin_a_round_there(flat: allreduce.Topology, folder: Path) -> None:
@@ -421,27 +287,19 @@ def test_load_and_edit_begin_a_round_there(flat: allreduce.Topology, folder: Pat
 @pytest.mark.parametrize("rank", {0, SIZE - 1})
 def test_an_error_on_one_rank_reaches_all(world: MPI.Intracomm, flat: allreduce.Topology, rank: int) -> None:
     """At the end of the round; the parameters are those before it, and the trainer stays usable."""
-    stop = [Stop(1, 2, rank)] if flat.rank == rank else []
+    crashing = [at_batch(crash, 1, 2)] if flat.rank == rank else []
     with MirroredTrainer(network(), "ring", flat, average=LocalSGD(4)) as trainer:
-        text = raised_everywhere(world, ZeroDivisionError, lambda: fitted(trainer, callbacks=stop))
+        text = raised_everywhere(world, ZeroDivisionError, lambda: fitted(trainer, callbacks=crashing))
         assert text.endswith("stopped")
         assert trainer.strategy.steps == 5  # all ranks met after these, and not after the next 3
-        trainer.evaluate(*rows())
+        trainer.evaluate(*data())
         assert len(set(trainer.parameters_sha256())) == 1
-        fitted(trainer, callbacks=[StopsEarly(1, 1)] if flat.rank == 0 else [])
+        fitted(trainer, callbacks=[at_batch(stop, 1, 1)] if flat.rank == 0 else [])
         assert trainer.strategy.steps == 5 + 8
 
 
-class StopsEarly(Stop):
-    """Asks on one rank to end the fit."""
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if (self.epoch, batch) == self.when:
-            self.trainer.stop_training = True
-
-
 def test_values_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    x, y = rows()
+    x, y = data()
     x[7] = np.nan
     given: dict[str, Any] = {"epochs": 1, "batch_size": BATCH, "progress": False}
     for callbacks, kind in (([], DivergedError), ([CheckGradients()], NotFiniteError)):

@@ -14,11 +14,11 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import DisagreementError
 from tests.ranks.together import raised_everywhere
-from tests.ranks.training.test_fit import data
+from tests.ranks.training import fits
+from tests.ranks.training.fits import SIZE, data
 from trainers import (
     EMA,
     Accumulate,
-    CentralStorageTrainer,
     Checkpoint,
     ClipNorm,
     Exact,
@@ -28,7 +28,6 @@ from trainers import (
     NumpyNetwork,
     ParameterServerTrainer,
     Schedule,
-    SpareReplicasTrainer,
 )
 from trainers.arrays import squares
 from trainers.callbacks import LearningRateSchedule
@@ -42,24 +41,17 @@ from trainers.watching.meter import NormMeter
 
 JOBS = "openmpi 1 2 5"
 
-SIZE = MPI.COMM_WORLD.size
 EPOCHS, BATCH, STEPS = 2, 20, 3
 CLIP, DECAY, WARM_UP = 0.3, 0.8, 2
-TRAINERS: dict[str, Any] = {
-    "replicated": functools.partial(MirroredTrainer, allreduce="ring"),
-    "sharded": functools.partial(MirroredTrainer, allreduce="shared", update="sharded"),
-    "central": CentralStorageTrainer,
-    "servers": functools.partial(ParameterServerTrainer, updates="sync", servers=min(2, SIZE - 1)),
-    "spare": functools.partial(SpareReplicasTrainer, spare=0),
-}
+TRAINERS = fits.TRAINERS | {"sync": functools.partial(ParameterServerTrainer, updates="sync", servers=min(2, SIZE - 1))}
 if SIZE == 1:
-    del TRAINERS["servers"]  # a server needs a worker
+    del TRAINERS["sync"]  # a server needs a worker
 few = pytest.mark.skipif(SIZE > 3, reason="what happens on three ranks happens on more")
 several = pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
 
 
 def network(optimizer: str = "adam") -> NumpyNetwork:
-    return NumpyNetwork([6, 8, 3], seed=1, optimizer=optimizer, lr=0.02)
+    return fits.network(optimizer=optimizer, lr=0.02)
 
 
 def fitted(trainer: Any, transforms: Sequence[Transform], **options: Any) -> dict[str, Any]:
@@ -110,7 +102,7 @@ def test_ranks_that_train_on_their_own_clip_their_own_gradients(flat: allreduce.
 
 
 @few
-@pytest.mark.parametrize("kind", ["sharded", "servers"])
+@pytest.mark.parametrize("kind", ["sharded", "sync"])
 def test_a_checkpoint_has_the_rates_from_before_the_fit(kind: str, flat: allreduce.Topology, folder: Path) -> None:
     """So a model that is read from it, and a fit that resumes from it without a schedule, train with these."""
     cases: list[tuple[int, list[Transform]]] = [(1, [Schedule(lambda step: float(step == 0))]), (2, [])]

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from tests.ranks.training.test_fit import Once
+from tests.ranks.training.fits import on_last, stop
 from trainers import Exact, MirroredTrainer, NumpyNetwork
 from trainers.data import Samples
 
@@ -64,8 +64,8 @@ def test_resume_in_mid_epoch_on_other_ranks(flat: allreduce.Topology, folder: Pa
             return trainer.parameters_sha256()
 
     wanted = set(fitted(flat))
-    stop = Once("on_train_batch_end", lambda trainer: setattr(trainer, "stop_training", True))
-    assert set(fitted(flat, checkpoint=str(folder), callbacks=[stop])) != wanted
+    stopping = on_last("on_train_batch_end", stop, epoch=0)
+    assert set(fitted(flat, checkpoint=str(folder), callbacks=stopping)) != wanted
     with allreduce.Topology(MPI.COMM_SELF) as single:
         found = fitted(single, checkpoint=str(folder), resume=True) if WORLD.rank == 0 else None
     assert set(WORLD.bcast(found)) == wanted

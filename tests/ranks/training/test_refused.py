@@ -13,13 +13,11 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import DisagreementError
 from tests.ranks.together import raised_everywhere
+from tests.ranks.training.fits import STRATEGIES
 from trainers import (
-    CentralStorageTrainer,
     Checkpoint,
     MirroredTrainer,
     NumpyNetwork,
-    ParameterServerTrainer,
-    SpareReplicasTrainer,
 )
 from trainers.callbacks import Callback, EarlyStopping
 from trainers.errors import ArgumentError, DataError, ModelFileError
@@ -29,14 +27,6 @@ JOBS = "quick 2, openmpi 1 2 3, mpich 2"
 SIZE = MPI.COMM_WORLD.size
 FEATURES, CLASSES = 4, 3
 X, Y = np.zeros((6, FEATURES), "float32"), np.zeros(6, int)
-TRAINERS: dict[str, Any] = {
-    "mirrored": partial(MirroredTrainer, allreduce="ring"),
-    "sharded": partial(MirroredTrainer, allreduce="shared", update="sharded"),
-    "central": CentralStorageTrainer,
-    "sync": partial(ParameterServerTrainer, updates="sync"),
-    "async": partial(ParameterServerTrainer, updates="async"),
-    "spare": partial(SpareReplicasTrainer, spare=0),
-}
 
 
 class Rows:
@@ -105,14 +95,14 @@ DIFFERS: Refused = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_calls_that_are_refused_on_all_ranks(
     kind: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: Path
 ) -> None:
     if kind in ("sync", "async") and SIZE == 1:
         pytest.skip("a server needs a worker")
     replica = NumpyNetwork([FEATURES, 5, CLASSES], seed=1)
-    with TRAINERS[kind](replica, topology=flat) as trainer:
+    with STRATEGIES[kind](replica, topology=flat) as trainer:
         trainer.folder = os.fspath(folder)
         before = trainer.parameters_sha256()
         for culprits in ([SIZE - 1], range(SIZE)):

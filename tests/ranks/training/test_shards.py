@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from tests.ranks.training.test_loader import TRAINERS
+from tests.ranks.training.fits import TRAINERS
 from tests.training.test_tables import HEADER, people, write
 from trainers import Checkpoint, Exact, Loader, MirroredTrainer, ParameterServerTrainer, load_shards, network_of
 from trainers.cli.main import main
@@ -64,7 +64,7 @@ def test_shards_of_a_table_train_as_on_one_rank(made: Path, flat: allreduce.Topo
     assert (data.columns, data.classes) == (whole.columns, whole.classes)
     assert np.array_equal(data.shift, whole.shift)
     for kind, trainer_of in TRAINERS.items():
-        if kind == "servers" and flat.size == 1:
+        if kind == "sync" and flat.size == 1:
             continue
         with trainer_of(network_of(data, (6,), seed=3, lr=0.02), topology=flat) as trainer:
             found, seen = trained(trainer, data, validation_data=data.test)
@@ -87,7 +87,7 @@ def test_ranks_without_rows_of_a_batch_delay_no_step(kind: str, folder: Path, fl
     data = load(folder, "npz", flat)
     made: Any = functools.partial(ParameterServerTrainer, ranks_per_worker=1 if kind == "async" else 2)
     losses = []
-    for trainer_of in (TRAINERS["mirrored"], TRAINERS["spare"] if kind == "spare" else made):
+    for trainer_of in (TRAINERS["replicated"], TRAINERS["spare"] if kind == "spare" else made):
         with trainer_of(network_of(data, (6,), seed=3, lr=1e-12), topology=flat) as trainer:
             history = trainer.fit(data.train, epochs=2, batch_size=8, progress=False)
         losses.append([history.column(name) for name in ("loss", "accuracy")])

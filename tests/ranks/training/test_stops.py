@@ -4,16 +4,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import allreduce
+from tests.ranks.training import fits
+from tests.ranks.training.fits import SIZE
 from trainers import (
-    CentralStorageTrainer,
     Checkpoint,
     ClipNorm,
     Loader,
@@ -28,28 +29,16 @@ from trainers.recovery.terminating import Terminated
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
 
-SIZE = MPI.COMM_WORLD.size
 EPOCHS, FEATURES = 3, 4
-STRATEGIES: dict[str, Any] = {
-    "replicated": lambda replica, topology: MirroredTrainer(replica, "ring", topology),
-    "sharded": lambda replica, topology: MirroredTrainer(replica, "shared", topology, update="sharded"),
-    "central": lambda replica, topology: CentralStorageTrainer(replica, topology),
-    "local": lambda replica, topology: MirroredTrainer(replica, "ring", topology, average=LocalSGD(2)),
-    "spare": lambda replica, topology: SpareReplicasTrainer(replica, topology, spare=0),
-}
-if SIZE > 1:
-    STRATEGIES |= {
-        "sync": lambda replica, topology: ParameterServerTrainer(replica, topology, updates="sync"),
-        "async": lambda replica, topology: ParameterServerTrainer(replica, topology),
-    }
+STRATEGIES = fits.STRATEGIES | {"local": partial(MirroredTrainer, allreduce="ring", average=LocalSGD(2))}
+if SIZE == 1:
+    del STRATEGIES["sync"], STRATEGIES["async"]
 SIZES = {  # of the global batches
     "small": [1] * 6,  # of a rank alone, if there are several
     "short": [2 * SIZE] * 5 + [1],
     "odd": [2 * SIZE] * 3,  # a round of local SGD goes on in the next epoch
 }
-PLACES = sorted({(rank, step) for rank in (0, SIZE - 1) for step in (0, 4)})  # of a stop
-if SIZE > 2:  # 2 ranks have all four
-    PLACES = [(0, 4), (SIZE - 1, 0)]
+PLACES = [(0, 4), (SIZE - 1, 0)]  # of a stop: a rank, and a step
 
 
 class InterruptError(Exception):
@@ -142,7 +131,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(
     exact = strategy != "async" or SIZE == 2  # gradients of several workers arrive in any order
 
     def make() -> Any:
-        return STRATEGIES[strategy](NumpyNetwork([FEATURES, 6, 3], seed=1, lr=0.1), flat)
+        return STRATEGIES[strategy](NumpyNetwork([FEATURES, 6, 3], seed=1, lr=0.1), topology=flat)
 
     with make() as trainer:
         expected = outcome(trainer, fit(trainer, shape), exact)
@@ -192,7 +181,7 @@ def test_the_checkpoint_of_a_step_counts_it_though_a_callback_has_failed(
     strategy: str, flat: allreduce.Topology, folder: Path
 ) -> None:
     def make() -> Any:
-        return STRATEGIES[strategy](NumpyNetwork([FEATURES, 6, 3], seed=1, lr=0.1), flat)
+        return STRATEGIES[strategy](NumpyNetwork([FEATURES, 6, 3], seed=1, lr=0.1), topology=flat)
 
     with make() as trainer:
         expected = outcome(trainer, fit(trainer, "short"), True)

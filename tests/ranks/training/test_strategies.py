@@ -12,6 +12,8 @@ import allreduce
 from allreduce.arrays.chunks import chunk
 from allreduce.call import queue
 from allreduce.errors import CollectiveTimeoutError, RankLostError, UnavailableError
+from tests.ranks.training import fits
+from tests.ranks.training.fits import SIZE, Once, fail
 from trainers import (
     Loader,
     LocalSGD,
@@ -31,8 +33,7 @@ from trainers.watching.history import History
 
 JOBS = "openmpi 1 2 3 5"
 
-ROWS, FEATURES, BATCH = 53, 6, 20
-SIZE = MPI.COMM_WORLD.size
+ROWS, BATCH = 53, 20
 STEPS = 3
 Make = Callable[[NumpyNetwork, allreduce.Topology], Trainer]
 
@@ -42,12 +43,11 @@ straggling = pytest.mark.skipif(SIZE < 3, reason="a slow worker, a fast one and 
 
 
 def network(optimizer: str = "adam", **options: Any) -> NumpyNetwork:
-    return NumpyNetwork([FEATURES, 8, 3], seed=1, optimizer=optimizer, **options)
+    return fits.network(optimizer=optimizer, **options)
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
-    x = np.random.default_rng(3).normal(size=(ROWS, FEATURES)).astype("float32")
-    return x, x[:, :3].argmax(1)
+    return fits.data(ROWS)
 
 
 def asynchronous(replica: NumpyNetwork, topology: allreduce.Topology, **options: Any) -> ParameterServerTrainer:
@@ -236,36 +236,19 @@ def test_a_spare_rank_that_begins_late_has_the_newest_parameters(
     callback.finish()
 
 
-class Fails(Callback):
-    """Raises at one event, after the first epoch."""
-
-    def __init__(self, event: str) -> None:
-        self._event, self._epoch = event, 0
-
-    def _meet(self, event: str) -> None:
-        if event == self._event and self._epoch >= 1:
-            raise OSError("the disk is full")
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
-        self._meet("epoch_begin")
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._meet("batch_end")
-
-
 @few
 @every_strategy
 @pytest.mark.parametrize("place", ["first", "last"])
-@pytest.mark.parametrize("event", ["epoch_begin", "batch_end"])
+@pytest.mark.parametrize("event", ["on_epoch_begin", "on_train_batch_end"])
 def test_an_error_of_one_rank_is_raised_on_all(make: Make, event: str, place: str, flat: allreduce.Topology) -> None:
     """The last rank is a server, or a spare replica. Afterwards the ranks are in step, and the trainer works."""
     x, y = data()
     rank = 0 if place == "first" else flat.size - 1
+    failing = [Once(event, fail, batch=None)] if flat.rank == rank else []
     with make(network(), flat) as trainer:
         with pytest.raises(OSError, match="the disk is full") as caught:
             # Many epochs, because in one of them others may have done everything when a worker asks.
-            trainer.fit(x, y, 100, BATCH, callbacks=[Fails(event)] if flat.rank == rank else [], progress=False)
+            trainer.fit(x, y, 100, BATCH, callbacks=failing, progress=False)
         assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[attr-defined]
         assert len(set(trainer.parameters_sha256())) == 1
         assert len(trainer.fit(x, y, 2, BATCH, progress=False)) == 2

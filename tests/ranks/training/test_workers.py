@@ -9,7 +9,8 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from tests.ranks.training.test_strategies import BATCH, SIZE, STEPS, applied, data, network
+from tests.ranks.training.fits import SIZE, Once, fail, stop
+from tests.ranks.training.test_strategies import BATCH, STEPS, applied, data, network
 from trainers import EMA, Accumulate, ClipNorm, Loader, MirroredTrainer, NumpyNetwork, ParameterServerTrainer
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback
@@ -101,38 +102,19 @@ def test_a_worker_computes_the_gradient_of_its_parts_as_one_rank(flat: allreduce
             np.testing.assert_allclose(array, alone.replica.state()[name], rtol=1e-2, atol=1e-4, err_msg=name)
 
 
-class Acts(Callback):
-    """Does something at the end of a batch of the second epoch."""
-
-    def __init__(self, action: Any) -> None:
-        self._action, self._epoch = action, 0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._epoch >= 1:
-            self._action(self.trainer)
-
-
-def fail(trainer: Any) -> None:
-    raise OSError("the disk is full")
-
-
-def stop(trainer: Any) -> None:
-    trainer.stop_training = True
-
-
 @few
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_and_a_stop_of_one_rank_reach_all(rank: int, flat: allreduce.Topology) -> None:
     """Of the leader, and of the other rank of the worker."""
     x, y = data()
+    failing, stopping = (
+        [Once("on_train_batch_end", action, batch=None)] if flat.rank == rank else [] for action in (fail, stop)
+    )
     with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
         with pytest.raises(OSError, match="the disk is full") as caught:
-            trainer.fit(x, y, 9, BATCH, callbacks=[Acts(fail)] if flat.rank == rank else [], progress=False)
+            trainer.fit(x, y, 9, BATCH, callbacks=failing, progress=False)
         assert caught.value.ranks == tuple(range(SIZE))  # type: ignore[attr-defined]
-        history = trainer.fit(x, y, 9, BATCH, callbacks=[Acts(stop)] if flat.rank == rank else [], progress=False)
+        history = trainer.fit(x, y, 9, BATCH, callbacks=stopping, progress=False)
         assert len(history) == 2
         assert len(trainer.fit(x, y, 2, BATCH, progress=False)) == 2
         assert len(set(trainer.parameters_sha256())) == 1

@@ -1,0 +1,83 @@
+"""The model, the rows, the trainers and the callback that the tests of fits share."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from trainers import (
+    CentralStorageTrainer,
+    MirroredTrainer,
+    NumpyNetwork,
+    ParameterServerTrainer,
+    SpareReplicasTrainer,
+)
+from trainers.watching.callback import Callback
+
+SIZE = MPI.COMM_WORLD.size
+ROWS, FEATURES = 50, 6
+TRAINERS: dict[str, Callable[..., Any]] = {  # of which all ranks take every step together
+    "replicated": partial(MirroredTrainer, allreduce="ring"),
+    "sharded": partial(MirroredTrainer, allreduce="shared", update="sharded"),
+    "central": CentralStorageTrainer,
+    "sync": partial(ParameterServerTrainer, updates="sync"),
+    "spare": partial(SpareReplicasTrainer, spare=0),
+}
+STRATEGIES = TRAINERS | {"async": ParameterServerTrainer}
+
+
+def network(**options: Any) -> NumpyNetwork:
+    return NumpyNetwork([FEATURES, 8, 3], **{"seed": 1, **options})
+
+
+def data(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(3).normal(size=(rows, FEATURES)).astype("float32")
+    return x, x[:, :3].argmax(1)
+
+
+class Once(Callback):
+    """Calls an action at the first event of this name in this epoch or a later one, on this batch (None: on any)."""
+
+    def __init__(self, event: str, action: Callable[[Any], Any], epoch: int = 1, batch: int | None = 1) -> None:
+        self._event, self._action, self._first, self._batch = event, action, epoch, batch
+        self._epoch, self._done = 0, False
+
+    def _at(self, event: str, batch: int | None = None) -> None:
+        comes = event in ("on_train_begin", "on_train_end") or self._epoch >= self._first
+        if event == self._event and comes and not self._done and (batch is None or self._batch in (None, batch)):
+            self._done = True
+            self._action(self.trainer)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._at("on_train_begin")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._at("on_train_end")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
+        self._at("on_epoch_begin")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._at("on_epoch_end")
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._at("on_train_batch_begin", batch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._at("on_train_batch_end", batch)
+
+
+def on_last(event: str, action: Callable[[Any], Any], epoch: int = 1, batch: int | None = 1) -> list[Callback]:
+    """Return the callbacks of a fit: one that acts on the last rank, none on the others."""
+    return [Once(event, action, epoch, batch)] if MPI.COMM_WORLD.rank == SIZE - 1 else []
+
+
+def fail(trainer: Any) -> None:
+    raise OSError("the disk is full")
+
+
+def stop(trainer: Any) -> None:
+    trainer.stop_training = True
