@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.lib import sizes, table
-from benchmarks.lib.advice import (
-    Choice,
-    Range,
-    advice,
-    choices,
-    ranges,
-    times_of,
-    wrong_results,
-)
+from benchmarks.lib.advice import Choice, Range, advice, choices, ranges, times_of, wrong_results
 from benchmarks.lib.results import MEMORIES, Run, summarize
 from tests.benchmarks.made_runs import made_run
 

@@ -10,13 +10,7 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.backend import AllReduce
-from allreduce.errors import (
-    DisagreementError,
-    NotAnArrayError,
-    OptionError,
-    UnsupportedDtypeError,
-    UnsupportedOpError,
-)
+from allreduce.errors import DisagreementError, NotAnArrayError, OptionError, UnsupportedDtypeError, UnsupportedOpError
 from allreduce.transport import chunked
 from tests.gpu import fake_cupy
 from tests.ranks.counting import Counting

@@ -4,15 +4,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
-from mpi4py import MPI  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import allreduce  # noqa: E402
-from tests.ranks.pytorch.trained import (  # noqa: E402
+import allreduce
+from tests.ranks.pytorch.trained import (
     OPTIMIZERS,
     SIZE,
     SMALL_BUCKETS,
@@ -28,9 +26,9 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     network,
     train,
 )
-from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers.arrays.squares import sum_of_squares  # noqa: E402
-from trainers.pytorch import Buckets, GradientError  # noqa: E402
+from tests.ranks.together import raised_everywhere
+from trainers.arrays.squares import sum_of_squares
+from trainers.pytorch import Buckets, GradientError
 
 
 @both_updates

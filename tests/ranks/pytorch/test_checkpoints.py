@@ -1,31 +1,27 @@
 """Checkpoints of PyTorch modules: dropout, batch norm and schedules continue; MirroredOptimizer with
 torch.distributed."""
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from mpi4py import MPI
+from torch import nn
+from torch.distributed import checkpoint as distributed
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed import checkpoint as distributed  # noqa: E402
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
-
-import allreduce  # noqa: E402
-import allreduce.torch_backend  # noqa: E402
-from trainers import Checkpoint, MirroredTrainer  # noqa: E402
-from trainers.errors import CheckpointError  # noqa: E402
-from trainers.files import checkpoint as files  # noqa: E402
-from trainers.pytorch import MirroredOptimizer  # noqa: E402
-from trainers.replicas.pytorch import TorchReplica  # noqa: E402
-from trainers.watching.callback import Callback  # noqa: E402
+import allreduce
+import allreduce.torch_backend
+from trainers import Checkpoint, MirroredTrainer
+from trainers.errors import CheckpointError
+from trainers.files import checkpoint as files
+from trainers.pytorch import MirroredOptimizer
+from trainers.replicas.pytorch import TorchReplica
+from trainers.watching.callback import Callback
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 2, reason="once is enough")
@@ -34,15 +30,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
 }
-
-
-@pytest.fixture
-def folder(world: MPI.Intracomm) -> Iterator[str]:
-    made = Path(world.bcast(tempfile.mkdtemp() if world.rank == 0 else None))
-    yield str(made / "run")
-    world.Barrier()
-    if world.rank == 0:
-        shutil.rmtree(made)
 
 
 def replica(optimizer: str, hidden: int = 8) -> TorchReplica:
@@ -72,7 +59,7 @@ class Slower(Callback):
 
 @UPDATES
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_dropout_and_statistics_go_on(optimizer: str, update: str, flat: allreduce.Topology, folder: str) -> None:
+def test_dropout_and_statistics_go_on(optimizer: str, update: str, flat: allreduce.Topology, folder: Path) -> None:
     x = np.random.default_rng(3).normal(size=(60, 6)).astype("float32")
     y = x[:, :3].argmax(1)
 
@@ -84,19 +71,19 @@ def test_dropout_and_statistics_go_on(optimizer: str, update: str, flat: allredu
 
     losses, expected = fit(1)
     with pytest.raises(ZeroDivisionError):
-        fit(1, checkpoint=Checkpoint(folder, "2 steps"), callbacks=[Slower(kill=True)])
+        fit(1, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Slower(kill=True)])
     flat.agree([], "rank 0 has written")
-    found = files.newest(folder)
+    found = files.newest(str(folder))
     assert found is not None
     assert str(found[1].progress) == "epoch 2, step 4"
-    resumed, state = fit(7, checkpoint=folder, resume=True)
+    resumed, state = fit(7, checkpoint=str(folder), resume=True)
     assert resumed == losses
     for here, there in zip(state, expected, strict=True):
         assert np.array_equal(here, there)
     with MirroredTrainer(replica(optimizer, hidden=9), "shared", flat) as trainer:
         words = r"it has 0.weight of shape \(8, 6\) where this one has 0.weight of shape \(9, 6\)"
         with pytest.raises(CheckpointError, match=words):
-            trainer.fit(x, y, 3, 12, progress=False, checkpoint=folder, resume=True)
+            trainer.fit(x, y, 3, 12, progress=False, checkpoint=str(folder), resume=True)
 
 
 def network() -> nn.Sequential:
@@ -129,7 +116,7 @@ def process_group(world: MPI.Intracomm) -> Iterator[None]:
 @UPDATES
 @pytest.mark.parametrize("how", ["torch.save", "torch.distributed.checkpoint"])
 def test_a_plain_loop_goes_on_with_the_same_bits(
-    update: str, how: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: str, process_group: None
+    update: str, how: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: Path, process_group: None
 ) -> None:
     """Without a scheduler the plain optimizer's state may also be loaded before it is wrapped."""
     torch.manual_seed(1)

@@ -6,15 +6,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
-from mpi4py import MPI  # noqa: E402
-from torch import nn  # noqa: E402
-
-import allreduce  # noqa: E402
-from allreduce import errors  # noqa: E402
-from tests.ranks.pytorch.trained import (  # noqa: E402
+import allreduce
+from allreduce import errors
+from tests.ranks.pytorch.trained import (
     OPTIMIZERS,
     SIZE,
     SMALL_BUCKETS,
@@ -26,11 +24,11 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     network,
     train,
 )
-from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers import SkipNotFinite  # noqa: E402
-from trainers.callbacks import CheckDivergence, CheckGradients  # noqa: E402
-from trainers.errors import NotFiniteError  # noqa: E402
-from trainers.pytorch import Buckets, MirroredOptimizer  # noqa: E402
+from tests.ranks.together import raised_everywhere
+from trainers import SkipNotFinite
+from trainers.callbacks import CheckDivergence, CheckGradients
+from trainers.errors import NotFiniteError
+from trainers.pytorch import Buckets, MirroredOptimizer
 
 ONCE = SIZE == 3 and MPI.get_vendor()[0] != "MPICH"
 pytestmark = pytest.mark.skipif(not ONCE, reason="a majority needs three ranks, and once is enough")

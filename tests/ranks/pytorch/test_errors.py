@@ -6,22 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
-from mpi4py import MPI  # noqa: E402
-from torch import nn  # noqa: E402
-
-import allreduce  # noqa: E402
-from allreduce import errors  # noqa: E402
-from tests.ranks.pytorch.trained import (  # noqa: E402
-    SIZE,
-    Raises,
-    both_overlaps,
-    several,
-)
-from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers import (  # noqa: E402
+import allreduce
+from allreduce import errors
+from tests.ranks.pytorch.trained import SIZE, Raises, both_overlaps, several
+from tests.ranks.together import raised_everywhere
+from trainers import (
     CentralStorageTrainer,
     Exact,
     LocalSGD,
@@ -30,8 +23,8 @@ from trainers import (  # noqa: E402
     Sharded,
     SkipNotFinite,
 )
-from trainers.callbacks import CheckDivergence, CheckGradients  # noqa: E402
-from trainers.pytorch import Buckets, GradientError, MirroredOptimizer, assembly  # noqa: E402
+from trainers.callbacks import CheckDivergence, CheckGradients
+from trainers.pytorch import Buckets, GradientError, MirroredOptimizer, assembly
 
 
 def model_of(*sizes: int) -> nn.Sequential:

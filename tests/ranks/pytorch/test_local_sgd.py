@@ -8,17 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
-from mpi4py import MPI  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import allreduce  # noqa: E402
-from allreduce.arrays.chunks import chunk  # noqa: E402
-from allreduce.errors import DivergenceError, OptionError  # noqa: E402
-from tests.ranks.pytorch.trained import (  # noqa: E402
+import allreduce
+from allreduce.arrays.chunks import chunk
+from allreduce.errors import DivergenceError, OptionError
+from tests.ranks.pytorch.trained import (
     OPTIMIZERS,
     ROWS,
     SIZE,
@@ -28,11 +26,11 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     network,
     several,
 )
-from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers import LocalSGD, SkipNotFinite  # noqa: E402
-from trainers.callbacks import CheckDivergence, CheckGradients  # noqa: E402
-from trainers.errors import NotFiniteError  # noqa: E402
-from trainers.pytorch import Buckets, GradientError, MirroredOptimizer, OuterSGD  # noqa: E402
+from tests.ranks.together import raised_everywhere
+from trainers import LocalSGD, SkipNotFinite
+from trainers.callbacks import CheckDivergence, CheckGradients
+from trainers.errors import NotFiniteError
+from trainers.pytorch import Buckets, GradientError, MirroredOptimizer, OuterSGD
 
 RANK, PART = MPI.COMM_WORLD.rank, ROWS // SIZE
 DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}

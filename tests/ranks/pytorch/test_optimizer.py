@@ -12,16 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
-from mpi4py import MPI  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import allreduce  # noqa: E402
-from allreduce.arrays.memory_kinds import ALLOCATED  # noqa: E402
-from tests.ranks.pytorch.trained import (  # noqa: E402
+import allreduce
+from allreduce.arrays.memory_kinds import ALLOCATED
+from tests.ranks.pytorch.trained import (
     OPTIMIZERS,
     ROWS,
     SIZE,
@@ -37,8 +35,8 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     network,
     train,
 )
-from trainers.pytorch import Buckets, MirroredOptimizer, sharded  # noqa: E402
-from trainers.replicas.pytorch import fused, values  # noqa: E402
+from trainers.pytorch import Buckets, MirroredOptimizer, sharded
+from trainers.replicas.pytorch import fused, values
 
 
 @both_updates
@@ -294,28 +292,6 @@ def test_state_before_wrapping_comes_from_rank_0(world: MPI.Intracomm, flat: all
             train(reference, plain, everything, steps=2)
             given.load_state_dict(optimizer.state_dict())
         assert_close(model, reference, 1e-4)
-
-
-def test_closure_decides_alike(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """LBFGS with a line search branches on the loss, so all ranks must get the mean."""
-    model, reference = network(), network()
-    make = lambda net: torch.optim.LBFGS(net.parameters(), max_iter=6, line_search_fn="strong_wolfe")  # noqa: E731
-    plain = make(reference)
-    x, y = data(1)
-    with mirrored(make(model), model, topology=flat) as optimizer:
-
-        def closure(net: nn.Module, opt: torch.optim.Optimizer, take: Callable) -> torch.Tensor:
-            opt.zero_grad()
-            loss = functional.cross_entropy(net(take(x[0])), take(y[0]))
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            here = optimizer.step(lambda: closure(model, optimizer, mine))
-            there = plain.step(lambda: closure(reference, plain, everything))
-            torch.testing.assert_close(here, there.detach(), rtol=1e-3, atol=1e-4)
-        assert_mirrored(world, model)
-    assert_close(model, reference, 1e-2)
 
 
 @both_updates

@@ -6,20 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
-from mpi4py import MPI  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-import allreduce  # noqa: E402
-from tests.ranks.together import raised_everywhere  # noqa: E402
-from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, MirroredTrainer, SkipNotFinite  # noqa: E402
-from trainers.errors import ArgumentError  # noqa: E402
-from trainers.pytorch import Buckets  # noqa: E402
-from trainers.replicas.pytorch import TorchReplica  # noqa: E402
-from trainers.watching.callback import Callback  # noqa: E402
+import allreduce
+from tests.ranks.together import raised_everywhere
+from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, MirroredTrainer, SkipNotFinite
+from trainers.errors import ArgumentError
+from trainers.pytorch import Buckets
+from trainers.replicas.pytorch import TorchReplica
+from trainers.watching.callback import Callback
 
 torch.set_num_threads(1)
 

@@ -6,17 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
-from mpi4py import MPI  # noqa: E402
-from torch import nn  # noqa: E402
-
-import allreduce  # noqa: E402
-from trainers import Loader, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer  # noqa: E402
-from trainers.errors import ArgumentError  # noqa: E402
-from trainers.replicas.pytorch import TorchReplica  # noqa: E402
-from trainers.trainer import Trainer  # noqa: E402
+import allreduce
+from trainers import Loader, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from trainers.errors import ArgumentError
+from trainers.replicas.pytorch import TorchReplica
+from trainers.trainer import Trainer
 
 torch.set_num_threads(1)
 SIZE = MPI.COMM_WORLD.size

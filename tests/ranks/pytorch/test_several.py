@@ -6,17 +6,15 @@ import gc
 from typing import Any
 
 import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
-from mpi4py import MPI  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import allreduce  # noqa: E402
-from allreduce import errors  # noqa: E402
-from allreduce.health.status import LEFT  # noqa: E402
-from tests.ranks.pytorch.trained import (  # noqa: E402
+import allreduce
+from allreduce import errors
+from allreduce.health.status import LEFT
+from tests.ranks.pytorch.trained import (
     OPTIMIZERS,
     SIZE,
     SMALL_BUCKETS,
@@ -28,7 +26,7 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     mine,
     network,
 )
-from trainers.pytorch import Buckets, MirroredOptimizer  # noqa: E402
+from trainers.pytorch import Buckets, MirroredOptimizer
 
 JOBS = "openmpi 1 2"
 

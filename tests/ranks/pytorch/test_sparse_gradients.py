@@ -4,29 +4,21 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
-import torch.distributed as dist  # noqa: E402
-from mpi4py import MPI  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-
-import allreduce.torch_backend  # noqa: E402, F401
-from allreduce import Topology  # noqa: E402
-from allreduce.errors import OptionError  # noqa: E402
-from allreduce.torch_backend import Options  # noqa: E402
-from trainers import (  # noqa: E402
-    CentralStorageTrainer,
-    MirroredTrainer,
-    NumpyNetwork,
-    ParameterServerTrainer,
-    SpareReplicasTrainer,
-)
-from trainers.callbacks import CheckDivergence, CheckGradients  # noqa: E402
-from trainers.errors import ArgumentError, NotFiniteError  # noqa: E402
-from trainers.pytorch import Buckets, MirroredOptimizer  # noqa: E402
+import allreduce.torch_backend  # noqa: F401
+from allreduce import Topology
+from allreduce.errors import OptionError
+from allreduce.torch_backend import Options
+from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
+from trainers.callbacks import CheckDivergence, CheckGradients
+from trainers.errors import ArgumentError, NotFiniteError
+from trainers.pytorch import Buckets, MirroredOptimizer
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="one rank is what the others are compared with")
 both_updates = pytest.mark.parametrize("update", ["replicated", "sharded"])

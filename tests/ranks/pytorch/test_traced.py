@@ -5,15 +5,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from mpi4py import MPI
 
-torch = pytest.importorskip("torch")
-
-import allreduce  # noqa: E402
-from allreduce.errors import DisagreementError, OptionError  # noqa: E402
-from tests.ranks.pytorch.trained import OPTIMIZERS, SMALL_BUCKETS, assert_mirrored, mine, mirrored, network, train  # noqa: E402
-from tests.trace_schema import check_trace  # noqa: E402
-from trainers.pytorch import Buckets, MirroredOptimizer  # noqa: E402
+import allreduce
+from allreduce.errors import DisagreementError, OptionError
+from tests.ranks.pytorch.trained import OPTIMIZERS, SMALL_BUCKETS, assert_mirrored, mine, mirrored, network, train
+from tests.trace_schema import check_trace
+from trainers.pytorch import Buckets, MirroredOptimizer
 
 JOBS = "openmpi 1 2"
 

@@ -5,15 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
-from mpi4py import MPI  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import allreduce  # noqa: E402
-from trainers import (  # noqa: E402
+import allreduce
+from trainers import (
     Accumulate,
     CentralStorageTrainer,
     ClipNorm,
@@ -24,9 +22,9 @@ from trainers import (  # noqa: E402
     ParameterServerTrainer,
     SpareReplicasTrainer,
 )
-from trainers.errors import ArgumentError  # noqa: E402
-from trainers.pytorch import MirroredOptimizer  # noqa: E402
-from trainers.replicas.pytorch import TorchReplica  # noqa: E402
+from trainers.errors import ArgumentError
+from trainers.pytorch import MirroredOptimizer
+from trainers.replicas.pytorch import TorchReplica
 
 torch.set_num_threads(1)
 

@@ -8,16 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.nn import functional
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
-from mpi4py import MPI  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-import allreduce  # noqa: E402
-from allreduce.errors import OptionError  # noqa: E402
-from tests.ranks.pytorch.trained import (  # noqa: E402
+import allreduce
+from allreduce.errors import OptionError
+from tests.ranks.pytorch.trained import (
     SIZE,
     SMALL_BUCKETS,
     assert_close,
@@ -28,16 +26,9 @@ from tests.ranks.pytorch.trained import (  # noqa: E402
     network,
     train,
 )
-from trainers import (  # noqa: E402
-    EMA,
-    Accumulate,
-    ClipNorm,
-    Exact,
-    MirroredTrainer,
-    Sharded,
-)
-from trainers.pytorch import Buckets, GradientError, MirroredOptimizer  # noqa: E402
-from trainers.replicas.pytorch import TorchReplica  # noqa: E402
+from trainers import EMA, Accumulate, ClipNorm, Exact, MirroredTrainer, Sharded
+from trainers.pytorch import Buckets, GradientError, MirroredOptimizer
+from trainers.replicas.pytorch import TorchReplica
 
 
 class Mixed(torch.optim.Optimizer):

@@ -3,32 +3,24 @@ calls."""
 
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 from mpi4py import MPI
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
-torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-
-from allreduce import torch_backend  # noqa: E402
-from allreduce.call.executor import Executor  # noqa: E402
-from allreduce.errors import DisagreementError, UnavailableError  # noqa: E402
-from allreduce.transport import control  # noqa: E402
+from allreduce import torch_backend
+from allreduce.call.executor import Executor
+from allreduce.errors import DisagreementError, UnavailableError
+from allreduce.transport import control
 
 Op = dist.ReduceOp
 Tensor = torch.Tensor
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # Dynamo's, and of old names
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Generator[None]:
-    dist.init_process_group("allreduce", timeout=timedelta(seconds=60))
-    yield
-    dist.destroy_process_group()
 
 
 def size() -> int:

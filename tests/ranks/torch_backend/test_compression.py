@@ -2,32 +2,23 @@
 
 import functools
 from collections.abc import Generator
-from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from mpi4py import MPI
+from torch.nn.parallel import DistributedDataParallel
 
-torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
-import torch.distributed as dist  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-
-from allreduce.arrays.compression import PowerSGD  # noqa: E402
-from allreduce.errors import DisagreementError, OptionError, UnavailableError  # noqa: E402
-from allreduce.torch_backend import Options, describe  # noqa: E402
-from allreduce.torch_backend.reduce import COMPRESS_FROM  # noqa: E402
-from tests.ranks.together import raised_everywhere  # noqa: E402
+from allreduce.arrays.compression import PowerSGD
+from allreduce.errors import DisagreementError, OptionError, UnavailableError
+from allreduce.torch_backend import Options, describe
+from allreduce.torch_backend.reduce import COMPRESS_FROM
+from tests.ranks.together import raised_everywhere
 
 Op = dist.ReduceOp
 LONG = COMPRESS_FROM + 3
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # old names of PyTorch's functions
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world() -> Generator[None]:
-    dist.init_process_group("allreduce", timeout=timedelta(seconds=60))
-    yield
-    dist.destroy_process_group()
 
 
 def several() -> bool:

@@ -1,29 +1,24 @@
 """FSDP2's fully_shard over our process group and over gloo: the training of one process, of odd sizes."""
 
-from collections.abc import Generator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import load, save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.checkpoint import load, save  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
-
-import allreduce.torch_backend  # noqa: E402, F401
+import allreduce.torch_backend  # noqa: F401
 
 STEPS, ROWS = 3, 4
 
 
 @pytest.fixture(scope="module")
-def meshes() -> Generator[dict[str, DeviceMesh]]:
-    dist.init_process_group("allreduce", timeout=timedelta(seconds=60))
+def meshes() -> dict[str, DeviceMesh]:
     groups = {"allreduce": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
-    yield {name: DeviceMesh.from_group(group, "cpu") for name, group in groups.items()}
-    dist.destroy_process_group()
+    return {name: DeviceMesh.from_group(group, "cpu") for name, group in groups.items()}
 
 
 def network(seed: int = 3) -> torch.nn.Sequential:

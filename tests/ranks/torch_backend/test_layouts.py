@@ -5,21 +5,19 @@ each dtype. gloo returns wrong values without an error for some layouts (PyTorch
 (JAX's 40830).
 """
 
-from collections.abc import Callable, Generator, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from mpi4py import MPI
+from torch.distributed.nn import functional as differentiable
 
-torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
-import torch.distributed as dist  # noqa: E402
-import torch.distributed._functional_collectives as functional  # noqa: E402
-from mpi4py import MPI  # noqa: E402
-from torch.distributed.nn import functional as differentiable  # noqa: E402
-
-import allreduce.torch_backend  # noqa: E402, F401
-from allreduce.torch_backend.reduce import Reduction  # noqa: E402
-from tests.gpu import fake_cupy  # noqa: E402
-from tests.gpu.fake_gpu import TorchCuda  # noqa: E402
+import allreduce.torch_backend  # noqa: F401
+from allreduce.torch_backend.reduce import Reduction
+from tests.gpu import fake_cupy
+from tests.gpu.fake_gpu import TorchCuda
 
 Tensor = torch.Tensor
 Op = dist.ReduceOp
@@ -34,13 +32,6 @@ MOVED = DTYPES = [*REDUCED, torch.float8_e4m3fn, torch.float8_e5m2, torch.comple
 if MPI.COMM_WORLD.size != 2:  # which have all of them: here a dtype of each kind, and of each size in bytes
     REDUCED = [torch.bool, torch.uint16, torch.int64, torch.bfloat16, torch.float32, torch.complex128]
     MOVED = [torch.bool, torch.float8_e5m2, torch.bfloat16, torch.complex32, torch.float64, torch.complex128]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Generator[None]:
-    dist.init_process_group("allreduce", timeout=timedelta(seconds=30))
-    yield
-    dist.destroy_process_group()
 
 
 # Tensors of shape (rows, 3, 2, 2) on the elements of a flat one

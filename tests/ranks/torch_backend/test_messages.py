@@ -1,28 +1,18 @@
 """Messages as pipeline stages send them: batches in both directions, in groups of some ranks, beside collectives."""
 
 import threading
-from collections.abc import Generator
 from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 from mpi4py import MPI
+from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
-torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
-import torch.distributed as dist  # noqa: E402
-from torch.distributed import P2POp, batch_isend_irecv, irecv, isend  # noqa: E402
+import allreduce.torch_backend  # noqa: F401
 
-import allreduce.torch_backend  # noqa: E402, F401
-
+pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="PyTorch refuses messages of a rank to itself")
 LARGE = 300_000  # elements: MPI sends such a message only after a handshake
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Generator[None]:
-    if MPI.COMM_WORLD.size == 1:
-        pytest.skip("PyTorch refuses messages of a rank to itself")
-    dist.init_process_group("allreduce", timeout=timedelta(seconds=60))
-    yield
-    dist.destroy_process_group()
 
 
 def neighbours() -> tuple[int, int, int]:

@@ -13,21 +13,19 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.two_tensor import TwoTensor
 
-torch = pytest.importorskip("torch", reason='PyTorch is not installed (the extra "torch")')
-import torch.distributed as dist  # noqa: E402
-from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
-
-import allreduce.torch_backend  # noqa: E402
-from allreduce.algorithms.native import Native  # noqa: E402
-from allreduce.algorithms.shared import Shared  # noqa: E402
-from allreduce.errors import DisagreementError, UnavailableError, UnknownBackendError  # noqa: E402
+import allreduce.torch_backend
+from allreduce.algorithms.native import Native
+from allreduce.algorithms.shared import Shared
+from allreduce.errors import DisagreementError, UnavailableError, UnknownBackendError
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int32, torch.int64, torch.int8, torch.uint8, torch.int16]
@@ -36,13 +34,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # old names that libraries still call
     pytest.mark.filterwarnings("ignore:ComplexHalf support"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _group() -> Generator[None]:
-    dist.init_process_group("allreduce", timeout=timedelta(seconds=60))
-    yield
-    dist.destroy_process_group()
 
 
 def size() -> int:
