@@ -30,8 +30,10 @@ from trainers.errors import TrainerError
 from mpi4py import MPI
 
 try:
+    # isort: split
     import torch
 
+    import tests.without_dynamo  # noqa: F401
     from trainers.pytorch import Buckets, MirroredOptimizer
     from trainers.replicas.pytorch import TorchReplica
 except ImportError:

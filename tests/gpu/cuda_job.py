@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from mpi4py import MPI
 
 import allreduce
+import tests.without_dynamo  # noqa: F401
+
+# isort: split
+import torch
+
 from allreduce.errors import NotAnArrayError, UnavailableError
 from tests.gpu import fake_cupy
 from tests.gpu.cuda_training import compare, fitted, optimized
