@@ -166,7 +166,7 @@ def test_each_of_the_drivers_jobs_is_handed_out_by_itself(dist: str) -> None:
 
 @pytest.mark.parametrize("job", ["3 ranks", "5 ranks"])
 def test_a_job_runs_each_value_and_the_pairs_that_two_ranks_lack(job: str) -> None:
-    axes = ("ring", "shared", "a+b"), ("flat", "twos", "uneven"), "hijk", "lm"
+    axes = ("ring", "native", "a+b"), ("flat", "twos", "uneven"), "hijk", "lm"
     product = list(itertools.product(*axes))
     grid = [f"t.py::test_grid[{'-'.join(each)}]" for each in product]
     marked = [f"t.py::test_two[{x}-{y}]" for x in "ab" for y in "cd"]
@@ -183,3 +183,5 @@ def test_a_job_runs_each_value_and_the_pairs_that_two_ranks_lack(job: str) -> No
     assert found == pairs.chosen([*grid, *whole], job, ["t.py::test_two"])
     assert found != pairs.chosen([*grid, *whole], "another", ["t.py::test_two"])
     assert len(pairs.chosen(marked, job)) == 2
+    nodes = ["t.py::test_nodes[shared-flat]", "t.py::test_nodes[shared-twos]"]  # where "shared" is refused
+    assert pairs.chosen(nodes, job) == {nodes[0]}
