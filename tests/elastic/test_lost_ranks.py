@@ -104,69 +104,69 @@ def test_the_command_says_from_where_the_other_ranks_continue(tmp_path: Path) ->
         assert f"if a rank fails: the other ranks continue{back}\n" in first["stdout"]
 
 
+def served(mpirun: JobRunner, ranks: int, kind: str) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return the results of the trainings of a job by their names, and what it has printed to stderr."""
+    job = mpirun(ranks, [*job_of("served"), kind], ulfm=True, timeout=120)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}, job.stderr
+
+
+def check_history(came: dict[str, dict[str, Any]], name: str, *more: str) -> None:
+    """The history is that of one rank. more: metrics beside the usual ones."""
+    exact = {"rtol": 1e-4} if name != "async" else {"atol": 0.25}  # whose order of updates is anybody's
+    for metric in ("loss", "accuracy", "validation_loss", *more):
+        found, wanted = ([epoch[metric] for epoch in came[each]["history"]] for each in (name, "alone"))
+        np.testing.assert_allclose(found, wanted, **exact)
+    assert len(set(came[name]["sha256"])) == 1
+
+
+def staleness(came: dict[str, Any]) -> list[int]:
+    """Return the number of updates of each epoch."""
+    return [sum(epoch["staleness"]) for epoch in came["history"]]
+
+
 def test_workers_are_lost_one_after_another_and_at_last_the_server(mpirun: JobRunner) -> None:
     """One of two servers, workers in asynchronous epochs, a spare replica, and then the only server."""
-    job = mpirun(6, [*job_of("served")], ulfm=True, timeout=120)
-    assert job.returncode == 0, job.stdout + job.stderr
-    came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
-    alone = came["alone"]["history"]
+    came, said = served(mpirun, 6, "arrays")
     for name, ranks, lost in (("sync", 5, [[4]]), ("async", 3, [[0], [1]]), ("spare", 2, [[5]])):
         assert (came[name]["ranks"], sorted(came[name]["lost"])) == (ranks, lost)
-        assert len(set(came[name]["sha256"])) == 1
-        for metric in ("loss", "accuracy", "validation_loss", *["grad_norm"] * (name != "async")):
-            exact = {"rtol": 1e-4} if name != "async" else {"atol": 0.25}  # whose order of updates is anybody's
-            np.testing.assert_allclose([e[metric] for e in came[name]["history"]], [e[metric] for e in alone], **exact)
-    assert {sum(epoch["staleness"]) for epoch in came["async"]["history"]} == {5 * 3}  # each part counts once
+        check_history(came, name, *["grad_norm"] * (name != "async"))
+    assert set(staleness(came["async"])) == {5 * 3}  # each part counts once
     assert "a server has failed" in came["no server"]["error"]
-    assert job.stderr.count(" continue") == 4, job.stderr  # a training without its server does not
+    assert said.count(" continue") == 4, said  # a training without its server does not
 
 
 @pytest.mark.parametrize("name", ["central", "sync", "async"])
 def test_owners_keep_their_parts_where_a_second_rank_is_lost_in_the_recovery(mpirun: JobRunner, name: str) -> None:
     """The second one before the ranks have met: a number of a rank is then of the topology in between."""
-    job = mpirun(5, [*job_of("repairs"), name], ulfm=True, timeout=120)
-    assert job.returncode == 0, job.stdout + job.stderr
-    came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
+    came, _ = served(mpirun, 5, name)
     assert (came[name]["ranks"], came[name]["servers"], came[name]["lost"]) == (3, [3], [[0, 1]])
-    assert len(set(came[name]["sha256"])) == 1
-    for metric in ("loss", "accuracy", "validation_loss"):
-        exact = {"rtol": 1e-4} if name != "async" else {"atol": 0.25}
-        np.testing.assert_allclose(
-            [e[metric] for e in came[name]["history"]], [e[metric] for e in came["alone"]["history"]], **exact
-        )
+    check_history(came, name)
 
 
 def test_servers_and_spare_replicas_with_loaders_go_on_without_a_worker(mpirun: JobRunner) -> None:
     """Of divided rows, those of the lost worker are missing; whole batches are computed by the others."""
-    job = mpirun(6, [*job_of("streams")], ulfm=True, timeout=120)
-    assert job.returncode == 0, job.stdout + job.stderr
-    came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
+    came, said = served(mpirun, 6, "loaders")
     wanted = {"sync": (5, [[0]]), "async, whole": (4, [[2]]), "async": (3, [[1]]), "spare": (2, [[5]])}
     assert {name: (came[name]["ranks"], came[name]["lost"]) for name in wanted} == wanted
     assert all(len(set(came[name]["sha256"])) == 1 for name in wanted)
     for name in ("sync", "spare"):  # the epoch before the failure
         assert came[name]["history"][0]["loss"] == pytest.approx(came["alone"]["history"][0]["loss"], rel=1e-4)
-    assert {sum(epoch["staleness"]) for epoch in came["async, whole"]["history"]} == {5 * 3}  # each part counts once
-    updates = [sum(epoch["staleness"]) for epoch in came["async"]["history"]]
+    assert set(staleness(came["async, whole"])) == {5 * 3}  # each part counts once
+    updates = staleness(came["async"])
     assert updates[0] == 5 * 3
     assert 5 * 2 <= updates[1] <= 5 * 3
     assert updates[2:] == [5 * 2] * 4
-    assert job.stderr.count("the rows of the failed ranks are not trained on any more") == 3
+    assert said.count("the rows of the failed ranks are not trained on any more") == 3
 
 
 def test_a_worker_goes_on_without_one_of_its_ranks_and_the_training_without_a_worker(mpirun: JobRunner) -> None:
     """The leader of a worker fails, another rank of a worker, and all ranks of a worker."""
-    job = mpirun(6, [*job_of("workers")], ulfm=True, timeout=120)
-    assert job.returncode == 0, job.stdout + job.stderr
-    came = {each["name"]: each for each in map(json.loads, job.stdout.splitlines())}
-    alone = came["alone"]["history"]
+    came, _ = served(mpirun, 6, "workers")
     for name, workers, lost in (("sync", [[0], [1], [2]], [[0], [4]]), ("async", [[0]], [[2], [3]])):
         assert (came[name]["workers"], sorted(came[name]["lost"])) == (workers, lost)
-        assert len(set(came[name]["sha256"])) == 1
-        for metric in ("loss", "accuracy", "validation_loss"):
-            exact = {"rtol": 1e-4} if name != "async" else {"atol": 0.25}  # whose order of updates is anybody's
-            np.testing.assert_allclose([e[metric] for e in came[name]["history"]], [e[metric] for e in alone], **exact)
-    assert {sum(epoch["staleness"]) for epoch in came["async"]["history"]} == {5 * 2}  # each part counts once
+        check_history(came, name)
+    assert set(staleness(came["async"])) == {5 * 2}  # each part counts once
 
 
 @pytest.mark.parametrize("kind", ["mirrored", "central"])
