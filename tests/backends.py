@@ -4,7 +4,5 @@ from allreduce.algorithm import TwoPhase
 from allreduce.algorithms import BACKENDS, class_of, two_phase
 
 ON_CPU = tuple(name for name in BACKENDS if not class_of(name).needs_gpu)
-SUMS_HALF = tuple(name for name in ON_CPU if class_of(name).sums_half)
-ON_NODES = tuple(name for name in ON_CPU if not class_of(name).one_node)  # of any number of nodes
 SHARDED = ("auto", *(name for name in two_phase() if name in ON_CPU))  # with update="sharded"
 IN_TWO = tuple(name for name in SHARDED if class_of(name).reduce is TwoPhase.reduce)  # a reduction is both phases

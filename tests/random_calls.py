@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-DTYPES = ("float32", "float32", "float64", "int32", "int64", "uint8")
 LENGTHS = (0, 1, 2, 3, 5, 16, 17, 1000, 4099, 70_001)
 OPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "sum": lambda rows: rows.sum(0),
@@ -16,17 +15,6 @@ OPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "min": lambda rows: rows.min(0),
     "prod": lambda rows: rows.prod(0),
 }
-
-
-def op_for(draw: random.Random, dtype: str) -> str:
-    """Return an operation that this dtype supports."""
-    return draw.choice([op for op in OPS if op != "mean" or dtype.startswith("float")])
-
-
-def reduced(rows: np.ndarray, op: str) -> np.ndarray:
-    """Return the right result of a reduction, in float64. rows: the arrays of all ranks; sums of uint8 wrap around."""
-    exact = OPS[op](rows.astype("float64"))
-    return exact % 256 if rows.dtype == "uint8" else exact
 
 
 def nodes_for(draw: random.Random, ranks: int) -> tuple[int, ...]:
