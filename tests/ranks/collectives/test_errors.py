@@ -385,7 +385,7 @@ def test_what_was_abandoned_is_closed(name: str) -> None:
         again(np.ones(1000), "sum")
 
 
-def test_parts_of_a_topology_are_on_their_own(world: MPI.Intracomm) -> None:
+def test_parts_of_a_topology_are_on_their_own() -> None:
     """An error that all ranks of one part raise does not affect the other part."""
     with allreduce.Topology() as topology:
         with topology.split(topology.rank % 2) as part, allreduce.create("ring", part) as reduce:
@@ -440,7 +440,7 @@ OPS = ("sum", "mean", "prod", "max")
 @pytest.mark.parametrize("compress", [None, "float16"])
 @pytest.mark.parametrize("name", NUMERIC)
 def test_numpy_told_to_raise_after_the_first_call(
-    name: str, compress: str | None, topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm
+    name: str, compress: str | None, topology_of: Callable[..., allreduce.Topology]
 ) -> None:
     """Overflow, underflow and invalid values are not errors on any rank, whenever np.seterr was called."""
     if compress and name in ("native", "adasum"):

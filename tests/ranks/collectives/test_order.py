@@ -67,7 +67,7 @@ def test_arrays_that_this_rank_does_not_hold_are_given_back(flat: allreduce.Topo
     reduce.close()
 
 
-def test_subclasses_of_arrays(topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm) -> None:
+def test_subclasses_of_arrays(topology_of: Callable[..., allreduce.Topology]) -> None:
     with allreduce.create("shared", topology_of(None)) as reduce:
         matrix = np.arange(6, dtype=np.float32).reshape(2, 3).view(np.matrix)
         reduce(matrix, "sum")

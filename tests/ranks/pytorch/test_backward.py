@@ -33,7 +33,7 @@ from trainers.pytorch import Buckets, GradientError
 
 @both_updates
 @pytest.mark.parametrize("way", ["none", "zeros", "model, none", "twice"])
-def test_zero_grad(world: MPI.Intracomm, flat: allreduce.Topology, way: str, update: str) -> None:
+def test_zero_grad(flat: allreduce.Topology, way: str, update: str) -> None:
     model, reference = network(), network()
     train(reference, OPTIMIZERS["momentum"](reference.parameters()), everything)
     plain = OPTIMIZERS["momentum"](model.parameters())
@@ -48,7 +48,7 @@ def test_zero_grad(world: MPI.Intracomm, flat: allreduce.Topology, way: str, upd
 
 
 @both_overlaps
-def test_accumulation_without_no_sync(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+def test_accumulation_without_no_sync(flat: allreduce.Topology, overlap: bool) -> None:
     """Averaging averaged gradients again changes nothing; as with DDP it only takes longer."""
     model, reference = network(), network()
     plain, given = OPTIMIZERS["sgd"](reference.parameters()), OPTIMIZERS["sgd"](model.parameters())
@@ -223,7 +223,7 @@ def test_unused_parameters(world: MPI.Intracomm, flat: allreduce.Topology, overl
 
 
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])  # both are fused, but not while a parameter has no state yet
-def test_unused_parameters_sharded(world: MPI.Intracomm, flat: allreduce.Topology, kind: str) -> None:
+def test_unused_parameters_sharded(flat: allreduce.Topology, kind: str) -> None:
     """A parameter that no rank uses in a step gets no decay, no momentum and no state; each parameter counts its own
     steps."""
     model, reference = network(), network()

@@ -262,7 +262,7 @@ counted = pytest.mark.skipif(SIZE > 2, reason="counted on 1 and on 2 ranks; many
 
 @counted
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
-def test_nothing_is_left_of_optimizers(world: MPI.Intracomm, flat: allreduce.Topology, closed: bool) -> None:
+def test_nothing_is_left_of_optimizers(flat: allreduce.Topology, closed: bool) -> None:
     """Optimizers of all kinds; dropped ones are closed by the next one. One rank alone makes so many that lost memory
     shows."""
 
@@ -289,7 +289,7 @@ def test_nothing_is_left_of_optimizers(world: MPI.Intracomm, flat: allreduce.Top
 
 
 @counted
-def test_nothing_is_left_of_refusals(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+def test_nothing_is_left_of_refusals(flat: allreduce.Topology) -> None:
     """For several reasons, beside an optimizer in use. One rank alone refuses so many that lost memory shows."""
     model, other = network(), network()
     reasons: list[tuple[Callable[[], Any], dict[str, Any], type[Exception]]] = [

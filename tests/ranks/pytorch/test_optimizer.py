@@ -149,7 +149,7 @@ def test_an_optimizer_without_kernels_to_try(
 
 
 @both_updates
-def test_frozen_and_shared_parameters(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+def test_frozen_and_shared_parameters(flat: allreduce.Topology, update: str) -> None:
     def make() -> nn.Sequential:
         model = network(features=40)
         model[0] = nn.Linear(40, 40)
@@ -213,7 +213,7 @@ def test_mixed_dtypes_and_layouts(world: MPI.Intracomm, flat: allreduce.Topology
 
 
 @both_updates
-def test_parameter_groups_and_scheduler(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+def test_parameter_groups_and_scheduler(flat: allreduce.Topology, update: str) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         decayed = [each for each in model.parameters() if each.dim() > 1]
         others = [each for each in model.parameters() if each.dim() == 1]
@@ -257,9 +257,7 @@ def test_state_dict_goes_on_elsewhere(world: MPI.Intracomm, flat: allreduce.Topo
 
 
 @both_updates
-def test_parameters_that_join_and_leave_the_training(
-    world: MPI.Intracomm, flat: allreduce.Topology, update: str
-) -> None:
+def test_parameters_that_join_and_leave_the_training(flat: allreduce.Topology, update: str) -> None:
     """An unfrozen layer begins at step 1, whatever the other layers count; a frozen one keeps its state."""
     model, reference = network(), network()
     sides = [(net, OPTIMIZERS["adamw"](net.parameters())) for net in (model, reference)]
@@ -319,7 +317,7 @@ def test_grad_scaler(world: MPI.Intracomm, flat: allreduce.Topology, update: str
 
 @pytest.mark.skipif(SIZE != 2, reason="compiling takes seconds, and depends on no number of ranks")
 @pytest.mark.parametrize(("compiler", "update"), [("eager", "replicated"), ("aot_eager", "sharded")])
-def test_compiled_module(world: MPI.Intracomm, flat: allreduce.Topology, compiler: str, update: str) -> None:
+def test_compiled_module(flat: allreduce.Topology, compiler: str, update: str) -> None:
     model, reference = network(), network()
     train(reference, OPTIMIZERS["momentum"](reference.parameters()), everything)
     compiled = torch.compile(model, backend=compiler)
@@ -400,7 +398,7 @@ def test_sharded_parameters_are_one_memory_until_close(world: MPI.Intracomm, fla
     assert model[0].bias[0] == world.rank
 
 
-def test_backend_of_the_callers(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+def test_backend_of_the_callers(flat: allreduce.Topology) -> None:
     """A backend that was passed in is used, and is not closed."""
     with allreduce.create("ring", flat) as backend:
         for overlap in (False, True):

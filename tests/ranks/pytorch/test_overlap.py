@@ -321,7 +321,7 @@ def test_refused(world: MPI.Intracomm, flat: allreduce.Topology, options: dict[s
         fit(trainer, epochs=1)
 
 
-def test_auto_keeps_the_bits(world: MPI.Intracomm, topology_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_keeps_the_bits(topology_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of two nodes with a rank each are summed in buckets, whose sums have the same bits."""
     found, count = [], 0
     for buckets in (AFTER, Buckets("auto", mb=2 * KIB, first_mb=KIB)):

@@ -477,7 +477,7 @@ def test_the_state_is_the_modules_after_its_memory_was_replaced(way: str) -> Non
     np.testing.assert_array_equal(memory, state["parameters"] + 1)
 
 
-def test_named_errors(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+def test_named_errors(flat: allreduce.Topology) -> None:
     module = nn.Linear(3, 2)
     other = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
     for make, words in (
@@ -536,7 +536,7 @@ def low() -> TorchReplica:
     [{}, {"update": "sharded"}, {"compress": "int8"}, {"average": Exact()}, {"average": LocalSGD(2)}],
     ids=str,
 )
-def test_bfloat16_autocast(options: dict[str, Any], world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+def test_bfloat16_autocast(options: dict[str, Any], flat: allreduce.Topology) -> None:
     """Replicas have equal bits; P ranks train as one rank to bfloat16's rounding, with Exact in every bit."""
     generator = np.random.default_rng(4)
     x = generator.normal(size=(60, 2, 4, 4)).astype("float32")

@@ -57,7 +57,7 @@ def test_rows_of_halves(flat: allreduce.Topology, dtype: torch.dtype) -> None:
         assert model.weight.grad.flatten().tolist() == pytest.approx([expected] * 4, rel=1e-2)
 
 
-def test_rows_of_equal_size_change_no_bit(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+def test_rows_of_equal_size_change_no_bit(flat: allreduce.Topology) -> None:
     model, reference = network(), network()
     with (
         mirrored(sgd(model), model, topology=flat) as optimizer,

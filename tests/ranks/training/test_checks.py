@@ -173,7 +173,7 @@ def test_sums_that_overflow(update: str, flat: allreduce.Topology, world: MPI.In
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_batch_that_was_left_out_has_no_loss(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+def test_a_batch_that_was_left_out_has_no_loss(kind: str, flat: allreduce.Topology) -> None:
     """The logs of batches have a NaN loss if no step was taken before."""
     told: list[Any] = []
 
