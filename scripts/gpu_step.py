@@ -45,7 +45,7 @@ def main() -> None:
         for name in ("nccl" if alone else "auto", "shared"):
             model, plain = made(options.width, device)
             with MirroredOptimizer(
-                plain, model, name, topology=topology, update=update, checks=[CheckDivergence(0)]
+                plain, model, name, topology=topology, update=update, transforms=[CheckDivergence(0)]
             ) as ours:
                 name = f"MirroredOptimizer, {update}, {ours.backend.name}"
                 report(topology, options, name, partial(step, model, ours, x))

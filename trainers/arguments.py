@@ -48,10 +48,11 @@ REPLACED = {
     "overlap": "buckets=Buckets(overlap={})",
     "bucket_mb": "buckets=Buckets(mb={})",
     "first_bucket_mb": "buckets=Buckets(first_mb={})",
-    "check_every": "checks=[CheckDivergence(every={})]",
-    "on_divergence": "checks=[CheckDivergence(every, on_divergence={})]",
-    "source": "checks=[CheckDivergence(every, source={})]",
-    "check_gradients": "checks=[CheckGradients({})]",
+    "checks": "transforms={}",
+    "check_every": "transforms=[CheckDivergence(every={})]",
+    "on_divergence": "transforms=[CheckDivergence(every, on_divergence={})]",
+    "source": "transforms=[CheckDivergence(every, source={})]",
+    "check_gradients": "transforms=[CheckGradients({})]",
 }
 
 

@@ -1,7 +1,7 @@
 """Checks during training: whether gradients can be averaged, whether the ranks train on the same data, and whether all
 replicas still have the same bits.
 
-The callbacks CheckGradients and CheckDivergence use them, and MirroredOptimizer(checks=).
+The callbacks CheckGradients and CheckDivergence use them, and MirroredOptimizer(transforms=).
 """
 
 import itertools

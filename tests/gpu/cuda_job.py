@@ -22,9 +22,9 @@ from tests.gpu import fake_cupy
 from tests.gpu.cuda_training import compare, fitted, optimized
 from tests.gpu.fake_gpu import Gpu, TorchCuda
 from tests.ranks.grid import expected, numpy_dtype, values
-from trainers import CentralStorageTrainer, MirroredTrainer
+from trainers import CentralStorageTrainer, ClipNorm, MirroredTrainer
 from trainers.callbacks import CheckDivergence, CheckGradients
-from trainers.pytorch import MirroredOptimizer
+from trainers.pytorch import MirroredOptimizer, owners
 from trainers.pytorch.buckets import allocate_flat
 from trainers.replicas.pytorch import devices
 from trainers.strategies.sharded import SliceOwners
@@ -171,13 +171,20 @@ def check_optimizer() -> None:
     """MirroredOptimizer with nccl and staged, replicated and sharded, during and after backward: results as on the
     host."""
     for update in ("replicated", "sharded"):
-        wanted = optimized(TOPOLOGY, HOST, allreduce="ring", update=update)
-        compare(optimized(TOPOLOGY, HOST, allreduce="nccl", update=update), wanted)  # a model on the host, by GPUs
+        clips = [ClipNorm(0.5)]
+        wanted = optimized(TOPOLOGY, HOST, allreduce="ring", update=update, transforms=clips)
+        # a model on the host, by GPUs
+        compare(optimized(TOPOLOGY, HOST, allreduce="nccl", update=update, transforms=clips), wanted)
         for name, overlap in (("auto", True), ("auto", False), ("ring", True)):
-            checks = [CheckGradients(), CheckDivergence(2)]
-            options = {"allreduce": name, "update": update, "overlap": overlap, "checks": checks}
+            transforms = [CheckGradients(), CheckDivergence(2), *clips]
+            options = {"allreduce": name, "update": update, "overlap": overlap, "transforms": transforms}
             compare(on_gpu(optimized, watched, **options), wanted)
             no_races()
+        patch = pytest.MonkeyPatch()
+        patch.setattr(owners, "has_cupy", lambda: False)  # transforms get tensors
+        compare(on_gpu(optimized, watched, allreduce="ring", update=update, transforms=clips), wanted)
+        patch.undo()
+        no_races()
 
 
 def check_waits() -> None:

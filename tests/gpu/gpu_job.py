@@ -14,6 +14,7 @@ import allreduce
 from allreduce.algorithms.nccl import SHARED_GPU_VERSION
 from allreduce.arrays import dtypes, ops
 from tests.gpu.cuda_training import compare, fitted, networks, optimized
+from trainers import ClipNorm
 from trainers.callbacks import CheckDivergence, CheckGradients
 
 TOPOLOGY = allreduce.Topology()
@@ -71,14 +72,15 @@ def check_networks() -> None:
 
 def check_optimizer(place: torch.device) -> None:
     """The results are roughly those on the host, and closely those on this GPU with "ring" after backward."""
-    checks = [CheckGradients(), CheckDivergence(2)]
+    clips = [ClipNorm(0.5)]
+    transforms = [CheckGradients(), CheckDivergence(2), *clips]
     for update in ("replicated", "sharded"):
-        wanted = optimized(TOPOLOGY, place, allreduce="ring", update=update, overlap=False)
-        compare(wanted, optimized(TOPOLOGY, HOST, allreduce="ring", update=update), **LOOSE)
+        wanted = optimized(TOPOLOGY, place, allreduce="ring", update=update, overlap=False, transforms=clips)
+        compare(wanted, optimized(TOPOLOGY, HOST, allreduce="ring", update=update, transforms=clips), **LOOSE)
         for name in NAMES:
-            compare(optimized(TOPOLOGY, HOST, allreduce=name, update=update), wanted, **LOOSE)
+            compare(optimized(TOPOLOGY, HOST, allreduce=name, update=update, transforms=clips), wanted, **LOOSE)
             for overlap in (True, False):
-                options = {"allreduce": name, "update": update, "overlap": overlap, "checks": checks}
+                options = {"allreduce": name, "update": update, "overlap": overlap, "transforms": transforms}
                 close = {"rtol": 1e-3, "atol": 1e-4}
                 compare(optimized(TOPOLOGY, place, **options), wanted, **close)
                 with torch.cuda.stream(torch.cuda.Stream(place)):

@@ -10,7 +10,7 @@ from allreduce.arrays.chunks import chunk
 from tests.matrix import alone
 from tests.matrix.case import Case
 from tests.matrix.trained import average_of
-from trainers import SkipNotFinite
+from trainers import ClipNorm, SkipNotFinite
 from trainers.pytorch import Buckets, MirroredOptimizer
 
 
@@ -19,14 +19,16 @@ def train(case: Case, ranks: allreduce.Topology, resumes: bool, path: str) -> np
     first = case.stop if resumes else 0
     module, plain = alone.torch_model(case)
     update = "sharded" if case.owner.startswith("sharded") else "replicated"
-    checks = [SkipNotFinite()] if "SkipNotFinite" in case.transforms else []
+    transforms: list[Any] = [SkipNotFinite()] if "SkipNotFinite" in case.transforms else []
+    if "ClipNorm" in case.transforms:
+        transforms.append(ClipNorm(case.numbers["ClipNorm"]))
     options = {"update": update, "average": average_of(case), "compress": case.compress or None}
     if case.average != "LocalSGD":  # during backward, in several buckets, or after it in one
         options["buckets"] = Buckets(case.seed % 2 == 0, 1e-4, 1e-4)
     if resumes:
         saved = torch.load(path, weights_only=False)
         module.load_state_dict(saved["model"])
-    optimizer = MirroredOptimizer(plain, module, case.backend, topology=ranks, checks=checks, **options)
+    optimizer = MirroredOptimizer(plain, module, case.backend, topology=ranks, transforms=transforms, **options)
     rate = plain.param_groups[0]["lr"]
     if resumes:
         optimizer.load_state_dict(saved["optimizer"])
@@ -64,6 +66,4 @@ def step(case: Case, optimizer: Any, module: Any, x: torch.Tensor, y: torch.Tens
                 value.backward()
         else:
             value.backward()
-    if "ClipNorm" in case.transforms:
-        optimizer.clip_grad_norm_(case.numbers["ClipNorm"])
     optimizer.step()

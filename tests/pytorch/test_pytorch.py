@@ -79,7 +79,7 @@ def test_a_former_option_shows_the_new_form() -> None:
 
     old: Any = {"check_gradients": "skip"}
     with pytest.raises(
-        TypeError, match=r"takes no check_gradients=.* any more; give checks=\[CheckGradients\(.skip.\)]"
+        TypeError, match=r"takes no check_gradients=.* any more; give transforms=\[CheckGradients\(.skip.\)]"
     ):
         MirroredOptimizer(None, None, **old)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"Buckets: overlap must be True, False or .auto., got 'maybe'"):

@@ -41,11 +41,14 @@ def _sum_of_squares(array: np.ndarray, dtype: Any) -> float:
     return float(wide.sum())
 
 
-def scale(array: np.ndarray, factor: float) -> None:
-    """Multiply a 1-D array in place; 16-bit floats in float32. Local."""
+def scale(array: Any, factor: float) -> None:
+    """Multiply a 1-D array, or a tensor of PyTorch, in place; 16-bit floats in float32. Local."""
+    factor = float(factor)  # of no dtype: the array's counts, and CuPy takes it too
     if not dtypes.is_half(array.dtype):
-        array *= array.dtype.type(factor)
+        array *= factor
         return
     for start in range(0, array.size, WIDTH):
         block = array[start : start + WIDTH]
-        block[:] = (block.astype(np.float32) * np.float32(factor)).astype(array.dtype)
+        wide = block.astype(np.float32)
+        wide *= factor
+        block[:] = wide.astype(array.dtype)

@@ -29,11 +29,13 @@ from trainers.pytorch.report import Clock
 from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.sparse import sparse_parameters, warn_of_dense
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
+from trainers.pytorch.transforms import started
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.division import TENSORS, division_of
 from trainers.replicas.pytorch.replica import Buffers
 from trainers.state.backup import kept_copies
+from trainers.strategies.transforms.transform import AppliedTransforms
 
 POLICY = "failed ranks (ULFM): MirroredOptimizer continues on the remaining ranks, and raises RankLostError"
 
@@ -46,6 +48,7 @@ class Assembly:
 
     topology: the ranks. backend: reduces the gradients. reducer: averages them. owners: the ranks that update.
     trained, frozen: the parameters of `optimizer`, by name.
+    transforms: the started ones, which go on after a failure.
     buffers: with SkipNotFinite, copies of the model's buffers from before the step. source: the rank whose
     replica is copied when replicas differ.
     """
@@ -53,6 +56,7 @@ class Assembly:
     topology: Topology
     backend: AllReduce
     reducer: Reducer
+    transforms: AppliedTransforms
     owners: TorchOwners
 
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
@@ -91,6 +95,8 @@ class Assembly:
         self._cleanup.callback(group.leave, number)
         self._cleanup.callback(topology.release, comm)
         check_arguments(comm, optimizer, model, options)
+        if "transforms" not in vars(self):
+            self.transforms = together(comm, partial(started, options.transforms, options.average))
         self.trained, self.frozen = split_frozen(optimizer, model)
         compare(comm, describe(optimizer, model))
         warn_of_dense(comm.rank, optimizer, model, self.trained)
@@ -143,7 +149,7 @@ class Assembly:
     def _make_owners(self, comm: MPI.Intracomm) -> TorchOwners:
         """Create the owners of the parameters. Collective."""
         options, before = self.options, vars(self).get("owners")
-        given = self.optimizer, self.model, self.trained, options, self.reducer, self.buffers
+        given = self.optimizer, self.model, self.trained, options, self.reducer, self.buffers, self.transforms
         if options.local:
             return LocalSteps(*given, before=before, backend=self.backend)
         if options.sharded is None or not self.reducer.parameters:

@@ -21,7 +21,7 @@ from trainers.errors import NotFiniteError
 from trainers.local_sgd.rounds import Rounds
 from trainers.pytorch.buckets import GradientError, allocate_flat
 from trainers.pytorch.options import AGAIN
-from trainers.pytorch.owners import Closure, TorchOwners
+from trainers.pytorch.owners import Closure, TorchOwners, flat
 from trainers.pytorch.report import Report
 from trainers.pytorch.rows import rows_error
 from trainers.pytorch.state import broadcast_tensors, load_root_state
@@ -39,7 +39,7 @@ NOT_FINITE = (
 
 
 class _BadError(Exception):
-    """The closure of a step has computed gradients that are not finite."""
+    """The step of this rank is left out, because of its gradients."""
 
 
 class LocalSteps(TorchOwners):
@@ -69,12 +69,11 @@ class LocalSteps(TorchOwners):
             start += each.numel()
         backend.describe(delta.array, parts)
         self._spans = {part.name: slice(part.start, part.stop) for part in parts}
-        # the elements of a dense tensor in the order of its memory, without a copy
-        flat = [each.detach().as_strided((each.numel(),), (1,)) for each in trained.values()]
-        self._placed = Placed(list(trained.values()), flat)
+        memory = list(map(flat, trained.values()))
+        self._placed = Placed(list(trained.values()), memory)
         self._delta = delta.array
         self._futures: list[Future] = []  # of averages that have not been counted in the reducer's clock
-        self.rounds = Rounds(local, self.reducer.comm, flat, backend, delta, self._submit)
+        self.rounds = Rounds(local, self.reducer.comm, memory, backend, delta, self._submit)
         if isinstance(before, LocalSteps):
             self.rounds.load(before.rounds.momentum, before.rounds.done)
             self.taken = before.taken
@@ -114,8 +113,6 @@ class LocalSteps(TorchOwners):
         taken = failed is None
         if taken:
             self.buffers.forget()
-        elif isinstance(failed, _BadError):
-            self._leave_out()
         else:
             self.buffers.restore()
         self.taken += taken
@@ -132,37 +129,37 @@ class LocalSteps(TorchOwners):
 
     def _take(self, closure: Closure | None) -> tuple[Any, Exception | None]:
         """Return the loss of a step of the plain optimizer, and its error. Local."""
-        if closure is None and not self._usable():
-            return None, _BadError()
         try:
+            if closure is None:
+                self._prepare()
             checked = None if closure is None else partial(self._checked, closure)
             return self.reducer.clock.update(partial(self.plain.step, checked)), None
         except Exception as error:
             return None, error
 
-    def _usable(self) -> bool:
-        """Whether this rank's gradients are finite, or not to be checked. Local."""
-        if self.options.on_bad is None:
-            return True
-        found = [each.grad for each in self.trained.values() if each.grad is not None]
-        values = [each.coalesce().values() if each.is_sparse else each for each in found]
-        return all(bool(torch.isfinite(each).all()) for each in values)
+    def _prepare(self) -> None:
+        """Transform this rank's gradients. Raises _BadError where the step is left out, after it has kept an error for
+        the end of the round. Local."""
+        gradients = [*self._dense(), *self._sparse()]
+        bad = self.options.on_bad is not None and not all(bool(torch.isfinite(each).all()) for each in gradients)
+        text = NOT_FINITE.format(self.reducer.comm.rank, self.steps + 1)
+        error = NotFiniteError(text) if bad else self._changed_by(self.transforms)
+        if error is None:
+            return
+        if bad and self.options.on_bad == "skip":
+            self.skipped += 1
+            notices.log.warning("allreduce: %s; this rank leaves the step out", text)
+        else:
+            self.rounds.error = self.rounds.error or error
+        raise _BadError
 
     def _checked(self, closure: Closure) -> Any:
         loss = closure()
-        if not self._usable():
-            raise _BadError
+        self._prepare()
         return loss
 
-    def _leave_out(self) -> None:
-        """Leave out this rank's step, or keep an error for the end of the round. Local."""
-        self.buffers.restore()
-        text = NOT_FINITE.format(self.reducer.comm.rank, self.steps + 1)
-        if self.options.on_bad == "raise":
-            self.rounds.error = self.rounds.error or NotFiniteError(text)
-        else:
-            self.skipped += 1
-            notices.log.warning("allreduce: %s; this rank leaves the step out", text)
+    def reduce(self) -> None:
+        """Do nothing: gradients are this rank's own."""
 
     def _check_memory(self) -> None:
         """Keep an error for the end of the round if the memory of a parameter was replaced. Local."""
@@ -179,9 +176,6 @@ class LocalSteps(TorchOwners):
 
     def synchronize(self) -> None:
         self.end_round()
-
-    def clip(self, max_norm: float) -> float:
-        return float(torch.nn.utils.clip_grad_norm_(self.trained.values(), max_norm))
 
     def begin_change(self) -> None:
         """End the round: all ranks then have the same parameters. Collective."""

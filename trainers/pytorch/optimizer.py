@@ -19,9 +19,10 @@ from trainers.arguments import is_number, known_only
 from trainers.options.average import LocalSGD, Sharded
 from trainers.options.buckets import DEFAULT_BUCKETS, Buckets
 from trainers.pytorch.assembly import Assembly
-from trainers.pytorch.options import GROUP_ADDED, Inspection, Options
+from trainers.pytorch.options import GROUP_ADDED, Options
 from trainers.pytorch.report import Report
 from trainers.pytorch.state import broadcast_tensors
+from trainers.pytorch.transforms import Listed
 from trainers.replicas import malloc
 
 
@@ -80,10 +81,10 @@ class MirroredOptimizer(Optimizer):
         average: LocalSGD | None = None,
         compress: Given = None,
         buckets: Buckets = DEFAULT_BUCKETS,
-        checks: Sequence[Inspection] = (),
+        transforms: Sequence[Listed] = (),
         trace: str | os.PathLike[str] | Trace | None = None,
     ) -> None:
-        options = Options(allreduce, topology, update, average, compress, buckets, checks, trace)
+        options = Options(allreduce, topology, update, average, compress, buckets, transforms, trace)
         self.optimizer, self.model, self.update = optimizer, model, options.update_name
         self._parts = Assembly(optimizer, model, options)
         weakref.finalize(self, self._parts.dropped).atexit = False
@@ -271,6 +272,11 @@ class MirroredOptimizer(Optimizer):
     def steps_skipped(self) -> int:
         """The number of steps that all ranks have left out, with SkipNotFinite."""
         return self._parts.owners.skipped
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """The numbers that the transforms have measured in the last step: {"grad_norm": 2.5} with ClipNorm. Local."""
+        return {meter.name: float(meter.last) for meter in self._parts.transforms.meters}
 
     @property
     def closed(self) -> bool:

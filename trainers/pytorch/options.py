@@ -26,6 +26,7 @@ from trainers.options.average import REPLICATED, SHARDED, Exact, LocalSGD, Shard
 from trainers.options.buckets import Buckets
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
+from trainers.pytorch.transforms import Listed, list_error, without_checks
 from trainers.replicas.pytorch.division import division_of, foreign_error
 from trainers.replicas.pytorch.tensors import DTYPES, is_dense
 from trainers.state import backup
@@ -38,10 +39,6 @@ CHECK_EVERY = 1000  # steps
 NO_EXACT = "is of trainers: MirroredTrainer(TorchReplica(module, loss, optimizer), average=Exact())"
 AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
 GROUP_ADDED = f"parameters were added after MirroredOptimizer was made, so its buffers have no room for them; {AGAIN}"
-
-
-Inspection = CheckDivergence | CheckGradients | SkipNotFinite
-KINDS = (CheckDivergence, CheckGradients | SkipNotFinite)  # at most one of each
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,13 @@ class Options:
         them: each rank may save `optimizer.backend.state()`, and load it by `optimizer.backend.load_state`. After a
         failure the remaining ranks keep theirs. Use it for networks between nodes.
     buckets: how the gradients are cut, and whether they are reduced during backward; see Buckets.
-    checks: a list of SkipNotFinite or CheckGradients, and CheckDivergence (trainers.callbacks).
+    transforms: as in `fit`: a list of ClipNorm, SkipNotFinite, and those of your program that only change averaged
+        gradients (`Applied.reduced`); and of the checks CheckGradients and CheckDivergence (trainers.callbacks).
+        Transforms run in `step`, in the order of the list, on what the program has left in `.grad`; with a closure each
+        time it returns. They get the averages that exist: parameters without a gradient are left out, and of sparse
+        gradients they get the rows that a batch has used. With update="sharded" a rank transforms its slices, of which
+        unused parameters are zeros; with LocalSGD this rank's own gradients. All ranks raise the error of one, and none
+        updates. `measured` has what they measure.
         SkipNotFinite(): gradients are checked on every rank before they are averaged. If some are NaN, infinite, or too
         large to be sent (65504 is the largest with compress="float16"), no rank takes that step (a step with a closure
         raises), and the model's buffers (running statistics of batch norm, say) get their values from before the step.
@@ -88,7 +91,7 @@ class Options:
     average: LocalSGD | None = field(metadata={"compared": False})  # but by its text
     compress: Given  # checked by the backend
     buckets: Buckets
-    checks: Sequence[Inspection]
+    transforms: Sequence[Listed]
     trace: str | os.PathLike[str] | Trace | None = field(metadata={"compared": False})
 
     @property
@@ -109,13 +112,13 @@ class Options:
     @property
     def divergence(self) -> CheckDivergence:
         """How often replicas are compared, and what happens if they differ."""
-        given = (each for each in self.checks if isinstance(each, CheckDivergence))
+        given = (each for each in self.transforms if isinstance(each, CheckDivergence))
         return next(given, CheckDivergence(CHECK_EVERY))
 
     @property
     def on_bad(self) -> str | None:
         """What happens if gradients are not finite, "raise" or "skip"; None if they are not checked."""
-        given = (each for each in self.checks if not isinstance(each, CheckDivergence))
+        given = (each for each in self.transforms if isinstance(each, CheckGradients | SkipNotFinite))
         return next((each.on_bad if isinstance(each, CheckGradients) else "skip" for each in given), None)
 
     def __str__(self) -> str:
@@ -125,7 +128,8 @@ class Options:
         values["allreduce"] = getattr(self.allreduce, "name", self.allreduce)
         values["update"] = SHARDED if self.sharded == Sharded() else self.update
         values["buckets"] = Buckets(self.buckets.overlap, float(self.buckets.mb), float(self.buckets.first_mb))
-        values["checks"] = [self.divergence, *([CheckGradients(self.on_bad)] if self.on_bad else [])]
+        gradients = [CheckGradients(self.on_bad)] if self.on_bad else []
+        values["transforms"] = [self.divergence, *gradients, *without_checks(self.transforms)]
         traced = f", average={self.average}" + ", trace=..." * (self.trace is not None)
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
 
@@ -137,11 +141,8 @@ class Options:
             yield OptionError(f"{self.average!r} {NO_EXACT}")
         if not isinstance(self.buckets, Buckets):
             yield OptionError(f"buckets must be a Buckets, got {self.buckets!r}")
-        given = self.checks if isinstance(self.checks, Sequence) else [None]
-        kinds = [next((kind for kind in KINDS if isinstance(each, kind)), None) for each in given]
-        if None in kinds or len(set(kinds)) < len(kinds):
-            names = "at most one CheckDivergence, and at most one CheckGradients or SkipNotFinite"
-            yield OptionError(f"checks is a list of {names}, got {self.checks!r}")
+        if wrong := list_error(self.transforms):
+            yield OptionError(wrong)
         if wrong := name_error("CheckGradients: on_bad", self.on_bad, checks.ANSWERS, optional=True):
             yield OptionError(wrong)
         if isinstance(self.allreduce, AllReduce) and self.topology not in (None, self.allreduce.topology):
@@ -165,10 +166,9 @@ class Options:
                 )
             given = given.config
         update = replace(self.sharded, copies=1) if self.sharded and ranks == 1 else self.update
-        others = [each for each in self.checks if not isinstance(each, CheckDivergence)]
+        others = [each for each in self.transforms if not isinstance(each, CheckDivergence)]
         compared = CheckDivergence(self.divergence.every, self.divergence.on_divergence, source)
-        inspections = [*others, compared]
-        return replace(self, allreduce=given, topology=None, trace=None, checks=inspections, update=update)
+        return replace(self, allreduce=given, topology=None, trace=None, transforms=[*others, compared], update=update)
 
 
 # The other arguments

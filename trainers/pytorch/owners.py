@@ -15,8 +15,10 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from allreduce import notices
+from allreduce.arrays import gpu
 from allreduce.elastic.retry import Commit
-from allreduce.transport.control import all_values, each_on_all
+from allreduce.errors import UnavailableError
+from allreduce.transport.control import all_values, each_on_all, raise_together
 from trainers.arrays import squares
 from trainers.checks import check_equal
 from trainers.pytorch.options import Options
@@ -29,11 +31,13 @@ from trainers.pytorch.state import (
     load_root_state,
     receive,
 )
+from trainers.replica import Slices
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.replica import Buffers
 from trainers.replicas.pytorch.tensors import as_array, is_dense
 from trainers.state.owners import Owners
-from trainers.strategies.transforms.clip import clip
+from trainers.strategies.transforms.clip import Clipping
+from trainers.strategies.transforms.transform import AppliedTransforms
 
 Closure = Callable[[], Any]
 
@@ -42,7 +46,8 @@ class TorchOwners(Owners):
     """All ranks update all parameters by averaged gradients.
 
     plain: the user's optimizer, of `model`. trained: its parameters by name. reducer: averages their gradients.
-    buffers: restores the model's buffers when a step is left out. before: the owners before a failure.
+    buffers: restores the model's buffers when a step is left out. transforms: change the averages in a step.
+    before: the owners before a failure.
     The constructor is collective.
 
     skipped: the number of steps that were left out. lost: whether parts of the state could not be recovered.
@@ -57,11 +62,13 @@ class TorchOwners(Owners):
         options: Options,
         reducer: Reducer,
         buffers: Buffers,
+        transforms: AppliedTransforms,
         *,
         before: "TorchOwners | None",
     ) -> None:
         self.plain, self.model, self.trained, self.options = plain, model, trained, options
-        self.reducer, self.buffers, self.kernels = reducer, buffers, fused.Kernels(plain)
+        self.reducer, self.buffers, self.transforms = reducer, buffers, transforms
+        self.kernels = fused.Kernels(plain)
         self._test_kernels()
         self.skipped: int = 0 if before is None else before.skipped
         self.lost: bool = before is not None and before.lost
@@ -97,7 +104,7 @@ class TorchOwners(Owners):
     def _step_with(self, closure: Closure | None) -> Any:
         """Average and update; return the loss of the closure, which averages its gradients itself. Collective."""
         if closure is not None:
-            return self.plain.step(closure)
+            return self.plain.step(partial(self._transformed, closure))
         self._apply()
         return None
 
@@ -116,7 +123,37 @@ class TorchOwners(Owners):
         self.reducer.average()
 
     def update(self) -> None:
+        self._transform()
         self.plain.step()
+
+    def _transform(self) -> None:
+        """Let the transforms change the averages; all ranks raise the error of one. Collective."""
+        if self.transforms.applied:
+            error = self._changed_by(self.transforms)
+            check = partial(raise_together, self.reducer.comm, error)
+            self.reducer.clock.wait(partial(self.reducer.run_in_queue, "transforms gradients", check))
+
+    def _transformed(self, closure: Closure) -> Any:
+        """Call a closure that averages its gradients, and let the transforms change these. Collective."""
+        loss = closure()
+        self._transform()
+        return loss
+
+    @torch.no_grad()
+    def _changed_by(self, transforms: AppliedTransforms) -> Exception | None:
+        """Let these transforms change the averages that this rank is to read; return the error of one. Collective if
+        one needs the squares of a sharded update."""
+        if not transforms.applied:
+            return None
+        tensors, device = [each for each in [*self._dense(), *self._sparse()] if each.numel()], self.reducer.device
+        if device.kind == "cuda" and not has_cupy():
+            transforms.transform([each.data for each in tensors], self._part(), self.squares)
+        else:
+            device.cupy_after_torch()
+            arrays = list(map(device.array, tensors))
+            transforms.transform(arrays, self._part(), device.ordered_with_cupy()(self.squares))
+            device.torch_after_cupy()
+        return transforms.take_kept()
 
     def _mean_loss(self, closure: Closure) -> Any:
         """Call a closure, average its gradients, and return the mean of its losses over the ranks. Collective.
@@ -160,31 +197,44 @@ class TorchOwners(Owners):
         """See MirroredOptimizer.synchronize. Collective."""
         self.reduce()
 
-    @torch.no_grad()
     def clip(self, max_norm: float) -> float:
         """See MirroredOptimizer.clip_grad_norm_. Collective."""
         self.reduce()
-        norm, factor = clip([], max_norm, self.squares())
-        if factor is not None:
-            for each in [*self._averages(), *self._sparse_averages()]:
-                each.mul_(factor)
-            self.reducer.accept_edits()
-        return norm
+        clipping = Clipping(max_norm)
+        if (error := self._changed_by(AppliedTransforms([clipping]))) is not None:
+            raise error
+        return float(clipping.meter.last)
 
     def squares(self) -> float:
-        return self._dense_squares() + sum(square(each.coalesce().values()) for each in self._sparse_averages())
+        return self._dense_squares() + sum(map(square, self._sparse()))
 
     def _dense_squares(self) -> float:
         """Return the sum of the squares of the averages of all dense gradients. Collective."""
-        return sum(map(square, self._averages()))
+        return sum(map(square, self._dense()))
 
-    def _averages(self) -> list[Tensor]:
-        """Return the averages of the dense gradients that this rank is to read. Local."""
-        return [each.grad for each in self.reducer.parameters if each.grad is not None]
+    def _dense(self) -> list[Tensor]:
+        """Return the averages of the dense gradients that this rank is to read, 1-D, in their memory. Local."""
+        found = []
+        for each in self.trained.values():
+            if each.grad is not None and not each.grad.is_sparse:
+                if not is_dense(each.grad):
+                    each.grad = each.grad.contiguous()
+                found.append(flat(each.grad))
+        return found
 
-    def _sparse_averages(self) -> list[Tensor]:
-        found = (bucket.parameter.grad for bucket in self.reducer.sparse)
-        return [each for each in found if each is not None]
+    def _sparse(self) -> list[Tensor]:
+        """Return the rows of the sparse averages, 1-D, in their memory. Local."""
+        found = []
+        for each in self.trained.values():
+            if each.grad is not None and each.grad.is_sparse:
+                each.grad = each.grad.coalesce()
+                found.append(flat(each.grad.values()))
+        return found
+
+    def _part(self) -> Slices | None:
+        """Return a slice for each tensor of `_dense`, of all elements in the order of the buckets; None if it returns
+        all. Local."""
+        return None
 
     def count_rows(self, number: float) -> None:
         """See MirroredOptimizer.rows. Collective."""
@@ -203,6 +253,8 @@ class TorchOwners(Owners):
     def _follow(self) -> None:
         """Take part in a step without batches. Collective."""
         self.reduce()
+        if not self.reducer.leaves_out():
+            self._transform()
 
     def _catch_up(self, mine: int) -> None:
         """Load the replica of a rank that has done the most steps; this rank did `mine`. Runs in the queue."""
@@ -281,8 +333,19 @@ class TorchOwners(Owners):
 
 
 def square(tensor: Tensor) -> float:
-    """Return the sum of the squares of a tensor's elements; on the host the same bits on all processors."""
+    """Return the sum of the squares of a 1-D tensor; on the host the same bits on all processors."""
     if tensor.is_cuda:
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
-    flat = tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
-    return float(squares.sum_of_squares(as_array(flat)))
+    return float(squares.sum_of_squares(as_array(tensor)))
+
+
+def has_cupy() -> bool:
+    try:
+        return gpu.cupy() is not None
+    except UnavailableError:
+        return False
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor in the order of its memory, without a copy."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -137,7 +137,7 @@ class Reducer:
         self.steps = self.averages = self._begun = 0
         self._used_by_others: list[Gradient] = []  # of parameters that other ranks have used, and this one has not
         self._backward: Backward | None = None  # the current backward, or one that raised
-        self._versions: list[int] = []
+        self._versions: list[int] = []  # of the buffers when they got their state
         self._marks = Marks(self.flats, self.plan, [bucket.share.parts for bucket in self.dense], self.device)
         self._hooks = [
             each.register_post_accumulate_grad_hook(partial(self._arrived, index))
@@ -320,14 +320,10 @@ class Reducer:
             gradient.leftover = state == SCATTERED
         if state == SCATTERED:
             self._marks.put()
-        self.accept_edits()
+        self._versions = [version_of(each) for each in self.flats.values()]
         if state == AVERAGED:
             for gradient in self._used_by_others:
                 gradient.parameter.grad = gradient.current_view()
-
-    def accept_edits(self) -> None:
-        """Accept all edits of the buffers until now. Local."""
-        self._versions = [version_of(each) for each in self.flats.values()]
 
     @torch.no_grad()
     def take_edits(self) -> GradientError | None:

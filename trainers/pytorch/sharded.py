@@ -22,9 +22,10 @@ from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, raise_together
 from trainers.pytorch.buckets import Gradient, Held, allocate_flat, changed, held_by
-from trainers.pytorch.owners import Closure, TorchOwners, square
+from trainers.pytorch.owners import Closure, TorchOwners, flat, square
 from trainers.pytorch.reducer import SCATTERED
 from trainers.pytorch.rows import combined
+from trainers.replica import Slices
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.division import optimizer_on, step_like
 from trainers.replicas.pytorch.optimizer import block_on
@@ -155,7 +156,8 @@ class ShardedOptimizer(TorchOwners):
         call = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self.plain.param_groups)}"
         if moved:
             call += f" after {', '.join(moved)} got other memory"
-        begin = partial(self._begin_update, bool(moved), reducer.take_edits())
+        error = self._changed_by(self.transforms)
+        begin = partial(self._begin_update, bool(moved), error or reducer.take_edits())
         self.update_blocks(reducer.clock.wait(partial(reducer.run_in_queue, call, begin)))
 
     def _begin_update(self, moved: bool, error: Exception | None) -> np.ndarray:
@@ -196,14 +198,20 @@ class ShardedOptimizer(TorchOwners):
         reducer = self.reducer
         if reducer.state != SCATTERED:
             return super()._dense_squares()
-        own = sum(map(square, self._averages())) if self.shards.tells else 0.0
+        own = sum(map(square, self._dense())) if self.shards.tells else 0.0
         add = partial(sum_over_ranks, reducer.comm, own)
         return reducer.clock.communicate(partial(reducer.run_in_queue, "adds up squares of gradients", add, reads=True))
 
-    def _averages(self) -> list[Tensor]:
+    def _dense(self) -> list[Tensor]:
         if self.reducer.state != SCATTERED:
-            return super()._averages()
-        return [grad for own in self._grads for grad in own]  # not the gaps between them, in which a NaN would stay
+            return super()._dense()
+        return [flat(grad) for own in self._grads for grad in own]  # not the gaps, in which a NaN would stay
+
+    def _part(self) -> Slices | None:
+        if self.reducer.state != SCATTERED:
+            return None
+        begins = [(each.start - each.blocks[0].start, block) for each in self._held for block in each.blocks]
+        return tuple(slice(begin + block.start, begin + block.stop) for begin, block in begins)
 
     def set_steps(self, steps: int) -> None:
         self.shards.extend(steps)

@@ -15,13 +15,11 @@ from mpi4py import MPI
 from allreduce.arrays import gpu
 from allreduce.transport.control import all_values, combine
 from trainers.arrays import average
-from trainers.arrays.squares import scale, sum_of_squares
+from trainers.arrays.squares import scale
 from trainers.data import Batch, Data, row_count
-from trainers.errors import ArgumentError
 from trainers.replica import ALL, Replica, Slices, gradients_of, spans_in, weight_of
 from trainers.strategies.alike import MARKS
-from trainers.strategies.transforms.transform import Applied, Compute, Rows, Transform
-from trainers.watching.meter import NormMeter
+from trainers.strategies.transforms.transform import Applied, AppliedTransforms, Compute, Rows, Transform
 
 NORM = "learn the norm of the gradients"
 # FLAGS are appended to each step's metrics; after the reduction they are the numbers of ranks that set the flag
@@ -33,32 +31,26 @@ WEIGHT, UNUSED = FLAGS.index("weight"), FLAGS.index("unused")
 ONE = 1e-6  # a mean weight this close to 1 is 1: shares of a batch are rounded
 
 
-class UpdateRule:
+class UpdateRule(AppliedTransforms):
     """Computes the gradients of a batch, and updates a replica by averaged gradients, with the transforms of the fit.
     Local, but for `hold_unused`.
 
-    applied: the transforms, in their order.
     weight: the mean weight that the loss has counted in the rows of the last batch, times this rank's share of it.
     unused: the parameters for which the last batch gave no gradient; see Replica.unused.
     """
 
     def __init__(self, replica: Replica) -> None:
+        super().__init__()
         self._replica = replica
         self.weight: float
         self.unused: np.ndarray
-        self._failed: Exception | None = None  # the first error of a transform after the reduction, in this step
         self.use(())
         self.take_none()
 
     def use(self, transforms: Sequence[Transform]) -> None:
         """Use these transforms from now on, in a new fit. Local, called on all ranks. Raises ArgumentError if two of
         their meters have one name, or one has that of a metric."""
-        self.applied, self._failed = [each.start(self._replica) for each in transforms], None
-        names = [meter.name for meter in self.meters]
-        if twice := [name for name in names if [*self._replica.metrics, *names].count(name) > 1]:
-            raise ArgumentError(
-                f'two numbers of a step are named "{twice[0]}": give the meter of a transform another name'
-            )
+        self.start([each.start(self._replica) for each in transforms], self._replica.metrics if transforms else ())
         self._early = all(each.early or type(each).compute is Applied.compute for each in self.applied)
         self._asks: bool | None = None  # whether ranks ask each other in each step, see `hold_unused`; None: not known
         compute: Compute = self._computed
@@ -79,16 +71,6 @@ class UpdateRule:
         """As Applied.plan, for all transforms. Raises ArgumentError."""
         for each in self.applied:
             each.plan(epochs, length, callbacks)
-
-    @property
-    def meters(self) -> list[NormMeter]:
-        """The meters of the transforms that have one."""
-        return [each.meter for each in self.applied if each.meter is not None]
-
-    @property
-    def needs_squares(self) -> bool:
-        """Whether a transform needs the sum of the squares of all gradients."""
-        return any(each.needs_squares for each in self.applied)
 
     # Gradients
 
@@ -167,40 +149,12 @@ class UpdateRule:
         for each in self.applied:
             each.end_step()
 
-    def transform(
-        self, gradients: Sequence[Any], part: Slices | None = None, squares: Callable[[], Any] | None = None
-    ) -> None:
-        """Let the transforms change averaged gradients. Collective if `squares` is. The error of one is kept.
-
-        gradients, part: see Applied.reduced. squares: returns the sum of the squares of all gradients of all ranks, if
-            these are only a part.
-        """
-        for each in self.applied:
-            found = None
-            if each.needs_squares:
-                found = sum(map(sum_of_squares, gradients)) if squares is None else squares()
-            self._keep(partial(each.reduced, gradients, part, found))
-
     def update(self, part: Slices | None = None) -> None:
         """Update the parameters by the gradients as they are. part: see Replica.update. The error of a transform is
         kept."""
         self._replica.update(ALL if part is None else part)
         for each in self.applied:
-            self._keep(partial(each.updated, spans_in(self._replica, part)))
-
-    def _keep(self, action: Callable[[], object]) -> None:
-        """Do the work of a transform, unless one has failed: other ranks wait for this one in the rest of the step."""
-        if self._failed is None:
-            try:
-                action()
-            except Exception as error:  # any exception, of a user's transform
-                self._failed = error
-
-    def raise_kept(self) -> None:
-        """Raise the error of a transform in this step, if there was one. Local."""
-        error, self._failed = self._failed, None
-        if error is not None:
-            raise error
+            self.keep(partial(each.updated, spans_in(self._replica, part)))
 
 
 def mean_weight(replica: Replica, data: Data) -> float:

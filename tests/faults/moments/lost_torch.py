@@ -27,7 +27,7 @@ from allreduce.errors import RankLostError
 from tests import launch
 from tests.faults import points
 from tests.faults.points import die
-from trainers import LocalSGD, MirroredTrainer, Sharded
+from trainers import ClipNorm, LocalSGD, MirroredTrainer, Sharded
 from trainers.pytorch import Buckets, MirroredOptimizer
 from trainers.replicas.pytorch import TorchReplica
 
@@ -94,7 +94,12 @@ def replicated(topology: allreduce.Topology, overlap: bool, place: str, victim: 
     """A rank dies in the fourth step."""
     model = network(1)
     optimizer = MirroredOptimizer(
-        plain(model), model, "ring", topology=topology, buckets=Buckets(overlap, **SMALL_BUCKETS)
+        plain(model),
+        model,
+        "ring",
+        topology=topology,
+        buckets=Buckets(overlap, **SMALL_BUCKETS),
+        transforms=[ClipNorm(1e6)],
     )
     dies = topology.rank == victim
     lost = []
@@ -167,7 +172,8 @@ def twice(topology: allreduce.Topology) -> MirroredOptimizer:
     """Rank 1 dies after its own update; another rank has a backup of its slice. The loop is that of replicated
     optimizers."""
     model = network(5)
-    optimizer = MirroredOptimizer(plain(model), model, topology=topology, update=Sharded(copies=2))
+    clips = [ClipNorm(1e6)]
+    optimizer = MirroredOptimizer(plain(model), model, topology=topology, update=Sharded(copies=2), transforms=clips)
     told = []
     while optimizer.steps < STEPS:
         if optimizer.steps == 5 and topology.rank == 1 and not told:

@@ -62,7 +62,7 @@ def optimized(source: int, dies: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     plain = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = MirroredOptimizer(plain, model, checks=[CheckDivergence(1, "copy", source)])
+    optimizer = MirroredOptimizer(plain, model, transforms=[CheckDivergence(1, "copy", source)])
     for step in range(4):
         if step == 1 and processes.here()[0] == dies:
             die()

@@ -98,7 +98,7 @@ def _loop(plan: Plan, odd: Odd, topology: Topology) -> None:
     if odd("parameters"):
         module.append(torch.nn.Linear(10, 10))
     plain = model.torch_optimizer(plan, module)
-    optimizer = MirroredOptimizer(plain, module, plan.backend, topology=topology, checks=[CheckGradients()])
+    optimizer = MirroredOptimizer(plain, module, plan.backend, topology=topology, transforms=[CheckGradients()])
     for step in range(STEPS):
         x = torch.ones(8, 64)
         if odd("NaN in backward", step):

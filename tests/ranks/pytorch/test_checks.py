@@ -43,7 +43,7 @@ def test_replicas_are_copied_again(world: MPI.Intracomm, flat: allreduce.Topolog
     """Parameters, state and hyperparameters of the majority are copied; afterwards all bits are as without a
     difference."""
     model = network()
-    options = {"topology": flat, "update": update, "checks": [CheckDivergence(1, "copy")]}
+    options = {"topology": flat, "update": update, "transforms": [CheckDivergence(1, "copy")]}
     with mirrored(sgd(model), model, **options) as optimizer:
         train(model, optimizer, mine, steps=2)
         if world.rank == 1 and update == "replicated":
@@ -71,7 +71,9 @@ def test_who_brings_nan(world: MPI.Intracomm, flat: allreduce.Topology, overlap:
     for check in ("raise", "skip", None):
         model = network()
         options: dict[str, Any] = {"topology": flat, "update": update, "buckets": Buckets(overlap, **SMALL_BUCKETS)}
-        with mirrored(sgd(model), model, checks=[CheckGradients(check)] * (check is not None), **options) as optimizer:
+        with mirrored(
+            sgd(model), model, transforms=[CheckGradients(check)] * (check is not None), **options
+        ) as optimizer:
             train(model, optimizer, mine, steps=2)
             if check is not None:
                 optimizer.zero_grad()
@@ -99,7 +101,7 @@ def test_a_step_that_is_left_out_leaves_no_statistics(world: MPI.Intracomm, flat
     counted."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
-    with mirrored(sgd(model), model, topology=flat, checks=[SkipNotFinite()]) as optimizer:
+    with mirrored(sgd(model), model, topology=flat, transforms=[SkipNotFinite()]) as optimizer:
 
         def step(*batches: Any) -> dict[str, Any]:
             optimizer.zero_grad()
@@ -126,7 +128,7 @@ def test_a_step_that_is_left_out_leaves_no_statistics(world: MPI.Intracomm, flat
 @both_updates
 def test_averages_that_overflow(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
     model = network()
-    with mirrored(sgd(model), model, topology=flat, update=update, checks=[CheckGradients()]) as optimizer:
+    with mirrored(sgd(model), model, topology=flat, update=update, transforms=[CheckGradients()]) as optimizer:
         backward = lambda: (model[4].bias[1] * 2e38).backward()  # noqa: E731
         text = raised_everywhere(world, NotFiniteError, backward)
         assert "the sum of gradients overflows in 4.bias (element 1), although each rank's gradients are finite" in text
@@ -160,7 +162,7 @@ def test_gradients_too_large_to_be_sent(
         nn.init.ones_(model.weight)
         options: dict[str, Any] = {"topology": flat, "update": update, "compress": compress}
         with mirrored(
-            torch.optim.SGD(model.parameters(), lr=1e-35), model, checks=[CheckGradients(check)], **options
+            torch.optim.SGD(model.parameters(), lr=1e-35), model, transforms=[CheckGradients(check)], **options
         ) as both:
 
             def step(factor: float) -> None:
@@ -197,7 +199,7 @@ def test_a_closure_can_not_be_left_out(
 ) -> None:
     model = network()
     options: dict[str, Any] = {"topology": flat, "update": update, "buckets": Buckets(overlap)}
-    with mirrored(sgd(model), model, checks=[CheckGradients(check)] * (check is not None), **options) as optimizer:
+    with mirrored(sgd(model), model, transforms=[CheckGradients(check)] * (check is not None), **options) as optimizer:
 
         def closure(factor: float = 1.0) -> Any:
             optimizer.zero_grad()
@@ -223,5 +225,5 @@ def test_bad_options(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
         (CheckDivergence(1, "copy", 3), "got 3"),
         (CheckGradients("ignore"), "on_bad='ignore'"),
     ):
-        make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, checks=[bad])  # noqa: B023, E731
+        make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, transforms=[bad])  # noqa: B023, E731
         assert value in raised_everywhere(world, errors.OptionError, make)

@@ -75,8 +75,8 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
         "update": (fine, {"update": "half"}, option, "update='half' is unknown"),
         "sparse copies": (lambda: (sgd(sparse), sparse), {"update": Sharded(copies=2)}, option, "copies=2"),
         "buckets": (fine, {"buckets": 25}, option, "buckets must be a Buckets, got 25"),
-        "no list": (fine, {"checks": CheckGradients()}, option, "checks is a list of at most one CheckDivergence, and"),
-        "twice": (fine, {"checks": [CheckGradients(), SkipNotFinite()]}, option, "at most one CheckGradients or Skip"),
+        "no list": (fine, {"transforms": CheckGradients()}, option, "transforms is a list of Trans"),
+        "twice": (fine, {"transforms": [CheckGradients(), SkipNotFinite()]}, option, "at most one CheckGrad"),
         "no average": (fine, {"average": "local"}, option, "average='local' is unknown; use None or a LocalSGD"),
         "exact": (fine, {"average": Exact()}, option, "is of trainers: MirroredTrainer(TorchReplica(module"),
         "backend": (fine, {"allreduce": "rinng"}, errors.UnknownBackendError, "did you mean 'ring'?"),
@@ -235,11 +235,11 @@ def test_unfrozen_later(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
 
 
 @several
-@pytest.mark.parametrize("option", ["update", "buckets", "checks", "allreduce", "average"])
+@pytest.mark.parametrize("option", ["update", "buckets", "transforms", "allreduce", "average"])
 def test_options_differ(world: MPI.Intracomm, flat: allreduce.Topology, option: str) -> None:
     model = model_of(3, 2)
     checks = [CheckDivergence(1000), CheckGradients()]
-    values = {"update": "sharded", "buckets": Buckets(mb=7.0), "checks": checks, "allreduce": "ring"}
+    values = {"update": "sharded", "buckets": Buckets(mb=7.0), "transforms": checks, "allreduce": "ring"}
     value = {**values, "average": LocalSGD(4)}[option]
     options = {option: value} if world.rank == 1 else {}
     make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, **options)  # noqa: E731
@@ -252,9 +252,9 @@ def test_options_differ(world: MPI.Intracomm, flat: allreduce.Topology, option: 
 def test_equal_options_in_several_forms_are_no_difference(flat: allreduce.Topology) -> None:
     model = model_of(3, 2)
     forms: list[dict[str, Any]] = [
-        {"buckets": Buckets(mb=25), "checks": [SkipNotFinite(), CheckDivergence(1000)], "update": Sharded()},
-        {"buckets": Buckets("auto", 25.0, 1), "checks": (CheckGradients("skip"),), "update": "sharded"},
-        {"checks": [CheckDivergence(1000), CheckGradients("skip")], "update": "sharded"},
+        {"buckets": Buckets(mb=25), "transforms": [SkipNotFinite(), CheckDivergence(1000)], "update": Sharded()},
+        {"buckets": Buckets("auto", 25.0, 1), "transforms": (CheckGradients("skip"),), "update": "sharded"},
+        {"transforms": [CheckDivergence(1000), CheckGradients("skip")], "update": "sharded"},
     ]
     MirroredOptimizer(sgd(model), model, topology=flat, **forms[flat.rank % len(forms)]).close()
 

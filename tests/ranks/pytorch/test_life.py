@@ -189,7 +189,7 @@ def test_editing(world: MPI.Intracomm, flat: allreduce.Topology, update: str) ->
 @pytest.mark.parametrize("what", ["parameter", "learning rate"])
 def test_check_every(world: MPI.Intracomm, flat: allreduce.Topology, what: str, update: str) -> None:
     model = network()
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update, checks=[CheckDivergence(2)])
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update, transforms=[CheckDivergence(2)])
     train(model, optimizer, mine, steps=4)
     if what == "learning rate":
         change = lambda: optimizer.param_groups[0].update(lr=0.5)  # noqa: E731, a scheduler that saw its own loss
@@ -296,7 +296,7 @@ def test_nothing_is_left_of_refusals(flat: allreduce.Topology) -> None:
         (lambda: (sgd(other), model), {}, errors.OptionError),
         (lambda: (sgd(model), model), {"allreduce": "rinng"}, errors.UnknownBackendError),
         (lambda: (sgd(model), model), {"allreduce": "native", "update": "sharded"}, errors.OptionError),
-        (lambda: (sgd(model), model), {"update": "sharded", "checks": [CheckDivergence(-1)]}, errors.OptionError),
+        (lambda: (sgd(model), model), {"update": "sharded", "transforms": [CheckDivergence(-1)]}, errors.OptionError),
     ]
 
     def refuse(number: int) -> None:

@@ -146,7 +146,10 @@ def test_as_the_reference(world: MPI.Intracomm, flat: allreduce.Topology, case: 
     reference = Reference(kind, steps, **given)
     reference.train(5)
     model = network(seed=RANK)
-    own: dict[str, Any] = {"average": replace(options["average"], every=steps[RANK]), "checks": [CheckDivergence(1)]}
+    own: dict[str, Any] = {
+        "average": replace(options["average"], every=steps[RANK]),
+        "transforms": [CheckDivergence(1)],
+    }
     with mirrored(OPTIMIZERS[kind](model.parameters()), model, "ring", topology=flat, **own) as optimizer:
         for step in range(reference.done[RANK]):
             inner_step(model, optimizer, step)
@@ -187,7 +190,7 @@ def test_dtypes_and_compression(
     [
         {"average": LocalSGD(4)},
         {"average": LocalSGD(4, fragments=2, delay=1)},
-        {"average": LocalSGD(4), "checks": [CheckDivergence(1)]},
+        {"average": LocalSGD(4), "transforms": [CheckDivergence(1)]},
     ],
     ids=["whole", "fragments", "compared"],
 )
@@ -304,13 +307,15 @@ def test_gradients_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Top
     options: dict[str, Any] = {"topology": flat, "average": LocalSGD(2)}
     model = network()
     with mirrored(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, checks=[CheckGradients()], **options
+        torch.optim.SGD(model.parameters(), lr=0.1), model, transforms=[CheckGradients()], **options
     ) as optimizer:
         step(model, optimizer, bad)
         text = raised_everywhere(world, NotFiniteError, lambda: step(model, optimizer, 1.0))
         assert f"rank {SIZE - 1} has NaN or infinite gradients in its step 1" in text
     model = network()
-    with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, checks=[SkipNotFinite()], **options) as optimizer:
+    with mirrored(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, transforms=[SkipNotFinite()], **options
+    ) as optimizer:
         for value in (bad, 1.0, 1.0, 1.0):
             step(model, optimizer, value)
         assert optimizer.steps_skipped == (RANK == SIZE - 1)
@@ -322,7 +327,7 @@ def test_gradients_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Top
 def test_replicas_that_differ_after_a_round(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     for answer in ("raise", "copy"):
         model = network()
-        options: dict[str, Any] = {"checks": [CheckDivergence(2, answer, 0)]}
+        options: dict[str, Any] = {"transforms": [CheckDivergence(2, answer, 0)]}
         options["average"] = LocalSGD(2, outer="diloco")
         with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options) as optimizer:
             if RANK == 1:

@@ -218,7 +218,7 @@ def test_join_compares_no_rank_that_has_left(flat: allreduce.Topology) -> None:
     """Such a rank gets the parameters at the end, and differs until then, which is not a divergence."""
     model = torch.nn.Linear(4, 3)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    with MirroredOptimizer(plain, model, topology=flat, checks=[CheckDivergence(1)]) as optimizer:
+    with MirroredOptimizer(plain, model, topology=flat, transforms=[CheckDivergence(1)]) as optimizer:
         with optimizer.join():
             for _ in range(1 + flat.rank):
                 optimizer.zero_grad()

@@ -106,7 +106,7 @@ def test_trains_as_one_rank(name: str, update: str, flat: Topology) -> None:
         topology=flat,
         update=update,
         buckets=Buckets(overlap),
-        checks=[CheckDivergence(1), CheckGradients()],
+        transforms=[CheckDivergence(1), CheckGradients()],
     ) as optimizer:
         for step in range(STEPS):
             words, targets, mine = batch(step)
@@ -134,7 +134,7 @@ def test_joins(update: str, flat: Topology) -> None:
     """Ranks with fewer batches take part in the others' steps."""
     model = Words()
     with MirroredOptimizer(
-        MAKERS["sgd"](model.parameters()), model, topology=flat, update=update, checks=[CheckDivergence(RANKS)]
+        MAKERS["sgd"](model.parameters()), model, topology=flat, update=update, transforms=[CheckDivergence(RANKS)]
     ) as optimizer:
         with optimizer.join():
             for step in range(1, 1 + RANK):
@@ -189,7 +189,7 @@ def test_other_gradients(flat: Topology, caplog: pytest.LogCaptureFixture) -> No
 
     model = Words()
     sgd = MAKERS["sgd"](model.parameters())
-    with MirroredOptimizer(sgd, model, topology=flat, checks=[CheckGradients()]) as optimizer:
+    with MirroredOptimizer(sgd, model, topology=flat, transforms=[CheckGradients()]) as optimizer:
         if RANK == 1:
             with torch.no_grad():
                 model.words.weight.register_hook(lambda grad: grad * float("nan"))

@@ -1,6 +1,5 @@
 """ClipNorm: averaged gradients are scaled down to a norm."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -46,24 +45,12 @@ class Clipping(Applied):
         self._most = most
 
     def reduced(self, gradients: Sequence[Any], part: Slices | None, squares: Any) -> None:
-        norm, _ = clip(gradients, self._most, squares)
+        norm = squares**0.5
+        factor = self._most / (norm + EPSILON)
+        if gpu.is_gpu_array(norm):
+            for each in gradients:
+                each *= gpu.cupy().minimum(factor, 1.0).astype(each.dtype)
+        elif not factor >= 1:  # also NaN, which then shows in the loss
+            for each in gradients:
+                scale(each, factor)
         self.meter.set(norm)
-
-
-def clip(gradients: Sequence[Any], most: float, squares: Any) -> tuple[Any, float | None]:
-    """Scale 1-D gradients, so that the norm of all gradients of the model is at most `most`. Local.
-
-    squares: the sum of the squares of all gradients, of which these may be a part. Returns the norm before, a number,
-    perhaps on the GPU, and the factor by which all other gradients are to be scaled; None if they are not.
-    """
-    norm = squares**0.5
-    factor = most / (norm + EPSILON)
-    if gpu.is_gpu_array(norm):
-        for each in gradients:
-            each *= gpu.cupy().minimum(factor, 1.0).astype(each.dtype)
-    elif not factor >= 1:  # also NaN, which then shows in the loss
-        for each in gradients:
-            scale(each, factor)
-    else:
-        return norm, None
-    return norm, min(float(factor), 1.0) if factor == factor else math.nan

@@ -1,11 +1,14 @@
 """Transform, the base of the objects of `fit(transforms=[...])`, and Applied, a transform in the steps of one fit."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from trainers.arguments import Checked
 from trainers.arrays.average import Spans
+from trainers.arrays.squares import sum_of_squares
 from trainers.data import Data
+from trainers.errors import ArgumentError
 from trainers.options.average import Average
 from trainers.replica import Replica, Slices
 from trainers.watching.callback import Callback
@@ -35,6 +38,7 @@ class Applied:
     All methods are local, and called in the order of the list: `start`, `begin`, `plan`, `end_step` on all ranks, the
     others on the ranks that compute or update. Asynchronous servers, say, call `reduced` on workers, `updated` on
     servers. An error of one ends the fit on all ranks; the step of an error in `reduced` or `updated` is then spoilt.
+    A MirroredOptimizer calls `begin` and `reduced` alone, and no rank updates after an error.
 
     meter: adds up a number of each step, of which the logs then have the mean; its name is its own. watchers: callbacks
     of the fit. needs_squares: whether `reduced` gets the sum of the squares of all gradients, which may cost a message.
@@ -106,3 +110,64 @@ class Transform(Checked):
     def validates_average(self) -> bool:
         """Whether validations use the moving average of the parameters, if there is one."""
         return True
+
+
+class AppliedTransforms:
+    """Transforms that have started, in their order, and the first error of one after the reduction. Local."""
+
+    def __init__(self, applied: Sequence[Applied] = ()) -> None:
+        self.applied = applied
+        self._failed: Exception | None = None  # in this step
+
+    def start(self, applied: Sequence[Applied], taken: Sequence[str] = ()) -> None:
+        """Use these from now on. taken: names that their meters can't have. Raises ArgumentError if one has such a
+        name, or two have the same."""
+        self.applied, self._failed = applied, None
+        names = [meter.name for meter in self.meters]
+        if twice := [name for name in names if [*taken, *names].count(name) > 1]:
+            raise ArgumentError(
+                f'two numbers of a step are named "{twice[0]}": give the meter of a transform another name'
+            )
+
+    @property
+    def meters(self) -> list[NormMeter]:
+        """The meters of the transforms that have one."""
+        return [each.meter for each in self.applied if each.meter is not None]
+
+    @property
+    def needs_squares(self) -> bool:
+        """Whether a transform needs the sum of the squares of all gradients."""
+        return any(each.needs_squares for each in self.applied)
+
+    def transform(
+        self, gradients: Sequence[Any], part: Slices | None = None, squares: Callable[[], Any] | None = None
+    ) -> None:
+        """Let the transforms change averaged gradients. Collective if `squares` is. The error of one is kept.
+
+        gradients, part: see Applied.reduced. squares: returns the sum of the squares of all gradients of all ranks, if
+            these are only a part.
+        """
+        for each in self.applied:
+            found = None
+            if each.needs_squares:
+                found = sum(map(sum_of_squares, gradients)) if squares is None else squares()
+            self.keep(partial(each.reduced, gradients, part, found))
+
+    def keep(self, action: Callable[[], object]) -> None:
+        """Do the work of a transform, unless one has failed: other ranks wait for this one in the rest of the step."""
+        if self._failed is None:
+            try:
+                action()
+            except Exception as error:  # any exception, of a user's transform
+                self._failed = error
+
+    def take_kept(self) -> Exception | None:
+        """Return the error of a transform in this step, if there was one, and forget it."""
+        error, self._failed = self._failed, None
+        return error
+
+    def raise_kept(self) -> None:
+        """Raise the error of a transform in this step, if there was one."""
+        error = self.take_kept()
+        if error is not None:
+            raise error

@@ -1,0 +1,433 @@
+"""MirroredOptimizer(transforms=): the objects of `fit(transforms=)` change averaged gradients in a PyTorch loop."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+from mpi4py import MPI  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import allreduce  # noqa: E402
+from allreduce import errors  # noqa: E402
+from tests.ranks.pytorch.trained import (  # noqa: E402
+    OPTIMIZERS,
+    SIZE,
+    SMALL_BUCKETS,
+    assert_close,
+    assert_mirrored,
+    both_updates,
+    data,
+    everything,
+    mine,
+    mirrored,
+    network,
+    several,
+)
+from tests.ranks.together import raised_everywhere  # noqa: E402
+from trainers import EMA, Accumulate, ClipNorm, Schedule, SkipNotFinite  # noqa: E402
+from trainers.callbacks import EarlyStopping  # noqa: E402
+from trainers.errors import ArgumentError  # noqa: E402
+from trainers.options.average import LocalSGD, Sharded  # noqa: E402
+from trainers.pytorch import Buckets, GradientError, MirroredOptimizer  # noqa: E402
+from trainers.strategies.transforms.transform import Applied, Transform  # noqa: E402
+from trainers.watching.meter import NormMeter  # noqa: E402
+
+NORM = 0.05
+UPDATES = {"replicated": "replicated", "sharded": "sharded", "tensors": Sharded(shard="tensors")}
+all_updates = pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+
+
+@dataclass(frozen=True)
+class Own(Transform):
+    """A program's own transform. fails: in this call of `reduced`, on the last rank."""
+
+    factor: float = 1.0
+    fails: int = -1
+
+    def start(self, replica: Any) -> Applied:
+        return OwnApplied(self)
+
+
+class OwnApplied(Applied):
+    needs_squares = True
+    made: "OwnApplied"
+
+    def __init__(self, options: Own) -> None:
+        self.options, self.begun, self.calls = options, 0, []
+        self.meter = NormMeter("largest")
+        OwnApplied.made = self
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def reduced(self, gradients: Sequence[Any], part: Any, squares: Any) -> None:
+        assert all(type(each) is np.ndarray and each.ndim == 1 for each in gradients)
+        if part is not None:
+            assert [each.stop - each.start for each in part] == [each.size for each in gradients[: len(part)]]
+        self.calls.append((sum(each.size for each in gradients), squares))
+        for each in gradients:
+            each *= each.dtype.type(self.options.factor)
+        self.meter.set(max((float(abs(each).max()) for each in gradients if each.size), default=0.0))
+        if len(self.calls) - 1 == self.options.fails and MPI.COMM_WORLD.rank == SIZE - 1:
+            raise KeyError("a word")
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["sgd"](model.parameters())
+
+
+def step(model: nn.Module, optimizer: Any, number: int = 0, take: Any = mine) -> None:
+    x, y = (each[number] for each in data())
+    optimizer.zero_grad()
+    functional.cross_entropy(model(take(x)), take(y)).backward()
+    optimizer.step()
+
+
+@all_updates
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_clip_norm_is_that_of_one_process(
+    world: MPI.Intracomm, flat: allreduce.Topology, update: Any, kind: str
+) -> None:
+    """And has the bits of `clip_grad_norm_`: the norm of a sharded update is that of all ranks."""
+    ends, norms = [], []
+    reference = network()
+    plain = OPTIMIZERS[kind](reference.parameters())
+    for x, y in zip(*data(), strict=True):
+        plain.zero_grad()
+        functional.cross_entropy(reference(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), NORM)
+        plain.step()
+    for own in (False, True):
+        model = network()
+        options = {"topology": flat, "update": update, "buckets": Buckets(False, **SMALL_BUCKETS)}
+        transforms = [] if own else [ClipNorm(NORM)]
+        with mirrored(OPTIMIZERS[kind](model.parameters()), model, transforms=transforms, **options) as optimizer:
+            for x, y in zip(*data(), strict=True):
+                optimizer.zero_grad()
+                functional.cross_entropy(model(mine(x)), mine(y)).backward()
+                norms.append(optimizer.clip_grad_norm_(NORM) if own else 0.0)
+                optimizer.step()
+            if not own:
+                assert optimizer.measured["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+                assert len(set(world.allgather(optimizer.measured["grad_norm"]))) == 1
+                last = optimizer.measured["grad_norm"]
+            else:
+                assert optimizer.measured == {}
+                assert norms[-1] == last
+        assert_mirrored(world, model)
+        assert_close(model, reference, 1e-4)
+        ends.append([each.detach().clone() for each in model.parameters()])
+    assert all(torch.equal(here, there) for here, there in zip(*ends, strict=True))
+
+
+class Gaps(nn.Module):
+    """`one` is used by rank 0 alone, `none` by no rank; `table` has sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, 4, sparse=True)
+        self.none, self.one, self.all = nn.Linear(5, 5), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, words: torch.Tensor, first: bool) -> torch.Tensor:
+        found = self.table(words)
+        return self.all(found + self.one(found) if first else found)
+
+
+@both_updates
+def test_gaps_and_sparse_gradients(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    model, reference = Gaps(), Gaps()
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    words = torch.tensor([[1, 2, 2], [3, 2, 1], [5, 6, 7], [8, 0, 8], [4, 4, 4]])
+    plain = torch.optim.SGD(reference.parameters(), lr=0.5)
+    make = partial(torch.optim.SGD, model.parameters(), lr=0.5)
+    with mirrored(make(), model, topology=flat, update=update, transforms=[ClipNorm(NORM), Own(0.5)]) as optimizer:
+        optimizer.zero_grad()
+        model(words[world.rank], world.rank == 0).square().sum().backward()
+        optimizer.step()
+        assert optimizer.measured["grad_norm"] > NORM
+        found, squares = OwnApplied.made.calls[0]
+        assert squares == pytest.approx(NORM**2, rel=1e-3)  # the second one in the list has the result of the first
+        if update == "replicated":
+            used = sum(each.numel() for part in (model.one, model.all) for each in part.parameters())
+            rows = len(words[:SIZE].unique())
+            assert found == used + 4 * rows
+    loss = sum(reference(words[rank], rank == 0).square().sum() for rank in range(SIZE)) / SIZE
+    loss.backward()
+    assert reference.table.weight.grad is not None
+    reference.table.weight.grad = reference.table.weight.grad.to_dense()
+    nn.utils.clip_grad_norm_(reference.parameters(), NORM)
+    for each in reference.parameters():
+        each.grad = None if each.grad is None else each.grad / 2
+    plain.step()
+    assert_close(model, reference)
+    assert all(torch.equal(here, before[f"none.{name}"]) for name, here in model.none.named_parameters())
+    assert_mirrored(world, model)
+
+
+@all_updates
+def test_a_closure(world: MPI.Intracomm, flat: allreduce.Topology, update: Any) -> None:
+    """Transforms run each time that the closure returns."""
+    model, reference = network(), network()
+    plain = sgd(reference)
+    with mirrored(sgd(model), model, topology=flat, update=update, transforms=[ClipNorm(NORM)]) as optimizer:
+
+        def closure(model: nn.Module, optimizer: Any, take: Any) -> Any:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(take(data()[0][0])), take(data()[1][0]))
+            loss.backward()
+            return loss
+
+        def clipped() -> Any:
+            loss = closure(reference, plain, everything)
+            nn.utils.clip_grad_norm_(reference.parameters(), NORM)
+            return loss
+
+        for _ in range(2):
+            optimizer.step(partial(closure, model, optimizer, mine))
+            plain.step(clipped)
+    assert_close(model, reference)
+    assert_mirrored(world, model)
+
+
+def test_lbfgs(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model, x = nn.Linear(3, 1), torch.arange(6.0).reshape(2, 3)
+    with mirrored(torch.optim.LBFGS(model.parameters(), max_iter=4), model, transforms=[Own()]) as optimizer:
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = (model(x) - world.rank).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert len(OwnApplied.made.calls) > 2
+    assert_mirrored(world, model)
+
+
+@both_updates
+def test_several_optimizers_in_one_backward(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """Each one transforms its own gradients, in its own step."""
+    models, references = [network(1), network(2, features=3)], [network(1), network(2, features=3)]
+    optimizers, plains = [], [sgd(each) for each in references]
+    for model, norm in zip(models, (NORM, 2 * NORM), strict=True):
+        options = {"topology": flat, "update": update, "transforms": [ClipNorm(norm)]}
+        optimizers.append(MirroredOptimizer(sgd(model), model, **options))
+    for x, y in zip(*data(3), strict=True):
+        for parts, chosen, take in ((models, optimizers, mine), (references, plains, everything)):
+            for each in chosen:
+                each.zero_grad()
+            functional.cross_entropy(parts[1](parts[0](take(x))), take(y)).backward()
+            if chosen is plains:
+                for each, norm in zip(parts, (NORM, 2 * NORM), strict=True):
+                    nn.utils.clip_grad_norm_(each.parameters(), norm)
+            for each in chosen:
+                each.step()
+    for model, reference in zip(models, references, strict=True):
+        assert_close(model, reference, 1e-4)
+        assert_mirrored(world, model)
+    for each in optimizers:
+        each.close()
+
+
+@both_updates
+@pytest.mark.parametrize("way", ["step", "closure", "join"])
+def test_an_error_on_one_rank_ends_the_step_on_all(
+    world: MPI.Intracomm, flat: allreduce.Topology, update: str, way: str
+) -> None:
+    """No rank updates, and a program that catches the error may go on."""
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update=update, transforms=[Own(fails=1)]) as optimizer:
+
+        def run() -> None:
+            if way == "closure":
+
+                def closure() -> Any:
+                    optimizer.zero_grad()
+                    loss = functional.cross_entropy(model(mine(data()[0][0])), mine(data()[1][0]))
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+            elif way == "step":
+                step(model, optimizer)
+            else:
+                with optimizer.join():
+                    for _ in range(world.rank == 0):
+                        step(model, optimizer)
+
+        run()
+        before = [each.detach().clone() for each in model.parameters()]
+        text = raised_everywhere(world, KeyError, run)
+        assert "a word" in text
+        assert SIZE == 1 or f"rank {SIZE - 1}: " in text
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        run()
+        assert optimizer.steps == 2
+    assert_mirrored(world, model)
+
+
+@both_updates
+def test_join(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """Transforms that remember something see each step on all ranks, also on those that have no batches left."""
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update=update, transforms=[Own(), ClipNorm(NORM)]) as optimizer:
+        with optimizer.join():
+            for number in range(1 + world.rank):
+                step(model, optimizer, number)
+        assert len(OwnApplied.made.calls) == SIZE
+        assert len(set(world.allgather(tuple(squares for _, squares in OwnApplied.made.calls)))) == 1
+    assert_mirrored(world, model)
+
+
+@both_updates
+def test_what_the_program_left_in_grad(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """Also gradients that it has replaced by tensors with gaps in their memory."""
+    model, reference = nn.Linear(3, 2), nn.Linear(3, 2)
+    reference.load_state_dict(model.state_dict())
+    with mirrored(sgd(model), model, topology=flat, update=update, transforms=[ClipNorm(NORM)]) as optimizer:
+        reference.load_state_dict(model.state_dict())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.synchronize()
+        for own in (model, reference):
+            own.weight.grad = torch.arange(12.0).reshape(6, 2)[::2].T
+            own.bias.grad = torch.ones(1).expand(2)
+        optimizer.step()
+    for each in reference.parameters():
+        each.grad = each.grad.contiguous()  # type: ignore[union-attr]
+    nn.utils.clip_grad_norm_(reference.parameters(), NORM)
+    sgd(reference).step()
+    assert_close(model, reference)
+
+
+@several
+def test_edits_of_scattered_gradients_are_found_as_before(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    for transforms in ([ClipNorm(NORM)], [Own(), ClipNorm(NORM)]):
+        with mirrored(sgd(model), model, topology=flat, update="sharded", transforms=transforms) as optimizer:
+            functional.cross_entropy(model(mine(data()[0][0])), mine(data()[1][0])).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            raised_everywhere(world, GradientError, optimizer.step)
+
+
+@both_updates
+def test_a_step_that_is_left_out_transforms_nothing(
+    world: MPI.Intracomm, flat: allreduce.Topology, update: str
+) -> None:
+    model = network()
+    transforms = [SkipNotFinite(), Own()]
+    with mirrored(sgd(model), model, topology=flat, update=update, transforms=transforms) as optimizer:
+        optimizer.zero_grad()
+        (model[2].bias.sum() * float("nan" if world.rank == 0 else 1)).backward()
+        optimizer.step()
+        assert optimizer.steps_skipped == 1
+        assert not OwnApplied.made.calls
+        step(model, optimizer)
+        assert len(OwnApplied.made.calls) == OwnApplied.made.begun == 1
+    assert_mirrored(world, model)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_local_sgd(world: MPI.Intracomm, flat: allreduce.Topology, closure: bool) -> None:
+    """A rank clips its own gradients; the error of a transform comes to all ranks at the end of the round."""
+    ends = []
+    for own in (False, True):
+        model = network()
+        options = {"topology": flat, "average": LocalSGD(2), "transforms": [] if own else [ClipNorm(NORM)]}
+        with mirrored(sgd(model), model, **options) as optimizer:
+
+            def gradients() -> None:
+                optimizer.zero_grad()
+                functional.cross_entropy(model(mine(data()[0][0])), mine(data()[1][0])).backward()  # noqa: B023
+                if own:  # noqa: B023
+                    optimizer.clip_grad_norm_(NORM)
+
+            for _ in range(2):
+                if closure:
+                    optimizer.step(gradients)
+                else:
+                    gradients()
+                    optimizer.step()
+        ends.append([each.detach().clone() for each in model.parameters()])
+    assert all(torch.equal(here, there) for here, there in zip(*ends, strict=True))
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, average=LocalSGD(3), transforms=[Own(fails=1)]) as optimizer:
+        step(model, optimizer)
+        step(model, optimizer)
+        assert optimizer.steps == 2 - (world.rank == SIZE - 1)
+        assert "a word" in raised_everywhere(world, KeyError, partial(step, model, optimizer))
+    assert_mirrored(world, model)
+
+
+@dataclass(frozen=True)
+class Needs(Transform):
+    """What needs a fit."""
+
+    what: str
+
+    def __repr__(self) -> str:
+        return f"Needs({self.what!r})"
+
+    def error(self, replica: Any, average: Any) -> str:
+        return "no luck" if self.what == "error" else ""
+
+    def start(self, replica: Any) -> Applied:
+        if self.what == "replica":
+            replica.learning_rates = [replica.learning_rates[0] / 2]
+        if self.what == "rank" and MPI.COMM_WORLD.rank == SIZE - 1:
+            raise ZeroDivisionError("by nothing")
+        members = {"compute": lambda self, inner, rows: inner(rows), "updated": lambda self, spans: None}
+        found = {name: value for name, value in members.items() if name == self.what}
+        applied = type("Work", (Applied,), found)()
+        if self.what == "watchers":
+            applied.watchers = [EarlyStopping()]
+        return applied
+
+
+@dataclass(frozen=True)
+class Twice(Own):
+    """Has the meter of Own."""
+
+
+REFUSED: dict[str, tuple[list[Any], type[Exception], str]] = {
+    "EMA": ([EMA(0.9)], errors.OptionError, "EMA.*use torch.optim.swa_utils.AveragedModel"),
+    "Accumulate": ([Accumulate(2)], errors.OptionError, r"Accumulate.*use backward inside of optimizer.no_sync\(\)"),
+    "Schedule": ([Schedule()], errors.OptionError, "Schedule.*use a scheduler of torch.optim.lr_scheduler"),
+    "compute": ([Needs("compute")], errors.OptionError, r"Needs\('compute'\): nothing calls Work.compute in a PyTorch"),
+    "updated": ([Needs("updated")], errors.OptionError, "nothing calls Work.updated"),
+    "replica": ([Needs("replica")], errors.OptionError, "uses replica.learning_rates, and a MirroredOptimizer has no"),
+    "error": ([Needs("error")], errors.OptionError, "no luck"),
+    "watchers": ([Needs("watchers")], errors.OptionError, "callbacks of a fit"),
+    "rank": ([Needs("rank")], ZeroDivisionError, "by nothing"),
+    "two": ([ClipNorm(1.0), ClipNorm(2.0)], errors.OptionError, "transforms is a list of Transforms of different"),
+    "class": ([ClipNorm], errors.OptionError, "transforms is a list of Transforms"),
+    "meters": ([Own(), Twice()], ArgumentError, 'two numbers of a step are named "largest"'),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_a_fit_is_refused(world: MPI.Intracomm, flat: allreduce.Topology, name: str) -> None:
+    transforms, kind, words = REFUSED[name]
+    model = network()
+    with pytest.raises(kind, match=words):
+        MirroredOptimizer(sgd(model), model, topology=flat, transforms=transforms)
+    if name == "rank":
+        return
+    with mirrored(sgd(model), model, topology=flat, transforms=[Own()]) as optimizer:
+        step(model, optimizer)
+
+
+@several
+def test_ranks_give_equal_ones(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    make = partial(MirroredOptimizer, sgd(model), model, topology=flat, transforms=[ClipNorm(1.0 + world.rank)])
+    text = raised_everywhere(world, errors.DisagreementError, make)
+    assert "ClipNorm(norm=1.0)" in text
+    assert "ClipNorm(norm=2.0)" in text
