@@ -8,7 +8,7 @@ them, and a compression has one for its messages.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -18,8 +18,7 @@ from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import zeros
 from allreduce.call.call import Call
-from allreduce.call.executor import Executor
-from allreduce.call.rendezvous import CWork
+from allreduce.call.executor import Executor, Work
 from allreduce.errors import OptionError
 from allreduce.memory.allocations import Allocations
 from allreduce.topology import Topology
@@ -27,24 +26,6 @@ from allreduce.transport import chunked, cost
 from allreduce.transport.cma import CMA
 from allreduce.transport.control import on_all_ranks
 from allreduce.transport.layout import NodeLayout
-
-
-class Work(NamedTuple):
-    """The work of calls of one signature.
-
-    run: does the work on a 1-D array. quiet: `run` causes no floating-point errors of NumPy, which could raise on one
-    rank alone. address: returns the address of the array. When `run` begins, the ranks of the node
-    know all their addresses (`executor.addresses`). place: returns the place of the array in memory from `allocate`
-    (see Allocations.place), which must be the same on all ranks; they compare it. in_c: see PreparedCall.
-    waits_inside_mpi: whether it waits for other ranks inside MPI, where no time-out ends the wait.
-    """
-
-    run: Callable[[Any], object]
-    quiet: bool = False
-    address: Callable[[Any], int] | None = None
-    place: Callable[[Any], tuple[int, int] | None] | None = None
-    in_c: Callable[[Any], CWork] | None = None
-    waits_inside_mpi: bool = True
 
 
 class Context:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from allreduce import notices
-from allreduce.algorithm import Algorithm, Context, Work
+from allreduce.algorithm import Algorithm, Context
 from allreduce.arrays import dtypes, gpu, ops, trees
 from allreduce.arrays import rows as sparse_rows
 from allreduce.arrays.compression import Compression, check_parts
@@ -17,7 +17,7 @@ from allreduce.arrays.ops import Op
 from allreduce.arrays.parts import Part
 from allreduce.call import call as records
 from allreduce.call.call import REDUCING, Call, fingerprint
-from allreduce.call.executor import Executor, Observer, PreparedCall, do_nothing
+from allreduce.call.executor import Executor, Observer, PreparedCall, Work, do_nothing
 from allreduce.call.queue import Future
 from allreduce.errors import (
     AllReduceError,
@@ -257,8 +257,8 @@ class AllReduce:
         array = np.asarray(array) if isinstance(array, np.ndarray) else array
         flat = array.reshape(-1, order="A")
         prepared = self._prepared(call, resolved, lossless=lossless)
-        if prepared.place is not None:
-            prepared = prepared.at(prepared.place(flat))  # the array does not move
+        if prepared.work.place is not None:
+            prepared = prepared.at(prepared.work.place(flat))  # the array does not move
         return self._executor.prepare(prepared, flat)
 
     def submit(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Future:
@@ -623,7 +623,7 @@ class AllReduce:
         try:
             return describe(*arguments)
         except AllReduceError as error:
-            if executor.check or (self.topology.nodes == 1 and executor.meets):
+            if executor.compares:
                 executor.agree([], f"refused, {type(error).__name__}: {error}", error)
             raise
 
@@ -650,7 +650,7 @@ class AllReduce:
 
     def _prepared(self, call: Call, op: Op, tree: str = "", lossless: bool = False) -> PreparedCall:
         """Return a call as the executor takes it, with its work. Local."""
-        algorithm, executor = self._algorithm, self._executor
+        algorithm = self._algorithm
         if lossless and self.lossy:
             algorithm, tree = algorithm.lossless, tree or "values that are not rounded"
         if not call.length or not call.dtype.itemsize or (self.size == 1 and call.kind != "sum_terms"):
@@ -659,9 +659,7 @@ class AllReduce:
             work = algorithm.work(call, op)
             if call.memory == UNREGISTERED and algorithm.copies_unregistered:
                 notices.once(self.rank, algorithm.copies_unregistered)
-        run = work.run if work.quiet else executor.quiet(work.run)
-        place = work.place if self.size > 1 else None
-        return PreparedCall(call, run, fingerprint(call, tree), tree, place, work.address, work.in_c)
+        return PreparedCall(call, work, fingerprint(call, tree), tree)
 
 
 def _sum_rows(algorithm: Algorithm, indices: np.ndarray, values: np.ndarray, op: Op) -> sparse_rows.Rows:

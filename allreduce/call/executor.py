@@ -21,11 +21,12 @@ from mpi4py import MPI
 
 from allreduce import kernels
 from allreduce.arrays.workspace import Workspace
-from allreduce.call.call import AGREEING, MEETING, SEQUENCE_BITS, SEQUENCE_MASK, Call, fingerprint
+from allreduce.call.call import AGREEING, HASH_BITS, MEETING, SEQUENCE_BITS, SEQUENCE_MASK, Call, fingerprint
 from allreduce.call.queue import Future, Queue, Worker, without_frames
 from allreduce.call.rendezvous import (
     AGREED,
     DIFFERENT,
+    NO_WORK,
     ORDERED_STORES,
     PARITIES,
     VERDICTS,
@@ -34,7 +35,6 @@ from allreduce.call.rendezvous import (
     Row,
     Slot,
     Tables,
-    place_hash,
 )
 from allreduce.errors import BrokenError, ClosedError, CommunicationError, OptionError, RankLostError
 from allreduce.health import abort, dump
@@ -58,23 +58,37 @@ SPIN_SECONDS, YIELD_SECONDS, SLEEP_SECONDS = 2e-5, 1e-3, 5e-5
 CROWDED_SECONDS = 1e-4  # how long C yields, in the place of polling, where ranks outnumber cores
 
 
-class PreparedCall(NamedTuple):
-    """A call of one signature, as the ranks compare it, and its work on a 1-D array.
+class Work(NamedTuple):
+    """The work of calls of one signature.
 
-    fingerprint: of the call, and of the tree whose arrays the buffer holds. tree: this tree in words, or "". place:
-    returns the place of an array in memory from `allocate`; the ranks compare it. address: returns the address of an
-    array, which the other ranks of the node need; see `Executor.addresses`. in_c: returns the CWork of an array, which
+    run: does the work on a 1-D array. quiet: `run` causes no floating-point errors of NumPy, which could raise on one
+    rank alone. address: returns the address of the array. When `run` begins, the ranks of the node know all their
+    addresses (`Executor.addresses`). place: returns the place of the array in memory from `allocate` (see
+    Allocations.place), which must be the same on all ranks; they compare it. in_c: returns the CWork of an array, which
     C does when the ranks have met, before `run`. Without a `place` the array may be None: each call names its own.
+    waits_inside_mpi: whether it waits for other ranks inside MPI, where no time-out ends the wait.
+    """
+
+    run: Callable[[Any], object]
+    quiet: bool = False
+    address: Callable[[Any], int] | None = None
+    place: Callable[[Any], Place | None] | None = None
+    in_c: Callable[[Any], CWork] | None = None
+    waits_inside_mpi: bool = True
+
+
+class PreparedCall(NamedTuple):
+    """A call of one signature, as the ranks compare it, and its work.
+
+    fingerprint: of the call, and of the tree whose arrays the buffer holds. tree: this tree in words, or "". where: the
+    place of its array, in words.
     """
 
     call: Call
-    run: Callable[[Any], object]
+    work: Work
     fingerprint: int
     tree: str = ""
-    place: Callable[[Any], Place | None] | None = None
-    address: Callable[[Any], int] | None = None
-    in_c: Callable[[Any], CWork] | None = None
-    where: str = ""  # the place, in words
+    where: str = ""
 
     def __str__(self) -> str:
         tree = f", of {self.tree}" if self.tree else ""
@@ -82,10 +96,12 @@ class PreparedCall(NamedTuple):
 
     def at(self, place: Place | None) -> "PreparedCall":
         """Return the call at one place of memory from `allocate`."""
+        here = self._replace(work=self.work._replace(place=None))
         if place is None:
-            return self._replace(place=None)
+            return here
+        digest = hash(place) & (1 << HASH_BITS - 1) - 1  # Python's hash of integers is the same on all ranks
         where = f", array {place[0] & 0xFFFFFFFF} at byte {place[1]}"
-        return self._replace(fingerprint=self.fingerprint ^ place_hash(place) << SEQUENCE_BITS, place=None, where=where)
+        return here._replace(fingerprint=self.fingerprint ^ digest << SEQUENCE_BITS, where=where)
 
 
 class Executor:
@@ -119,7 +135,8 @@ class Executor:
         self._alike = np.zeros(3, np.int64)
         oversubscribed = topology.sharing > topology.cores  # a late rank may need the core that this rank would poll on
         self._spin = -CROWDED_SECONDS if oversubscribed else SPIN_SECONDS
-        self._fence = None if self._slot is None else self._slot.meeting(MEETING, self._spin)
+        ordered = ORDERED_STORES or self.orders
+        self._fence = self._slot.meeting(MEETING, self._spin) if self._slot is not None and ordered else None
         # ids of the thread whose next call need not wait for its turn, and of the one that runs submitted calls
         self._thread = self._worker = 0
         self._queue: Queue | None = None  # of submitted calls, from the first one on
@@ -131,7 +148,8 @@ class Executor:
     def _connect(self, topology: Topology) -> None:
         """Take a slot of the node's table, and connect the leaders. Where a node has no shared memory, all ranks
         compare calls by messages."""
-        slot = topology.service(Tables).take() if topology.node_size > 1 else None
+        self._tables = topology.service(Tables)
+        slot = self._tables.take() if topology.node_size > 1 else None
         lacks = topology.node_size > 1 and slot is None
         if topology.nodes == 1:
             self._slot = slot
@@ -143,7 +161,7 @@ class Executor:
             self._leaders = None if topology.node_rank else leaders
             self._several = True
         elif slot is not None:
-            slot.table.release(slot.number, slot.sequence)
+            self._tables.release(slot, slot.sequence)
 
     # What algorithms use
 
@@ -180,14 +198,14 @@ class Executor:
     def fence(self, _: object = None) -> None:
         """Wait until all ranks of this node are here. Collective over the node, inside of a call. Afterwards each rank
         sees the memory that the others have written before."""
+        if self._fence is None:
+            self.meet(0)
+            return
         assert self._slot is not None
-        assert self._fence is not None
         number = self._sequence = self._sequence + 1
         if not self._fence(number, None):
             self._wait_for(self._slot.rows[number % PARITIES], number & SEQUENCE_MASK)
             self._fence(number, None)  # reads again, in order
-        if not (ORDERED_STORES or self.orders):
-            self._topology.node.Barrier()
 
     def meet(self, address: int) -> list[int]:
         """As `fence`, but return the addresses that the ranks give."""
@@ -207,7 +225,7 @@ class Executor:
         call = self.wait.call
         return 0 if call is None or self.check else ((call.fingerprint >> SEQUENCE_BITS) + self.wait.count) % TAGS
 
-    def quiet(self, work: Callable[..., object]) -> Callable[..., Any]:
+    def _quiet(self, work: Callable[..., object]) -> Callable[..., Any]:
         """Wrap `work` so that NumPy ignores floating-point errors in it, whatever np.seterr is in the calling thread.
 
         Otherwise an overflow could raise on one rank alone.
@@ -225,7 +243,7 @@ class Executor:
 
     def run(self, call: Call, work: Callable[[Any], object], array: Any, tree: str = "") -> None:
         """Wait until all ranks have reached the same call, then do `work` on an array. Collective."""
-        self.prepare(PreparedCall(call, self.quiet(work), fingerprint(call, tree), tree))(array)
+        self.prepare(PreparedCall(call, Work(work), fingerprint(call, tree), tree))(array)
 
     def submit(self, work: Callable[[], object], description: str) -> Future:
         """Let a thread do `work`, a call of this executor, after all calls that were submitted before. The first use is
@@ -264,7 +282,8 @@ class Executor:
         small calls spend their time here.
         """
         wait, ident, record = self.wait, get_ident, dump.record
-        user, observers, call, work = wait.user, self.observers, prepared.call, prepared.run
+        user, observers, call = wait.user, self.observers, prepared.call
+        work = prepared.work.run if prepared.work.quiet else self._quiet(prepared.work.run)
         fixed, find = self._meeting(prepared, bound), self._find(prepared)
         meets = self._topology.size > 1
 
@@ -342,16 +361,16 @@ class Executor:
     def _meeting(self, prepared: PreparedCall, array: Any) -> Meet | None:
         """Return how the ranks of the only node meet in a call, if they only compare numbers. array: None if it is not
         known yet."""
-        if self._slot is None or not self.orders or prepared.address is not None:
+        work = prepared.work
+        if self._slot is None or not self.orders or work.address is not None:
             return None
-        if prepared.in_c is None or (array is None and prepared.place is not None):
-            return self._slot.meeting(prepared.fingerprint, self._spin)
-        return self._slot.meeting_in_c(prepared.fingerprint, self._spin, prepared.in_c(array))
+        in_c = NO_WORK if work.in_c is None or (array is None and work.place is not None) else work.in_c(array)
+        return self._slot.meeting(prepared.fingerprint, self._spin, in_c)
 
     def _find(self, prepared: PreparedCall) -> Callable[[Any], tuple[PreparedCall, Meet | None]] | None:
         """Return a function that returns a call at an array's place in memory from `allocate`, and how the ranks meet
         in it; None if they compare no places."""
-        place = prepared.place
+        place = prepared.work.place
         if place is None or self._meeting(prepared, None) is None:
             return None
         known: dict[Place | None, tuple[PreparedCall, Meet | None]] = {}
@@ -370,9 +389,10 @@ class Executor:
 
     def _rendezvous(self, prepared: PreparedCall, flat: Any) -> None:
         """Meet in a call for which `prepare` has no faster way: by place or address, on several nodes, by messages."""
-        if prepared.place is not None:
-            prepared = prepared.at(prepared.place(flat))
-        address = 0 if prepared.address is None else prepared.address(flat)
+        place, address_of = prepared.work.place, prepared.work.address
+        if place is not None:
+            prepared = prepared.at(place(flat))
+        address = 0 if address_of is None else address_of(flat)
         self._meet(prepared.fingerprint, address, prepared, None)
 
     def _meet(self, fingerprint: int, address: int, text: object, error: Exception | None) -> None:
@@ -506,7 +526,7 @@ class Executor:
         if self._queue is not None:
             self._queue.close()
         if self._slot is not None:
-            self._slot.table.release(self._slot.number, self._sequence)
+            self._tables.release(self._slot, self._sequence)
         for workspace in self._workspaces:
             workspace.clear()
         for comm in [*reversed(self._made), self._control]:

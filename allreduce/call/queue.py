@@ -43,13 +43,12 @@ from allreduce.errors import (
 from allreduce.health import abort
 from allreduce.process import children
 from allreduce.topology import Topology
-from allreduce.transport.control import agree, disagreement, on_all_ranks, raise_together
+from allreduce.transport.control import disagreement, on_all_ranks
 from allreduce.transport.wait import CHECK_SECONDS, NamedCall, Pause, WaitRecord, wait_until
 
 EAGER_SECONDS = 1e-3  # that the program's thread polls for other ranks before its first sleep, on a core of its own
 WORKER_PRIORITY = 10  # by which the worker thread's nice value is lower than that of the process
 NOTHING = Request("")
-Ended = Callable[[BaseException | None], object]
 JoinProxy = Callable[[Any], Callable[[PerRank], object]]
 
 
@@ -66,7 +65,8 @@ class Future:
 
     The work starts after all ranks have submitted the call and earlier calls have ended, so waiting for them is not
     counted. A call that fails before its work starts takes no time. per_rank: every rank's `own` of the Request, set
-    before the work runs, which gets it.
+    before the work runs, which gets it. limit: seconds that the work may take; after that the call and all waiting ones
+    of the queue fail with the error `late()`.
     """
 
     def __init__(
@@ -75,12 +75,9 @@ class Future:
         queue: "Queue | None" = None,
         description: str = "",
         name: str = "",
-        ended: Ended | None = None,
         limit: float = math.inf,
     ) -> None:
-        self.queue, self.description, self.name = queue, description, name
-        self.limit = limit
-        self._ended = ended
+        self.queue, self.description, self.name, self.limit = queue, description, name, limit
         self._work = work
         self.per_rank: PerRank = [None]
         self.refused: AllReduceError | None = None  # the ranks' calls differ; the same error on all ranks
@@ -104,14 +101,11 @@ class Future:
         return work
 
     def finish(self, error: BaseException | None) -> None:
-        """Mark the call as ended, with `error` unless it has one, and call `ended`."""
+        """Mark the call as ended, with `error` unless it has one."""
         self.end = time.perf_counter()
         self.begin = min(self.begin, self.end)  # it may have failed before it began
         self.error = self.error or error
         self._done.set()
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            ended(self.error)
 
     def late(self) -> BaseException:
         """Return the error of a call that has taken longer than its limit."""
@@ -127,6 +121,15 @@ class Future:
             self.queue.worker.wait_for(self._done, timeout)
         if self.error is not None:
             raise self.error
+
+
+class ByProxy(Future):
+    """A joined rank's part of a call. No caller waits for it, so its error fails the queue."""
+
+    def finish(self, error: BaseException | None) -> None:
+        super().finish(error)
+        if self.error is not None and self.queue is not None:
+            self.queue.worker.fail(self.queue, self.error)
 
 
 class Fused(Future):
@@ -175,29 +178,17 @@ class Queue:
         self._first: Future | None = None  # the call that has waited longest
         self._named: weakref.WeakValueDictionary[str, Future] = weakref.WeakValueDictionary()  # the last call of a name
 
-    def submit(
-        self,
-        work: Callable[[], object],
-        description: str = "",
-        numbers: Sequence[int] = (),
-        ended: Ended | None = None,
-        limit: float = math.inf,
-        waits: bool = False,
-    ) -> Future:
+    def submit(self, work: Callable[[], object], description: str = "call", waits: bool = False) -> Future:
         """Submit a call: the worker does `work` once all ranks have submitted the call. Local.
 
-        description, numbers: describe the call, and must be equal on all ranks. Otherwise the future fails with the
-        same DisagreementError on all ranks. ended: called with the error or None when the call has ended or was
-        cancelled, in any thread. limit: seconds that `work` may take; after that the call and all waiting ones fail
-        with CollectiveTimeoutError. waits: if no other call is under way, do the work here and now, and return when
-        the call has ended; else return at once. Do not wait for a future inside `work`.
+        description: must be equal on all ranks. Otherwise the future fails with the same DisagreementError on all
+        ranks. waits: if no other call is under way, do the work here and now, and return when the call has ended; else
+        return at once. Do not wait for a future inside `work`.
         """
-        text = f"{description or 'call'} of {self.name}" + (f" {list(numbers)}" if numbers else "")
-        return self._submit(Future(lambda _: work(), self, text, "", ended, limit), Request(text), waits)
+        text = f"{description} of {self.name}"
+        return self._submit(Future(lambda _: work(), self, text), Request(text), waits)
 
-    def call(
-        self, name: str, request: Request, work: Callable[[PerRank], object], ended: Ended | None = None
-    ) -> Future:
+    def call(self, name: str, request: Request, work: Callable[[PerRank], object]) -> Future:
         """Submit a call with a name, as `submit`: the ranks' calls match by it. `work` gets every rank's `own`.
 
         Raises OptionError while an earlier call of the name has not ended.
@@ -205,7 +196,7 @@ class Queue:
         earlier = self._named.get(name)
         if earlier is not None and not earlier.done():
             raise OptionError(f"a call named {name} has not ended yet; give calls that overlap different names")
-        self._named[name] = future = Future(work, self, request.words, name, ended)
+        self._named[name] = future = Future(work, self, request.words, name)
         try:
             return self._submit(future, request)
         except BaseException:
@@ -304,18 +295,13 @@ class Queue:
         if call is None:
             if refusal is not None or self._join_proxy is None:
                 return None
-            call = Future(self._join_proxy(decision.same), self, decision.name, ended=self._proxy_ended)
+            call = ByProxy(self._join_proxy(decision.same), self, decision.name)
         call.per_rank = decision.per_rank or [None] * self.worker.size
         if isinstance(refusal, list):
             call.refused = disagreement(self.worker.comm, refusal)
         elif refusal is not None:
             call.refused = on_all_ranks(DisagreementError(refusal), self.worker.comm)
         return call
-
-    def _proxy_ended(self, error: BaseException | None) -> None:
-        """Fail the queue with the error of a join proxy's work: no caller waits for that work."""
-        if error is not None:
-            self.worker.fail(self, error)
 
     def _watch_first(self) -> None:
         """Make the wait record show the call that has waited longest."""
@@ -337,7 +323,7 @@ class Worker:
 
     def __init__(self, topology: Topology) -> None:
         self.detector, self.number = topology.detector, topology.next_number()
-        self.comm, self._control = topology.private(), topology.private()  # for announcements; for agreements
+        self.comm, self._agree = topology.private(), topology.agree
         self.rank, self.size = topology.rank, topology.size
         self._parent, self._children = binomial(self.rank, 0, self.size)
         self._queues: dict[int, Queue] = {}
@@ -355,27 +341,19 @@ class Worker:
         _workers.add(self)
         self.detector.checks.add(self)
 
-    def queue(
-        self,
-        name: str,
-        threaded: bool = False,
-        alone: bool = False,
-        goes_on: bool = False,
-        join_proxy: JoinProxy | None = None,
-        fuse_bytes: int = 0,
-        wait: WaitRecord | None = None,
-    ) -> Queue:
-        """Create a queue; see Queue. Collective.
+    def queue(self, name: str, threaded: bool = False, alone: bool = False, **options: Any) -> Queue:
+        """Create a queue. Collective.
 
         threaded: start the worker thread, which then runs the calls of all queues. Raises UnavailableError on all ranks
-        if MPI lacks MPI_THREAD_MULTIPLE on any.
+        if MPI lacks MPI_THREAD_MULTIPLE on any. alone, options: see Queue.
         """
-        agree(
-            self._control, [zlib.crc32(name.encode()), threaded, alone], f"queue({name!r}, {threaded=}, {alone=})", None
-        )
-        if threaded:
-            self._start()
-        queue = Queue(self, self._newest + 1, name, alone, goes_on, join_proxy, fuse_bytes, wait)
+        text = f"queue({name!r}, {threaded=}, {alone=})"
+        self._agree([zlib.crc32(name.encode()), threaded, alone], text, thread_error() if threaded else None)
+        if threaded and self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="allreduce worker", daemon=True)
+            self._thread.start()
+            self._wake.put(True)  # for calls submitted before
+        queue = Queue(self, self._newest + 1, name, alone, **options)
         with self._lock:
             self._newest += 1
             self._queues[queue.number] = queue
@@ -383,13 +361,6 @@ class Worker:
             for each in early:
                 self._receive(*each)
         return queue
-
-    def _start(self) -> None:
-        if self._thread is None:
-            raise_together(self._control, thread_error())
-            self._thread = threading.Thread(target=self._work, name="allreduce worker", daemon=True)
-            self._thread.start()
-            self._wake.put(True)  # for calls submitted before
 
     def submit(self, queue: Queue, future: Future, request: Request = NOTHING, waits: bool = False) -> Future:
         """Announce a call, or make it ready if nothing needs announcing; see Queue.submit. waits: this thread waits for
@@ -453,7 +424,6 @@ class Worker:
     def free(self, topology: Topology) -> None:
         """Close a worker that is not the topology's service, and free its communicators. Collective."""
         self.close()
-        topology.release(self._control)
         topology.release(self.comm)
 
     def abandon(self) -> None:
@@ -521,7 +491,9 @@ class Worker:
             if queue.broken is not None:  # it has failed meanwhile
                 future.finish(without_frames(queue.broken))
             elif future.refused is not None:
-                self._refuse(queue, future)
+                if not queue.goes_on:
+                    self.fail(queue, future.refused)
+                future.finish(future.refused)
             else:
                 future.run()
         finally:
@@ -570,12 +542,6 @@ class Worker:
         self._sent = [pair for pair in self._sent if not pair[0].Test()]
         self._sent += [(self.comm.Isend(text, rank), text) for rank in ranks]
 
-    def _refuse(self, queue: Queue, future: Future) -> None:
-        """Fail a call that differs between the ranks."""
-        if future.refused is not None and not queue.goes_on:
-            self.fail(queue, future.refused)
-        future.finish(future.refused)
-
     def _check_waits(self) -> None:
         """Have the stall detector check every queue's wait, and fail the queues whose wait ended in an error."""
         for queue in [each for each in self._queues.values() if each.broken is None]:
@@ -620,7 +586,13 @@ class Worker:
         wait_until(lambda: not self._open, limit)
         return self._running is None
 
-    threaded = property(lambda self: self._thread is not None)
+    def end(self) -> None:
+        """Close the worker at the program's exit. MPI can't be finalized while a thread is in it: if a call is still
+        running after EXIT_SECONDS, end the job. Local."""
+        if self._thread is not None and not MPI.Is_finalized():
+            if not self.wait_idle(EXIT_SECONDS):
+                abort.end_job("a collective still hangs at the end of the program; MPI_Abort ends the job\n", 1)
+            self.close()
 
 
 SEND_SECONDS = 1.0
@@ -653,16 +625,8 @@ def thread_error() -> UnavailableError | None:
 
 @atexit.register
 def _end() -> None:
-    """Close the workers at exit. MPI can't be finalized while a thread is in it: if a call is still running after
-    EXIT_SECONDS, end the job.
-    """
-    if children.forked():  # the child has copies of the workers, but none of their threads
-        return
-    for worker in list(_workers):
-        if worker.threaded and not MPI.Is_finalized():
-            if not worker.wait_idle(EXIT_SECONDS):
-                abort.end_job("a collective still hangs at the end of the program; MPI_Abort ends the job\n", 1)
-            worker.close()
+    for worker in [] if children.forked() else list(_workers):  # a child has copies, but none of their threads
+        worker.end()
 
 
 children.guard(Queue, "submit", "close")

@@ -10,27 +10,25 @@ Beside its fingerprint a rank writes the address of its array, if the others nee
 the node knows these addresses, and sees the memory that the others have written before.
 """
 
+import heapq
 import platform
-import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from allreduce import kernels
-from allreduce.call.call import SEQUENCE_MASK
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.shared_segment import CommonSegment
 
-USERS = 16  # slots of a table; when they are taken, the ranks make another table
+USERS = 16  # slots of a table of fingerprints; when they are taken, the ranks make another table
 PARITIES = 2
 AGREED, DIFFERENT, VERDICTS = 1, 2, 4  # a leader's verdict about a call, beside the number of the rendezvous
 # Here the other ranks see the stores of one rank in their order. Elsewhere a barrier of MPI has to order them.
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
-
-POLLS = 20  # reads of the fingerprints in Python before `meet` returns False
 
 Meet = Callable[[int, Any], bool]  # the number of a rendezvous, and the array of the call
 
@@ -41,56 +39,6 @@ class Row(NamedTuple):
     fingerprints: memoryview
     addresses: memoryview
     verdict: memoryview
-
-
-class Slot(NamedTuple):
-    """One user's place in a table.
-
-    table, number: of the place. sequence: the number of rendezvous in it so far. rows: for even and for odd calls.
-    rank: this rank's index in them.
-    """
-
-    table: "FingerprintTable"
-    number: int
-    sequence: int
-    rows: tuple[Row, Row]
-    rank: int
-
-    def meeting(self, fingerprint: int, spin: float) -> Meet:
-        """Return the function `meet(number, array)` of calls with this fingerprint. Local.
-
-        It writes the fingerprint into the row of this number of a rendezvous, and returns True when all ranks have
-        written the same one. It returns False if a rank is late, or in another call. spin: how many seconds it polls;
-        negative: so long, but it yields the core between two polls.
-        """
-        rows, rank, size = [row.fingerprints for row in self.rows], self.rank, len(self.rows[0].fingerprints)
-        by_c: Meet | None = kernels.method("meet", np.array(self._words(fingerprint, spin)), rows)
-        if by_c is not None:
-            return by_c
-        numbered = [(rows[call % PARITIES], fingerprint | call) for call in range(SEQUENCE_MASK + 1)]
-        rounds = [(row, mine, mine.to_bytes(8, sys.byteorder) * size) for row, mine in numbered]
-        polls = range(POLLS if spin > 0 else 1)
-
-        def meet(number: int, _: object) -> bool:
-            row, mine, alike = rounds[number & SEQUENCE_MASK]
-            row[rank] = mine
-            return any(row.tobytes() == alike for _ in polls)
-
-        return meet
-
-    def meeting_in_c(self, fingerprint: int, spin: float, work: "CWork") -> Meet:
-        """Return a function as `meeting` does, which also does `work` on the array before it returns True. Local. Only
-        with the C library."""
-        words = [*self._words(fingerprint, spin), object.__basicsize__, *work.words]
-        state = np.array([word & 2**64 - 1 for word in words], np.uint64)  # -1 too; MPICH's handles are negative
-        meet: Meet | None = kernels.method(work.function, state, (self.rows, work.keep))
-        assert meet is not None
-        return meet
-
-    def _words(self, fingerprint: int, spin: float) -> list[int]:
-        """Return the words of C's struct Meeting."""
-        rows = [row.fingerprints for row in self.rows]
-        return [*map(MPI.Get_address, rows), self.rank, len(rows[0]), fingerprint, int(spin * 1e9)]
 
 
 class CWork(NamedTuple):
@@ -104,78 +52,76 @@ class CWork(NamedTuple):
     keep: object = None
 
 
+NO_WORK = CWork("meet", ())
+
+
+class Slot(NamedTuple):
+    """One user's place in the tables. sequence: the number of rendezvous in it so far. rows: for even calls, for odd
+    calls. rank: this rank's index in them.
+    """
+
+    number: int
+    sequence: int
+    rows: tuple[Row, Row]
+    rank: int
+
+    def meeting(self, fingerprint: int, spin: float, work: CWork = NO_WORK) -> Meet | None:
+        """Return the function `meet(number, array)` of calls with this fingerprint; None without the C library. Local.
+
+        It writes the fingerprint into the row of this number of a rendezvous. When all ranks have written the same one,
+        it does `work` on the array, and returns True. It returns False if a rank is late, or in another call. spin: how
+        many seconds it polls; negative: so long, but it yields the core between two polls.
+        """
+        rows = [row.fingerprints for row in self.rows]
+        header = [*map(MPI.Get_address, rows), self.rank, len(rows[0]), fingerprint, int(spin * 1e9)]
+        words = [*header, object.__basicsize__, *work.words]
+        state = np.array([word & 2**64 - 1 for word in words], np.uint64)  # -1 too; MPICH's handles are negative
+        return kernels.method(work.function, state, (self.rows, work.keep))
+
+
 def double_word(value: float | None) -> int:
     """Return a factor as a word of C, where it is a double; None: 1."""
     return int(np.float64(1 if value is None else value).view(np.int64))
 
 
-class FingerprintTable:
-    """Shared memory of a node's ranks for the calls of USERS users. Creating it is collective over the node.
-
-    Raises UnavailableError on all ranks of the node if the memory is not available.
-    """
-
-    def __init__(self, node: MPI.Intracomm) -> None:
-        self._node = node
-        self.free = dict.fromkeys(range(USERS), 0)  # free slots: number -> number of rendezvous so far
-        self._width = 2 * node.size + 1
-        self._segment: CommonSegment | None = CommonSegment(node, USERS * PARITIES * self._width, np.dtype(np.int64))
-        self._words = memoryview(self._segment.array)  # type: ignore[arg-type]
-
-    def take(self) -> Slot:
-        """Return a free slot. Local; all ranks call it in the same order."""
-        number = min(self.free)
-        rows = self._row(PARITIES * number), self._row(PARITIES * number + 1)
-        return Slot(self, number, self.free.pop(number), rows, self._node.rank)
-
-    def release(self, number: int, sequence: int) -> None:
-        """Free a slot. Its next user continues the count `sequence`, so old fingerprints never look new. Local."""
-        self.free[number] = sequence
-
-    def _row(self, index: int) -> Row:
-        begin, size = index * self._width, self._node.size
-        words = self._words
-        return Row(
-            words[begin : begin + size],
-            words[begin + size : begin + 2 * size],
-            words[begin + 2 * size : begin + self._width],
-        )
-
-    def close(self) -> None:
-        """Drop the memory; a rank that is late may still use it. Local."""
-        self._segment = None
-
-
 class Tables:
-    """The fingerprint tables of one topology, `topology.service(Tables)`. The constructor is local."""
+    """The slots of one topology, in memory that the ranks of a node share: `topology.service(Tables)`. The constructor
+    is local."""
 
     def __init__(self, topology: Topology) -> None:
         self._node = topology.node
-        self._tables: list[FingerprintTable] = []
+        self._free: list[Slot] = []  # a heap
+        self._made = 0
         self._available = True
 
     def take(self) -> Slot | None:
-        """Return a slot for a new user, or None on the whole node if its memory is full. Collective over the node."""
-        for table in self._tables:
-            if table.free:
-                return table.take()
-        if self._available:
+        """Return the free slot with the lowest number, or None on the whole node if its memory is full. Collective over
+        the node; all ranks call it in the same order."""
+        if not self._free and self._available:
             try:
-                self._tables.append(FingerprintTable(self._node))
-                return self._tables[-1].take()
+                self._add_table()
             except UnavailableError:
                 self._available = False
-        return None
+        return heapq.heappop(self._free) if self._free else None
+
+    def _add_table(self) -> None:
+        size = self._node.size
+        width = 2 * size + 1
+        words = memoryview(CommonSegment(self._node, USERS * PARITIES * width, np.dtype(np.int64)).array)  # type: ignore[arg-type]
+        rows = [
+            Row(words[begin : begin + size], words[begin + size : begin + 2 * size], words[begin + 2 * size : end])
+            for begin, end in pairwise(range(0, len(words) + 1, width))
+        ]
+        for even, odd in zip(rows[::PARITIES], rows[1::PARITIES], strict=True):
+            heapq.heappush(self._free, Slot(self._made, 0, (even, odd), self._node.rank))
+            self._made += 1
+
+    def release(self, slot: Slot, sequence: int) -> None:
+        """Free a slot. Its next user continues the count `sequence`, so old fingerprints never look new. Local."""
+        heapq.heappush(self._free, slot._replace(sequence=sequence))
 
     def close(self) -> None:
-        """Free the memory. Local."""
-        for table in self._tables:
-            table.close()
+        """Drop the memory; a rank that is late may still use it. Local."""
+        self._free.clear()
 
     abandon = close
-
-
-def place_hash(place: tuple[int, int]) -> int:
-    """Return a number that differs between places in allocated memory. Local; the same on all ranks, because Python's
-    hash of integers does not differ between processes."""
-    return hash(place) & (1 << 60) - 1

@@ -229,12 +229,16 @@ def test_the_next_user_of_a_refused_ones_slot_goes_on_counting(flat: allreduce.T
                 context.executor.fence()
             raise on_all_ranks(OptionError("refused after all"), context.topology.world)
 
-    slot = flat.service(Tables).take()
+    tables = flat.service(Tables)
+    slot = tables.take()
     assert slot is not None
-    slot.table.release(slot.number, slot.sequence)
+    tables.release(slot, slot.sequence)
     with pytest.raises(OptionError):
         allreduce.create(Refusing, flat)
-    assert slot.table.free[slot.number] == slot.sequence + 3
+    again = tables.take()
+    assert again is not None
+    assert (again.number, again.sequence) == (slot.number, slot.sequence + 3)
+    tables.release(again, again.sequence)
     with allreduce.create("ring", flat) as reduce:
         array = np.ones(5)
         reduce(array, "sum")

@@ -53,7 +53,7 @@ def test_users_may_submit_in_different_orders(topology: allreduce.Topology, thre
     pending = []
     for turn in range(20):
         order = np.random.default_rng([topology.rank, turn]).permutation(3).tolist()
-        pending += [queues[number].submit(lambda t=turn, n=number: add(t, n), "adds", [turn]) for number in order]
+        pending += [queues[number].submit(lambda t=turn, n=number: add(t, n), f"adds {turn}") for number in order]
     for each in reversed(pending):
         each.wait()
     wanted = topology.size * (100 * np.arange(20)[:, None] + np.arange(3))
@@ -84,12 +84,10 @@ def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: 
         topology.service(Worker).queue("optimizer", threaded=threaded),
         topology.service(Worker).queue("another"),
     )
-    queue.submit(lambda: None, "averages", [1]).wait()
+    queue.submit(lambda: None, "averages 1").wait()
     ran: list[int] = []
-    different = queue.submit(lambda: ran.append(1), "averages", [2 + (topology.rank == 0)])
-    with pytest.raises(
-        DisagreementError, match=r"rank 0: averages of optimizer \[3\]\n  rank 1: averages of"
-    ) as caught:
+    different = queue.submit(lambda: ran.append(1), f"averages {2 + (topology.rank == 0)}")
+    with pytest.raises(DisagreementError, match=r"rank 0: averages 3 of optimizer\n  rank 1: averages 2 of") as caught:
         different.wait()
     assert caught.value.ranks == tuple(range(topology.size))
     assert not ran
@@ -104,10 +102,10 @@ def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: 
 @THREADED
 def test_a_queue_that_goes_on_loses_only_the_call_that_differs(topology: allreduce.Topology, threaded: bool) -> None:
     queue, ran = topology.service(Worker).queue("user", threaded=threaded, goes_on=True), list[int]()
-    first = [queue.submit(lambda: ran.append(0), "before"), queue.submit(lambda: ran.append(1), "sum", [topology.rank])]
+    first = [queue.submit(lambda: ran.append(0), "before"), queue.submit(lambda: ran.append(1), f"sum {topology.rank}")]
     last = queue.submit(lambda: ran.append(2), "after")
     if topology.size > 1:
-        with pytest.raises(DisagreementError, match=r"rank 0: sum of user \[0\]\n  rank 1: sum of user \[1\]"):
+        with pytest.raises(DisagreementError, match=r"rank 0: sum 0 of user\n  rank 1: sum 1 of user"):
             first[1].wait()
     last.wait()
     assert ran == ([0, 2] if topology.size > 1 else [0, 1, 2])
@@ -126,7 +124,7 @@ def test_a_call_takes_few_messages(topology: allreduce.Topology, monkeypatch: py
 
     monkeypatch.setattr(Worker, "_send", count)
     for number in range(calls):
-        queue.submit(lambda: None, "call", [number]).wait()
+        queue.submit(lambda: None, f"call {number}").wait()
     queue.close()
     received = [everyone.count(topology.rank) for everyone in all_values(topology.world, sent, "count messages")]
     assert sum(received) > 0 or topology.size == 1
@@ -330,12 +328,21 @@ def test_a_call_that_exceeds_its_limit_ends_all_that_wait(topology: allreduce.To
     if topology.size == 1 or (threaded and MPI.Query_thread() != MPI.THREAD_MULTIPLE):
         pytest.skip("nothing looks at the waits of one rank; a thread needs MPI_THREAD_MULTIPLE")
     queue, leave, ended = topology.service(Worker).queue("user", threaded=threaded, alone=True), threading.Event(), []
-    first = queue.submit(lambda: leave.wait(60), "waits", ended=lambda error: (ended.append(1), leave.set()), limit=0.5)
-    second = queue.submit(lambda: None, "comes later", ended=lambda error: ended.append(2))
+
+    class Noted(Future):
+        def finish(self, error: BaseException | None) -> None:
+            super().finish(error)
+            ended.append(self.description)
+            leave.set()
+
+    first = Noted(lambda _: leave.wait(60), queue, "waits", limit=0.5)
+    second = Noted(lambda _: None, queue, "comes later")
     for future in (first, second):
-        with pytest.raises(CollectiveTimeoutError, match=r"waits of user was not done within 0\.5 s"):
+        topology.service(Worker).submit(queue, future)
+    for future in (first, second):
+        with pytest.raises(CollectiveTimeoutError, match=r"waits was not done within 0\.5 s"):
             future.wait(50)
-    assert ended == [2, 1]
+    assert ended[:2] == ["comes later", "waits"]
     assert second.begin == second.end  # it never began
     with pytest.raises(BrokenError, match="an earlier call failed"):
         queue.submit(lambda: None)
@@ -375,13 +382,17 @@ def test_no_limit_applies_before_a_call_has_begun(
         monkeypatch.setattr(owner, name, look)
 
     looks_first(Future, "run")
-    looks_first(Worker, "_refuse")
+    looks_first(Future, "finish")
     queue = worker.queue("user")
-    queue.submit(lambda: None, "call", limit=60).wait()
+
+    def submit(description: str) -> Future:
+        return worker.submit(queue, Future(lambda _: None, queue, description, limit=60), Request(description))
+
+    submit("call").wait()
     if topology.size > 1:
         with pytest.raises(DisagreementError):
-            queue.submit(lambda: None, "call", [topology.rank], limit=60).wait()
-    assert looks == ["run", "_refuse"][: topology.size]
+            submit(f"call {topology.rank}").wait()
+    assert looks == ["run", "finish", "finish"][: 2 * topology.size]
     topology.close()
 
 
@@ -440,7 +451,7 @@ def test_a_broken_queue_keeps_nothing_alive(topology: allreduce.Topology) -> Non
     def disagree() -> weakref.ref:
         held = Large()
         with pytest.raises(DisagreementError):
-            queue.submit(lambda: None, "call", [topology.rank]).wait()
+            queue.submit(lambda: None, f"call {topology.rank}").wait()
         return weakref.ref(held)
 
     held = disagree()
@@ -469,17 +480,11 @@ def test_polls_do_the_work(topology: allreduce.Topology) -> None:
 
 
 def test_a_name_is_free_as_soon_as_its_call_is_done(topology: allreduce.Topology) -> None:
-    """Before the function `ended` has run, too: another thread may see that the call is done."""
-    queue, again = topology.service(Worker).queue("user"), []
-    request = Request(None, description="call")
-
-    def ended(_: BaseException | None) -> None:
-        again.append(queue.call("name", request, lambda per_rank: None))
-
-    first = queue.call("name", request, lambda per_rank: None, ended)
+    queue, request = topology.service(Worker).queue("user"), Request(None, description="call")
+    first = queue.call("name", request, lambda per_rank: None)
     with pytest.raises(OptionError, match="a call named name has not ended yet"):
         queue.call("name", request, lambda per_rank: None)
     first.wait()
-    again[0].wait()
+    queue.call("name", request, lambda per_rank: None).wait()
     queue.close()
     topology.close()
