@@ -184,8 +184,7 @@ class Topology:
             return self.host
         if self.ranks_per_node == 1:
             return MPI.COMM_SELF
-        number = simulated(self.ranks_per_node, self.size).node_of(self.rank)
-        return self._split(self.host, number, self.rank)
+        return self.private(ranks=self.host, colour=simulated(self.ranks_per_node, self.size).node_of(self.rank))
 
     def _learn_layout(self) -> NodeLayout:
         """Return the layout. Collective. The same message compares versions, and tells which rank is not guarded."""
@@ -203,12 +202,8 @@ class Topology:
             return MPI.COMM_SELF
         if self.nodes == self.size:
             return self.world
-        return self._split(self.world, self.node_rank, self.node_index)
-
-    def _split(self, comm: MPI.Intracomm, colour: int, order: int) -> MPI.Intracomm:
-        """Return the communicator of the ranks of `comm` with the same `colour`, sorted by `order`. Collective."""
         with waiting(self.world, "make a communicator"):
-            return self.own(comm.Split(colour, order), watch=True)
+            return self.own(self.world.Split(self.node_rank, self.node_index), watch=True)
 
     # Ranks and nodes
 
@@ -281,8 +276,7 @@ class Topology:
             an exception in a thread, and Ctrl-C still end the job.
         """
         self.agree([], "Topology.split", _bad_split(colour, on_error))
-        with waiting(self.world, "Topology.split"):
-            comm = self.own(self.world.Split(colour, self.rank))
+        comm = self.private(colour=colour)
         try:
             part = Topology(comm, ranks_per_node, self.timeout, parent=self)
         finally:
@@ -459,7 +453,7 @@ class Topology:
         """Free revoked communicators later; never free the others, because other ranks may use them."""
         with self._guard:
             if self._revoked:
-                deferred_free.free_comms_later(self._owned)
+                deferred_free.free_later(*self._owned)
                 self._owned = []
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -186,7 +186,7 @@ class Queue:
         return at once. Do not wait for a future inside `work`.
         """
         text = f"{description} of {self.name}"
-        return self._submit(Future(lambda _: work(), self, text), Request(text), waits)
+        return self.worker.submit(self, Future(lambda _: work(), self, text), Request(text), waits)
 
     def call(self, name: str, request: Request, work: Callable[[PerRank], object]) -> Future:
         """Submit a call with a name, as `submit`: the ranks' calls match by it. `work` gets every rank's `own`.
@@ -198,7 +198,7 @@ class Queue:
             raise OptionError(f"a call named {name} has not ended yet; give calls that overlap different names")
         self._named[name] = future = Future(work, self, request.words, name)
         try:
-            return self._submit(future, request)
+            return self.worker.submit(self, future, request)
         except BaseException:
             self._named.pop(name, None)
             raise
@@ -209,12 +209,6 @@ class Queue:
         """
         request = Request(None, self.worker.rank, description=f"join of {self.name}")
         return self.call(JOIN, request, lambda per_rank: ended(per_rank[-1]))
-
-    def _submit(self, future: Future, request: Request, waits: bool = False) -> Future:
-        if self.closed:
-            raise ClosedError(f"{self.name} is closed")
-        future.per_rank = [request.own]
-        return self.worker.submit(self, future, request, waits)
 
     def close(self) -> None:
         """Wait for the submitted calls, and take no more. Collective. If the queue is broken or `alone`: local, without
@@ -365,6 +359,9 @@ class Worker:
     def submit(self, queue: Queue, future: Future, request: Request = NOTHING, waits: bool = False) -> Future:
         """Announce a call, or make it ready if nothing needs announcing; see Queue.submit. waits: this thread waits for
         it now. If nothing else is to be done it does the work too: that spares two switches of threads."""
+        if queue.closed:
+            raise ClosedError(f"{queue.name} is closed")
+        future.per_rank = [request.own]
         self.detector.check()
         try:
             with self.detector.translating_failures(), self._lock:

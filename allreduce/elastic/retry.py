@@ -11,6 +11,7 @@ Everything here is collective over the surviving ranks. Without ULFM a failure e
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Generic, TypeVar
 
 from allreduce.errors import RankLostError
@@ -22,6 +23,7 @@ ResultT = TypeVar("ResultT")
 Commit = Callable[[], object]
 Repair = Callable[[Topology], Commit | None]
 Advance = Callable[[Topology], Topology]
+survivors: Advance = methodcaller("survivors")  # of a topology
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,6 @@ def attempt(topology: Topology, action: Callable[[], ResultT]) -> Outcome[Result
         if not everywhere(error, topology.world):
             raise
         return Outcome(error=error)
-
-
-def survivors(topology: Topology) -> Topology:
-    """Return topology.survivors(): the default `advance`."""
-    return topology.survivors()
 
 
 def recover(topology: Topology, repair: Repair, advance: Advance = survivors) -> Topology:

@@ -147,11 +147,11 @@ def _next_world(
 
 def _working(everyone: Topology, working: int, places: int) -> ElasticWorld | None:
     """Return the elastic world of the first `working` ranks; None on the others. Collective over `everyone`."""
+    works = everyone.rank < working
     with everyone.detector.translating_failures():
-        with waiting(everyone.world, "divide working and standby ranks"):
-            comm = everyone.own(everyone.world.Split(everyone.rank < working, everyone.rank))
+        comm = everyone.private(colour=int(works))
         try:
-            return ElasticWorld(everyone, comm, places) if everyone.rank < working else None
+            return ElasticWorld(everyone, comm, places) if works else None
         finally:
             everyone.release(comm)
 
@@ -162,35 +162,25 @@ def _all_done(everyone: Topology, done: bool) -> bool:
     done: True on working ranks. Standby ranks (False) wait until rank 0 announces the end. If the working ranks have
         ended their programs instead, `everyone` is abandoned.
     """
-    outcome = attempt(everyone, partial(_send_done if done else _poll_done, everyone))
+    outcome = attempt(everyone, partial(_end, everyone, done))
     if everyone.closed or not everyone.finished(outcome.failure is None):
         return False
     outcome.result()
     return True
 
 
-def _send_done(everyone: Topology) -> None:
-    with everyone.detector.translating_failures():
-        if everyone.rank == 0:
-            with waiting(everyone.world, "send that the work is done to the standby ranks"):
-                for rank in range(1, everyone.size):
-                    everyone.world.Send(NOTHING, rank, DONE)
-        else:
-            _receive_done(everyone)
-
-
-def _poll_done(everyone: Topology) -> None:
-    detector, done = everyone.detector, partial(everyone.world.Iprobe, 0, DONE)
+def _end(everyone: Topology, done: bool) -> None:
+    world, detector = everyone.world, everyone.detector
     with detector.translating_failures():
-        wait_until(
-            lambda: done() or detector.messages.left, meanwhile=detector.check, pause=Pause(longest=POLL_SECONDS)
-        )
-        if done():
-            _receive_done(everyone)
-        else:  # the working ranks have ended their programs without announcing it
-            everyone.abandon()
-
-
-def _receive_done(everyone: Topology) -> None:
-    with waiting(everyone.world, "receive that the work is done"):
-        everyone.world.Recv(NOTHING, 0, DONE)
+        if not done:
+            ended = partial(world.Iprobe, 0, DONE)
+            pause = Pause(longest=POLL_SECONDS)
+            wait_until(lambda: ended() or detector.messages.left, meanwhile=detector.check, pause=pause)
+            if not ended():  # the working ranks have ended their programs without announcing it
+                everyone.abandon()
+                return
+        with waiting(world, "learn that the work is done"):
+            for rank in range(1, everyone.size) if everyone.rank == 0 else ():
+                world.Send(NOTHING, rank, DONE)
+            if everyone.rank:
+                world.Recv(NOTHING, 0, DONE)

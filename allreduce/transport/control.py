@@ -21,7 +21,6 @@ from allreduce.transport.wait import NamedCall, record_of, wait_for
 
 ResultT = TypeVar("ResultT")
 ErrorT = TypeVar("ErrorT", bound=BaseException)
-Portable = tuple[str, str, str]  # an error: its type's module and name, its text
 
 AGREED_VALUES = 8  # of every agreement: messages of different agreements match, and all ranks get the table
 LONE_SECONDS = 60.0  # how long a rank with an error waits for the others
@@ -39,7 +38,7 @@ def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
     found = np.array([error is not None], dtype=np.int64)
     wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, found, MPI.SUM), "check whether any rank has an error")
     if found[0]:
-        _raise_first(comm, [portable for _, portable in _exchange(comm, "exchange errors", error)], error)
+        _raise_difference(comm, "exchange errors", error)
 
 
 def together(comm: MPI.Comm, step: Callable[[], ResultT]) -> ResultT:
@@ -79,10 +78,19 @@ def _raise_difference(comm: MPI.Comm, text: str, error: Exception | None) -> NoR
     if record is not None and record.call is not None:
         # all ranks are here, so the watcher must not end the waits of some of them because their calls differ
         record.begin(NamedCall(text))
-    calls = _exchange(comm, text, error)
-    if any(met is not None for _, met in calls):
-        _raise_first(comm, [met for _, met in calls], error)
-    raise disagreement(comm, [words for words, _ in calls])
+    calls = all_values(comm, [text, _portable(error)], text)
+    errors = [met for _, met in calls]
+    rank = next((rank for rank, met in enumerate(errors) if met), None)
+    if rank is None:
+        raise disagreement(comm, [words for words, _ in calls])
+    module, name, shown = errors[rank]
+    alike, kind = errors.count(errors[rank]) == len(errors), _found(module, name)
+    first = kind(shown if alike else f"rank {rank}: {shown}")
+    if error is not None and alike and type(error) is kind:
+        first = error  # with its traceback
+    on_all_ranks(first, comm)
+    first.reporter = processes.world_ranks(comm)[rank]  # type: ignore[attr-defined]  # its traceback shows the cause
+    raise first from (first.__cause__ if first is error else error)
 
 
 def disagreement(comm: MPI.Comm, calls: Sequence[str]) -> DisagreementError:
@@ -183,13 +191,7 @@ def _check_size(comm: MPI.Comm, nbytes: int, what: str) -> None:
         raise on_all_ranks(AllReduceError(f"{what}: values of {nbytes} bytes; at most {LARGEST_VALUES} are sent"), comm)
 
 
-def _exchange(comm: MPI.Comm, text: str, error: Exception | None) -> list[tuple[str, Portable | None]]:
-    """After a failed agreement, return every rank's call in words and its error, by rank. Collective."""
-    calls = all_values(comm, [text, _portable(error)], text)
-    return [(words, tuple(portable) if portable else None) for words, portable in calls]
-
-
-def _portable(error: Exception | None) -> Portable | None:
+def _portable(error: Exception | None) -> tuple[str, str, str] | None:
     """Convert an exception to values from which any rank can build it: its type's module and name, and its text."""
     if error is None:
         return None
@@ -206,14 +208,3 @@ def _found(module: str, name: str) -> type[Exception]:
     """Return an exception type if this rank has imported it; otherwise AllReduceError."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else AllReduceError
-
-
-def _raise_first(comm: MPI.Comm, errors: Sequence[Portable | None], own: Exception | None) -> NoReturn:
-    """Raise the error of the lowest rank that has one. errors: by rank. own: this rank's error, with its traceback."""
-    rank, first = next((rank, error) for rank, error in enumerate(errors) if error is not None)
-    module, name, text = first
-    alike, kind = all(error == first for error in errors), _found(module, name)
-    error = own if own is not None and alike and type(own) is kind else kind(text if alike else f"rank {rank}: {text}")
-    on_all_ranks(error, comm)
-    error.reporter = processes.world_ranks(comm)[rank]  # type: ignore[attr-defined]  # its traceback shows the cause
-    raise error from (error.__cause__ if error is own else own)

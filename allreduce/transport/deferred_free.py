@@ -4,30 +4,24 @@ Without failed ranks this happens only at the end of a program, and the memory i
 memory deferred before the previous recovery: all surviving ranks have synchronized since.
 """
 
-from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from mpi4py import MPI
 
 _given_up: list[list[Any]] = [[]]  # last list: since the last recovery; first: before it
-_revoked: list[list[MPI.Comm]] = [[]]  # communicators, in lists as above
 
 
-def free_later(given_up: Any) -> None:
-    """Keep an object alive until MPI and other ranks can no longer write to its memory. Local."""
-    _given_up[-1].append(given_up)
-
-
-def free_comms_later(comms: Iterable[MPI.Comm]) -> None:
-    """Keep revoked communicators, and free them later. Local."""
-    _revoked[-1].extend(comms)
+def free_later(*given_up: Any) -> None:
+    """Keep objects alive until MPI and other ranks can no longer write to their memory. Communicators must be revoked;
+    they are freed then. Local."""
+    _given_up[-1].extend(given_up)
 
 
 def repaired() -> None:
     """Free the objects deferred before the previous recovery; called after each recovery. Local."""
-    for comm in [comm for comms in _revoked[:-1] for comm in comms]:
-        comm.Free()
+    for each in chain(*_given_up[:-1]):
+        if isinstance(each, MPI.Comm):
+            each.Free()
     _given_up[:-1] = []
-    _revoked[:-1] = []
     _given_up.append([])
-    _revoked.append([])

@@ -249,16 +249,16 @@ def test_a_slow_rank_in_the_exchange_of_a_disagreement(hosts: str, monkeypatch: 
     """The stall detector sees the ranks in different calls meanwhile, and must not end the wait of some ranks alone."""
     monkeypatch.setenv("ALLREDUCE_STALL_SECONDS", "0.4")  # so that a wait is announced after 0.2 seconds
     Hosts.sizes = HOSTS[hosts]
-    exchange = control._exchange
+    portable = control._portable
 
     def slow(*given: Any) -> Any:
         time.sleep(1.5 * (WORLD.rank == 0))
-        return exchange(*given)
+        return portable(*given)
 
     with allreduce.Topology(Hosts(WORLD)) as topology, allreduce.create("ring", topology) as reduce:
         for length in (100, 101):
             reduce(np.ones(length))
-        monkeypatch.setattr(control, "_exchange", slow)
+        monkeypatch.setattr(control, "_portable", slow)
         raised_everywhere(WORLD, DisagreementError, lambda: reduce(np.ones(100 + (WORLD.rank == 0))))
         monkeypatch.undo()
         array = np.ones(10)
