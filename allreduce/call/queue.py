@@ -174,7 +174,7 @@ class Queue:
         self._announcements = Announcements(worker.rank, worker.size, fuse_bytes)
         self._join_proxy = join_proxy
         self._submitted = 0  # calls without a given name
-        self._waiting: dict[str, Future] = {}  # announced, and not decided
+        self.waiting: dict[str, Future] = {}  # announced, and not decided
         self._first: Future | None = None  # the call that has waited longest
         self._named: weakref.WeakValueDictionary[str, Future] = weakref.WeakValueDictionary()  # the last call of a name
 
@@ -239,7 +239,7 @@ class Queue:
         if not future.name:
             self._submitted += 1
             future.name = str(self._submitted)
-        self._waiting[future.name] = future
+        self.waiting[future.name] = future
         self._watch_first()
         self._pass_on(self._announcements.announce(future.name, request))
 
@@ -261,8 +261,8 @@ class Queue:
 
     def cancel_waiting(self) -> list[Future]:
         """Remove and return the calls that wait for other ranks."""
-        cancelled = list(self._waiting.values())
-        self._waiting.clear()
+        cancelled = list(self.waiting.values())
+        self.waiting.clear()
         self._watch_first()
         return cancelled
 
@@ -275,17 +275,16 @@ class Queue:
     def _enqueue(self, together: list[list[Decision]]) -> None:
         """Hand decided calls to the worker. The calls of an inner list run as one."""
         for decisions in together:
-            submitted = sum(decision.name in self._waiting for decision in decisions)
             calls = [call for call in map(self._call_of, decisions) if call is not None]
             if calls:
-                self.worker.decide(self, calls[0] if len(calls) == 1 else Fused(calls, self), 1 - submitted)
+                self.worker.make_ready(self, calls[0] if len(calls) == 1 else Fused(calls, self))
         self._watch_first()
 
     def _call_of(self, decision: Decision) -> Future | None:
         """Return this rank's call for a decision, or its join proxy's. None if the call is refused and this rank has
         not submitted it.
         """
-        call, refusal = self._waiting.pop(decision.name, None), decision.refusal
+        call, refusal = self.waiting.pop(decision.name, None), decision.refusal
         if call is None:
             if refusal is not None or self._join_proxy is None:
                 return None
@@ -299,7 +298,7 @@ class Queue:
 
     def _watch_first(self) -> None:
         """Make the wait record show the call that has waited longest."""
-        first = next(iter(self._waiting.values()), None)
+        first = next(iter(self.waiting.values()), None)
         if first is self._first:
             return
         self._first = first
@@ -324,10 +323,9 @@ class Worker:
         self._newest = 0  # number of the last queue
         self._early: list[tuple[int, int, Any]] = []  # (sender, queue, message) of queues that come soon here
         self._ready: deque[tuple[Queue, Future]] = deque()  # decided calls
-        self._open = 0  # calls that have not ended
         self._crowded = topology.sharing > topology.cores  # another rank may need this rank's core
         self._sent: list[tuple[MPI.Request, np.ndarray]] = []  # sends that have not ended
-        self._lock = threading.Lock()  # held briefly, never while waiting for a rank
+        self._lock = threading.RLock()  # held briefly, never while waiting for a rank
         self._work_lock = threading.Lock()  # held by the thread that does the worker's work
         self._thread: threading.Thread | None = None
         self._wake: SimpleQueue[bool] = SimpleQueue()
@@ -370,8 +368,7 @@ class Worker:
                         f"{queue.name} is broken: an earlier call failed ({type(queue.broken).__name__}: "
                         f"{queue.broken})"
                     ) from queue.broken
-                here = self._thread is None or (waits and self._open == 0)
-                self._open += 1
+                here = self._thread is None or (waits and self._is_idle())
                 if queue.alone or self.size == 1:
                     self._ready.append((queue, future))
                 else:
@@ -441,7 +438,7 @@ class Worker:
         prefer_this_thread()
         try:
             while self._wake.get():
-                self.work_until(lambda: self._open == 0)
+                self.work_until(self._is_idle)
         except BaseException as error:  # callers wait for this thread, so they must get its error
             self._thread = None
             for queue in list(self._queues.values()):
@@ -495,9 +492,12 @@ class Worker:
                 future.run()
         finally:
             self._running = None
-            with self._lock:
-                self._open -= 1
         return True
+
+    def _is_idle(self) -> bool:
+        """Return whether all calls have ended."""
+        with self._lock:
+            return not (self._ready or self._running or any(queue.waiting for queue in self._queues.values()))
 
     def _listen(self) -> None:
         """Receive all messages that have arrived, and send the decisions that they allow."""
@@ -524,10 +524,8 @@ class Worker:
 
     # Called by queues, which hold the lock
 
-    def decide(self, queue: Queue, future: Future, added: int) -> None:
-        """Make a decided call ready to run. added: the change in the number of open calls: 1 minus the number of
-        submitted calls that it stands for."""
-        self._open += added
+    def make_ready(self, queue: Queue, future: Future) -> None:
+        """Let a decided call run."""
         self._ready.append((queue, future))
 
     def send(self, number: int, message: Sequence[Any], ranks: Sequence[int]) -> None:
@@ -558,7 +556,6 @@ class Worker:
             cancelled = queue.cancel_waiting()
             cancelled += [future for owner, future in self._ready if owner is queue]
             self._ready = deque(each for each in self._ready if each[0] is not queue)
-            self._open -= len(cancelled)
         for future in reversed(cancelled):
             future.finish(error)
 
@@ -580,7 +577,7 @@ class Worker:
 
     def wait_idle(self, limit: float) -> bool:
         """Wait up to `limit` seconds for the submitted calls. Returns False if one is still running."""
-        wait_until(lambda: not self._open, limit)
+        wait_until(self._is_idle, limit)
         return self._running is None
 
     def end(self) -> None:
