@@ -222,9 +222,7 @@ class AllReduce:
                 pass
         if run is None:
             if isinstance(buffer, trees.KINDS):
-                arrays: list[Any] = []
-                structure = trees.flatten(buffer, arrays)
-                _overwrite(arrays, self._on_arrays("all_reduce", structure, arrays, op, changes=True))
+                self._on_tree("all_reduce", buffer, op, changes=True)
                 return
             call, resolved = self._checked(self._described, "all_reduce", buffer, op)
             run = self._function(call, resolved, lossless=lossless)
@@ -367,9 +365,7 @@ class AllReduce:
             references to Python objects.
         """
         if isinstance(array, trees.KINDS):
-            arrays: list[Any] = []
-            structure = trees.flatten(array, arrays)
-            _overwrite(arrays, self._on_arrays("broadcast", structure, arrays, root=root, changes=True))
+            self._on_tree("broadcast", array, root=root, changes=True)
         else:
             self._broadcast(array, root)
 
@@ -388,11 +384,7 @@ class AllReduce:
         array: an array, or a number, of the same shape and dtype on all ranks, of any dtype as in `broadcast`; or a
             tree of arrays, which gives a tree. It is not changed. The result is a NumPy array also for a CuPy array.
         """
-        if not isinstance(array, trees.KINDS):
-            return self._stack(array)
-        arrays: list[Any] = []
-        structure = trees.flatten(array, arrays)
-        return trees.rebuild(array, self._on_arrays("stack", structure, arrays))
+        return self._on_tree("stack", array) if isinstance(array, trees.KINDS) else self._stack(array)
 
     def _stack(self, array: Any, tree: str = "") -> Any:
         table = gpu.on_host(array)
@@ -447,19 +439,16 @@ class AllReduce:
 
         The new arrays are views of the backend's memory, valid until its next call with a tree.
         """
-        arrays: list[Any] = []
-        structure = trees.flatten(tree, arrays)
-        return trees.rebuild(tree, self._on_arrays("all_reduce", structure, arrays, op))
+        return self._on_tree("all_reduce", tree, op)
 
-    def _on_arrays(
-        self, kind: str, structure: str, arrays: Sequence[Any], op: str = "sum", root: int = 0, changes: bool = False
-    ) -> list[Any]:
-        """Run a collective on the arrays of a tree, packed into one buffer per dtype; return each result. Collective.
+    def _on_tree(self, kind: str, tree: Any, op: str = "sum", root: int = 0, changes: bool = False) -> Any:
+        """Run a collective on the arrays of a tree, packed into one buffer per dtype. Collective.
 
-        kind: "all_reduce", "broadcast" or "stack". structure: from trees.flatten. changes: the caller overwrites the
-        arrays with the results. Results of "stack" are new arrays; others are views of the backend's memory.
+        kind: "all_reduce", "broadcast" or "stack". changes: overwrite the arrays with the results. Otherwise return a
+        tree of results: new arrays of "stack", views of the backend's memory of others.
         """
-        layout = self._tree_layout(kind, structure, arrays, op, changes)
+        arrays: list[Any] = []
+        layout = self._tree_layout(kind, trees.flatten(tree, arrays), arrays, op, changes)
         found: list[Any] = [None] * len(arrays)
         for group in layout.groups:
             buffer = self._tree_buffer(group)
@@ -474,7 +463,11 @@ class AllReduce:
                     self._function(call, resolved, layout.text)(buffer[span])
             for number, part, shape in group.places:
                 found[number] = buffer[..., part].reshape((*buffer.shape[:-1], *shape))
-        return found
+        if not changes:
+            return trees.rebuild(tree, found)
+        for array, new in zip(arrays, found, strict=True):
+            array[...] = new
+        return None
 
     def _tree_layout(
         self, kind: str, structure: str, arrays: Sequence[Any], op: str, changes: bool
@@ -691,11 +684,6 @@ def _keep(held: dict[Any, Any], key: Any, value: Any) -> None:
     if len(held) > MOST_KNOWN:  # a job with ever new shapes
         held.clear()
     held[key] = value
-
-
-def _overwrite(arrays: Sequence[Any], changed: Sequence[Any]) -> None:
-    for array, new in zip(arrays, changed, strict=True):
-        array[...] = new
 
 
 children.guard(AllReduce, "__call__", "close")

@@ -160,14 +160,20 @@ class Topology:
         if self.sharing > self.cores and not self.is_part:  # a parent has already reported it
             text = f"{self.sharing} ranks share the {self.cores} cores of this node: more ranks give no speed-up, "
             notices.once(self.rank, text + "and communication times are mostly waits for a core")
-        self.node = self._ranks_of_this_node()
-        self._lay_out(self._learn_layout())
+        self.node = self.host
+        if ranks_per_node := self.ranks_per_node:
+            number = simulated(ranks_per_node, self.size).node_of(self.rank)
+            self.node = MPI.COMM_SELF if ranks_per_node == 1 else self.private(ranks=self.host, colour=number)
+        self._learn_layout()
         self.cma = CMA(self.node)
         liveness.know({rank: liveness.Process(*process) for _, rank, process in found if process is not None})
         # MPI keeps a dropped topology's communicators; their attributes keep the detector.
         self._finalizer = weakref.finalize(self, _leave, self.detector)
         self._finalizer.atexit = False
-        self.cross = self._pairs()
+        self.cross = MPI.COMM_SELF if self.nodes == 1 else self.world
+        if 1 < self.nodes < self.size:
+            with waiting(self.world, "make a communicator"):
+                self.cross = self.own(self.world.Split(self.node_rank, self.node_index), watch=True)
 
     def _ranks_of_this_host(self) -> MPI.Intracomm:
         """Return the communicator of the ranks that share memory: `world` if all do. Collective."""
@@ -178,32 +184,19 @@ class Topology:
         self.release(host)
         return self.world
 
-    def _ranks_of_this_node(self) -> MPI.Intracomm:
-        """Return the communicator of this rank's node, which may be simulated. Collective."""
-        if self.ranks_per_node is None:
-            return self.host
-        if self.ranks_per_node == 1:
-            return MPI.COMM_SELF
-        return self.private(ranks=self.host, colour=simulated(self.ranks_per_node, self.size).node_of(self.rank))
-
-    def _learn_layout(self) -> NodeLayout:
-        """Return the layout. Collective. The same message compares versions, and tells which rank is not guarded."""
+    def _learn_layout(self) -> None:
+        """Set the layout. Collective. The same message compares versions, and tells which rank is not guarded."""
         leader = min(processes.ranks_in(self.world, self.node))
         mine = [leader, machine.digest_of_versions(), start.unguarded()]
         leaders, digests, unguarded = zip(*all_values(self.world, mine, "count the nodes"), strict=True)
         _compare_versions(self.world, list(digests))
         if self.size == MPI.COMM_WORLD.size > 1 and any(unguarded):
             notices.once(self.rank, next(filter(None, unguarded)))
-        return NodeLayout.of_leaders(list(leaders), self.ranks_per_node is not None)
-
-    def _pairs(self) -> MPI.Intracomm:
-        """Return the communicator of the ranks with this one's node rank. Collective."""
-        if self.nodes == 1:
-            return MPI.COMM_SELF
-        if self.nodes == self.size:
-            return self.world
-        with waiting(self.world, "make a communicator"):
-            return self.own(self.world.Split(self.node_rank, self.node_index), watch=True)
+        self.layout = layout = NodeLayout.of_leaders(list(leaders), self.ranks_per_node is not None)
+        self.nodes, self.node_sizes, self.simulated = layout.nodes, layout.node_sizes, layout.simulated
+        self.leaders_only, self.node_index = layout.leaders_only, layout.node_of(self.rank)
+        members = layout.members[self.node_index]
+        self.node_rank, self.node_size = members.index(self.rank), len(members)
 
     # Ranks and nodes
 
@@ -214,13 +207,6 @@ class Topology:
     @property
     def size(self) -> int:
         return self.world.size if self.world else self._of_closed()
-
-    def _lay_out(self, layout: NodeLayout) -> None:
-        self.layout, self.nodes, self.node_sizes = layout, layout.nodes, layout.node_sizes
-        self.simulated, self.leaders_only = layout.simulated, layout.leaders_only
-        self.node_index = layout.node_of(self.rank)
-        members = layout.members[self.node_index]
-        self.node_rank, self.node_size = members.index(self.rank), len(members)
 
     def __str__(self) -> str:
         return str(self.layout)

@@ -132,7 +132,6 @@ class Executor:
         self._leaders: MPI.Intracomm | None = None  # their communicator, on leaders
         if topology.size > 1:
             self._connect(topology)
-        self._alike = np.zeros(3, np.int64)
         oversubscribed = topology.sharing > topology.cores  # a late rank may need the core that this rank would poll on
         self._spin = -CROWDED_SECONDS if oversubscribed else SPIN_SECONDS
         ordered = ORDERED_STORES or self.orders
@@ -150,12 +149,11 @@ class Executor:
         compare calls by messages."""
         self._tables = topology.service(Tables)
         slot = self._tables.take() if topology.node_size > 1 else None
-        lacks = topology.node_size > 1 and slot is None
         if topology.nodes == 1:
             self._slot = slot
             # Python can't order its stores, and a rank that calls C does not wait in the barrier of one that does not
             self.orders = ORDERED_STORES or on_all(self._control, kernels.status() == "C", "order stores by C")
-        elif on_all(self._control, not lacks, "share fingerprints"):
+        elif on_all(self._control, slot is not None or topology.node_size == 1, "share fingerprints"):
             self._slot = slot
             leaders = self.communicator(topology.cross, alone=topology.node_rank > 0)
             self._leaders = None if topology.node_rank else leaders
@@ -232,12 +230,7 @@ class Executor:
         """
         if ERRSTATE_PER_CONTEXT:
             return partial(self._silent.copy().run, work)  # a context can't be entered twice
-
-        def quietly(*args: Any) -> Any:
-            with np.errstate(all="ignore"):
-                return work(*args)
-
-        return quietly
+        return np.errstate(all="ignore")(work)
 
     # Calls
 
@@ -260,10 +253,8 @@ class Executor:
         self._thread = 0  # after `_submitted`: the next call waits for it
         return future
 
-    def _wait_for_turn(self, closed: bool = True) -> None:
-        """Wait for the submitted calls, unless this is one of them; then raise the error of a call that can't start.
-
-        closed: whether a closed executor takes no call."""
+    def _wait_for_turn(self) -> None:
+        """Wait for the submitted calls, unless this is one of them; then raise the error of a call that can't start."""
         self._thread = get_ident()  # before `_submitted` is read: `submit` in another thread then clears it
         last = self._submitted
         abort.register_thread()
@@ -271,7 +262,7 @@ class Executor:
             with contextlib.suppress(Exception):  # the caller of `submit` gets it
                 last.wait()
             self._submitted = None
-        if self.wait.call is not None or self.broken is not None or (self.stopped and closed):
+        if self.wait.call is not None or self.broken is not None or self.stopped:
             self._thread = 0
             self.refuse()
 
@@ -339,7 +330,7 @@ class Executor:
         text: this rank's call in words, for the table in the DisagreementError.
         """
         wait, named = self.wait, NamedCall(text, AGREEING)
-        self._wait_for_turn(closed=False)
+        self._wait_for_turn()
         end = 0.0
         try:
             wait.call = named
@@ -452,8 +443,7 @@ class Executor:
 
     def _alike_between(self, comm: MPI.Intracomm, number: int, alike: bool) -> bool:
         """Return whether all ranks of `comm` pass equal numbers, and alike=True. Collective over them."""
-        low = self._alike
-        low[:] = number, -number, alike
+        low = np.array([number, -number, alike], np.int64)
         request = comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN)
         try:
             self._poll(request.Test)

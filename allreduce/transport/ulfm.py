@@ -24,6 +24,7 @@ POLL_SECONDS = 0.005  # interval at which the watchdog asks MPI for failed ranks
 PATIENCE_SECONDS = 0.1  # longest wait for a local step
 MARK = 0b110  # bits that every rank sets in an agreement; a result without them was garbled
 MARK_BITS, CODES = 3, 0xFF
+LOST = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED  # classes of errors
 
 # Held while the watchdog communicates, and while a thread begins an agreement. If one thread receives a message of an
 # agreement while another thread begins it, Open MPI (5.0.11 and before, era_cb_fn) replaces the rank's value by an
@@ -115,7 +116,7 @@ def lost(error: BaseException | None) -> RankLostError | None:
     for cause in _causes(error):
         if isinstance(cause, RankLostError):
             return cause
-        if isinstance(cause, MPI.Exception) and cause.Get_error_class() in _classes():
+        if isinstance(cause, MPI.Exception) and cause.Get_error_class() in LOST:
             return RankLostError(f"a rank was lost ({cause}); Topology.survivors() continues with the other ranks")
     return None
 
@@ -247,8 +248,3 @@ def _agreed(comm: MPI.Comm, flags: int, meanwhile: Callable[[], object]) -> int:
         free_later((request, bits))
         raise
     return bits[0]
-
-
-@functools.cache
-def _classes() -> tuple[int, ...]:
-    return MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
