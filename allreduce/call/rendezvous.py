@@ -22,7 +22,7 @@ from mpi4py import MPI
 from allreduce import kernels
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
-from allreduce.transport.shared_segment import CommonSegment
+from allreduce.transport.shared_segment import shared_array
 
 USERS = 16  # slots of a table of fingerprints; when they are taken, the ranks make another table
 PARITIES = 2
@@ -107,7 +107,7 @@ class Tables:
     def _add_table(self) -> None:
         size = self._node.size
         width = 2 * size + 1
-        words = memoryview(CommonSegment(self._node, USERS * PARITIES * width, np.dtype(np.int64)).array)  # type: ignore[arg-type]
+        words = memoryview(shared_array(self._node, USERS * PARITIES * width, np.dtype(np.int64)))  # type: ignore[arg-type]
         rows = [
             Row(words[begin : begin + size], words[begin + size : begin + 2 * size], words[begin + 2 * size : end])
             for begin, end in pairwise(range(0, len(words) + 1, width))

@@ -24,22 +24,3 @@ from allreduce.transport.processes import world_ranks
 from allreduce.transport.ulfm import in_force as survives
 from allreduce.transport.ulfm import lost
 from allreduce.transport.wait import waiting
-
-__all__ = [
-    "all_values",
-    "choose_device",
-    "chunk",
-    "everywhere",
-    "lost",
-    "on_all",
-    "on_all_ranks",
-    "raise_together",
-    "recover",
-    "retry",
-    "root_value",
-    "segments",
-    "survives",
-    "together",
-    "waiting",
-    "world_ranks",
-]

@@ -23,7 +23,6 @@ from allreduce.arrays.chunks import chunk
 from allreduce.errors import UnavailableError
 from allreduce.transport import huge_pages
 from allreduce.transport.control import raise_together, root_value, together
-from allreduce.transport.wait import wait_for
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE
@@ -46,27 +45,13 @@ def shared_rows(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
     return _map(comm, row * comm.size).reshape(comm.size, row)[:, :nbytes]
 
 
-class CommonSegment:
-    """One 1-D array of `length` zeros that all ranks of a communicator map as the same bytes. Collective.
+def shared_array(comm: MPI.Intracomm, length: int, dtype: np.dtype) -> np.ndarray:
+    """Return one 1-D array of zeros that all ranks map as the same bytes. Collective, with the errors of `shared_rows`.
 
-    The ranks of `comm` must share a node. `shared_rows` gives each rank a row of its own. Here all ranks have the same
-    array: an element that any rank writes, all ranks read after a `fence`.
-
-    Raises UnavailableError on all ranks of `comm` if the memory is not available.
+    An element that any rank writes, all ranks read after a barrier.
     """
-
-    def __init__(self, comm: MPI.Intracomm, length: int, dtype: np.dtype) -> None:
-        self._comm = comm
-        nbytes = length * dtype.itemsize
-        self.array = _map(comm, _whole_pages(nbytes))[:nbytes].view(dtype)
-
-    def fence(self) -> None:
-        """Barrier: writes of any rank before it are visible to all ranks after it. Collective."""
-        wait_for(self._comm, self._comm.Ibarrier(), "fence of a shared segment")
-
-    def free(self) -> None:
-        """Drop the array. The memory lives as long as any rank holds a view of it. Local."""
-        del self.array
+    nbytes = length * dtype.itemsize
+    return _map(comm, _whole_pages(nbytes))[:nbytes].view(dtype)
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -15,7 +15,8 @@ from allreduce.arrays import dtypes
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import combine, on_all
-from allreduce.transport.shared_segment import CommonSegment
+from allreduce.transport.shared_segment import shared_array
+from allreduce.transport.wait import wait_for
 from trainers.replica import Slices
 
 INNER = "inner."  # prefix, in a rank's local state, of the entries that owners add
@@ -126,22 +127,21 @@ class NodeMemory:
         of_node = combine(node, np.array([owned]), "add up the elements that the ranks of a node own")
         whole = on_all(comm, bool(of_node[0] == total), "learn whether each node owns all elements")
         self.tells = not whole or topology.node_index == 0
-        self._segments: dict[str, CommonSegment] = {}
+        self._node, self.arrays = node, dict[str, np.ndarray]()
         if whole and device == "cpu":
             try:
                 for dtype, length in lengths.items():
-                    self._segments[dtype] = CommonSegment(node, length, dtypes.parse(dtype))
+                    self.arrays[dtype] = shared_array(node, length, dtypes.parse(dtype))
             except UnavailableError as error:  # raised on all ranks of this node, perhaps not on other nodes
                 notices.once(node.rank, f"each rank keeps its own copy of the parameters: {error}")
-            if not on_all(comm, len(self._segments) == len(lengths), "learn whether each node has a shared segment"):
+            if not on_all(comm, len(self.arrays) == len(lengths), "learn whether each node has a shared segment"):
                 self.free()
-        self.arrays = {dtype: segment.array for dtype, segment in self._segments.items()}
 
     def fence(self) -> None:
         """Wait until all ranks of the node have finished writing, and see all writes. Collective over the node."""
-        for segment in self._segments.values():
-            segment.fence()
+        if self.arrays:
+            wait_for(self._node, self._node.Ibarrier(), "fence of shared memory")
 
     def free(self) -> None:
         """Drop the memory. It lives as long as any rank holds a view of it. Local."""
-        self.arrays, self._segments = {}, {}
+        self.arrays = {}

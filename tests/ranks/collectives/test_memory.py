@@ -18,7 +18,7 @@ from allreduce.algorithms.shared import ALL_CACHED_BYTES, CACHED_BYTES, Shared
 from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError
-from allreduce.transport.shared_segment import STAGING_BYTES, CommonSegment
+from allreduce.transport.shared_segment import STAGING_BYTES, shared_array
 from tests.ranks.grid import expected, numpy_dtype, shapes, values
 from tests.ranks.together import usable
 from tests.ranks.variants import Staged
@@ -130,13 +130,11 @@ def test_arrays_hold_no_file_descriptors(flat: allreduce.Topology) -> None:
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has no other")
 def test_memory_lives_as_long_as_the_last_array_of_any_rank(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    window = CommonSegment(flat.node, 1000, np.dtype("float64"))
-    array = window.array
+    array = shared_array(flat.node, 1000, np.dtype("float64"))
     array[world.rank] = world.rank
-    window.fence()
-    window.free()
+    world.Barrier()
     if world.rank:
-        del array, window
+        del array
     world.Barrier()
     if world.rank == 0:
         assert np.array_equal(array[:SIZE], np.arange(SIZE))
