@@ -145,7 +145,8 @@ def _wrapped_work(prepare: Action, come: Action, after: bool) -> Action:
 
     @wraps(prepare)
     def wrapped(executor: Any, prepared: Any, *bound: Any) -> Any:
-        return prepare(executor, prepared._replace(run=_wrapped(prepared.run, come, after)), *bound)
+        work = prepared.work._replace(run=_wrapped(prepared.work.run, come, after))
+        return prepare(executor, prepared._replace(work=work), *bound)
 
     return wrapped
 
