@@ -89,16 +89,15 @@ class AllReduce:
             self._algorithm = self._connect(make, create)
         except Exception as error:
             topology.unregister(self)  # a topology must not close or abandon an incomplete user
-            if everywhere(error, topology.world) and "_executor" in vars(self):
-                self._executor.close()
+            if everywhere(error, topology.world) and "executor" in vars(self):
+                self.executor.close()
             raise
         algorithm, compress = self._algorithm, config.options.get("compress")
         self.sums, self.sums_half, self.by_array = algorithm.sums, algorithm.sums_half, algorithm.by_array
         self.two_phase, self.sums_terms = algorithm.two_phase, algorithm.sums_terms
         self.lossy = algorithm.lossless is not algorithm
         self.compression: Compression = compress if compress is not None and self.size > 1 else Compression()
-        self.executor = self._executor  # in which the ranks also compare other operations: torch.distributed's
-        self.observers: list[Observer] = self._executor.observers
+        self.observers: list[Observer] = self.executor.observers
 
     def _connect(self, make: Callable[[Context], Algorithm], create: Callable[..., Algorithm]) -> Algorithm:
         """Make the executor, and return the algorithm. All ranks raise the error of one rank, so that a backend exists
@@ -110,7 +109,7 @@ class AllReduce:
         topology, error, algorithm = self.topology, None, None
         try:
             with topology.detector.translating_failures():
-                executor = self._executor = Executor(topology, self, bool(self.config.options.get("check", True)))
+                executor = self.executor = Executor(topology, self, bool(self.config.options.get("check", True)))
                 algorithm = make(Context(topology, executor.comm, topology.layout, executor, self._allocations, create))
         except OUT_OF_STEP:
             raise
@@ -136,20 +135,20 @@ class AllReduce:
         """
         error: AllReduceError | None = None
         call, array = None, None
-        self._executor.check_open()
+        self.executor.check_open()
         try:
             self.check_dtype(dtypes.parse(dtype))
             call = records.allocation_call(length, dtype, device)
         except AllReduceError as refused:
             error = refused
         text = f"allocate({length!r}, {dtype!r}, device={device!r})"
-        self._executor.agree([] if call is None else [fingerprint(call) >> records.SEQUENCE_BITS], text, error)
+        self.executor.agree([] if call is None else [fingerprint(call) >> records.SEQUENCE_BITS], text, error)
         assert call is not None
         try:
             array = self._algorithm.allocate(call.length, call.dtype, device)
         except MemoryError as lacking:
             error = UnavailableError(f"this rank has no memory for {length} elements of {dtype}: {lacking}")
-        self._executor.agree([], f"allocate({length!r})", error)
+        self.executor.agree([], f"allocate({length!r})", error)
         if call.length:
             found = self._allocations.at(array)
             entry = found[0] if found else self._allocations.add(array)
@@ -257,7 +256,7 @@ class AllReduce:
         prepared = self._prepared(call, resolved, lossless=lossless)
         if prepared.work.place is not None:
             prepared = prepared.at(prepared.work.place(flat))  # the array does not move
-        return self._executor.prepare(prepared, flat)
+        return self.executor.prepare(prepared, flat)
 
     def submit(self, array: Any, op: str = "mean", kind: str = "all_reduce") -> Future:
         """Reduce `array` in a thread, which runs the submitted calls one after the other. Returns at once: a future,
@@ -267,7 +266,7 @@ class AllReduce:
         wait until the submitted ones have ended. The first call creates the thread, and is collective; it raises
         UnavailableError on all ranks if MPI lacks MPI_THREAD_MULTIPLE on any rank.
         """
-        self._executor.check_open(waits=False)
+        self.executor.check_open(waits=False)
         work: Callable[[], object]
         try:
             run = self._bound(kind, array, op)
@@ -275,8 +274,8 @@ class AllReduce:
             text = f"{kind}, length {array.size}, {array.dtype}, op {op!r}"
         except AllReduceError as refused:  # the other ranks learn of the error when they run this call
             text = f"refused, {type(refused).__name__}: {refused}"
-            work = partial(self._executor.agree, [], text, refused)
-        return self._executor.submit(work, text)
+            work = partial(self.executor.agree, [], text, refused)
+        return self.executor.submit(work, text)
 
     def sparse(self, indices: Any, values: Any, rows: int, op: str = "mean") -> tuple[Any, Any]:
         """Sum sparse rows over all ranks: each rank passes some rows of a table of `rows` rows. Collective.
@@ -320,7 +319,7 @@ class AllReduce:
             found, sums = _sum_rows(self._algorithm.lossless, *mine, resolved)
             results.append((found, sums.astype(values.dtype, copy=False).reshape(found.size, *values.shape[1:])))
 
-        self._executor.run(call, add, mine[1])
+        self.executor.run(call, add, mine[1])
         found, sums = results[0]
         return (gpu.cupy().asarray(found), gpu.cupy().asarray(sums)) if gpu.is_gpu_array(values) else (found, sums)
 
@@ -373,8 +372,8 @@ class AllReduce:
         call, _ = self._checked(self._described, "broadcast", array, "sum", root)
         flat = array.reshape(-1, order="A")
         host = flat.get() if call.memory == GPU else flat
-        comm = self._executor.comm
-        self._executor.run(call, lambda buffer: chunked.overwrite(comm, buffer, root), host, tree)
+        comm = self.executor.comm
+        self.executor.run(call, lambda buffer: chunked.overwrite(comm, buffer, root), host, tree)
         if host is not flat:
             flat.set(host)
 
@@ -394,9 +393,9 @@ class AllReduce:
             table = np.empty((self.size, *mine.shape), mine.dtype)
             table[self.rank] = mine
         call, _ = self._checked(self._described, "stack", table)
-        flat, length, comm = table.reshape(-1), table[0].size, self._executor.comm
+        flat, length, comm = table.reshape(-1), table[0].size, self.executor.comm
         spans = [slice(rank * length, (rank + 1) * length) for rank in range(self.size)]
-        self._executor.run(call, lambda _: chunked.spread(comm, flat, spans), table, tree)
+        self.executor.run(call, lambda _: chunked.spread(comm, flat, spans), table, tree)
         return table
 
     # The two phases
@@ -491,7 +490,7 @@ class AllReduce:
 
         self._checked(check)
         if key not in self._trees:
-            self._executor.agree([layout.number], layout.text)
+            self.executor.agree([layout.number], layout.text)
             _keep(self._trees, key, layout)
         return layout
 
@@ -554,14 +553,14 @@ class AllReduce:
         """
         if self.closed:
             return
-        if self._executor.broken is not None:  # the other ranks may be in any call
+        if self.executor.broken is not None:  # the other ranks may be in any call
             self.abandon()
             return
         try:
-            self._executor.agree([], f"close() of {self.name}")
+            self.executor.agree([], f"close() of {self.name}")
             self.closed = True
             self._algorithm.close()
-            self._executor.close()
+            self.executor.close()
             self._forget(True)
         except Exception as error:
             if self.topology.detector.failure_behind(error) is None:
@@ -574,7 +573,7 @@ class AllReduce:
         Memory that MPI or a late rank may still write to is freed later.
         """
         self.closed = True
-        self._executor.abandon()
+        self.executor.abandon()
         self._algorithm.abandon()
         self._forget(False)
 
@@ -610,7 +609,7 @@ class AllReduce:
 
         waits: see Executor.check_open.
         """
-        executor = self._executor
+        executor = self.executor
         executor.check_open(waits)
         abort.register_thread()
         try:
@@ -638,7 +637,7 @@ class AllReduce:
         Local."""
         key = call, tree, lossless
         if key not in self._known:
-            _keep(self._known, key, self._executor.prepare(self._prepared(call, op, tree, lossless)))
+            _keep(self._known, key, self.executor.prepare(self._prepared(call, op, tree, lossless)))
         return self._known[key]
 
     def _prepared(self, call: Call, op: Op, tree: str = "", lossless: bool = False) -> PreparedCall:

@@ -110,7 +110,7 @@ class Topology:
         self._services: dict[Callable[[Topology], Any], Any] = {}
         self._guard = threading.Lock()  # of _owned; held for moments, never while communicating
         self._unrevoked = unrevoked  # of _owned; no failure revokes it
-        self._numbers, self.closed, self.apart, self.is_part = 0, False, False, parent is not None
+        self._numbers, self.closed, self.apart = 0, False, False
         self._revoked = False
         if parent is not None and parent.adopt(self):  # before any wait: a failure in the parent then reaches this one
             self._revoked = True
@@ -134,6 +134,9 @@ class Topology:
             raise
         if parent is not None:
             self.cores, self.sharing = parent.cores, parent.sharing  # the parent's other ranks use these cores too
+        elif self.sharing > self.cores:
+            text = f"{self.sharing} ranks share the {self.cores} cores of this node: more ranks give no speed-up, "
+            notices.once(self.rank, text + "and communication times are mostly waits for a core")
 
     def adopt(self, child: "Topology") -> bool:
         """Close and revoke a child topology with this one. Return whether a rank has already failed. Local."""
@@ -157,9 +160,6 @@ class Topology:
         mine = [machine.cores(), processes.here()[0], liveness.own()]
         found = all_values(self.host, mine, "count the cores of this node")
         self.cores, self.sharing = len(set().union(*(cores for cores, *_ in found))), self.host.size
-        if self.sharing > self.cores and not self.is_part:  # a parent has already reported it
-            text = f"{self.sharing} ranks share the {self.cores} cores of this node: more ranks give no speed-up, "
-            notices.once(self.rank, text + "and communication times are mostly waits for a core")
         self.node = self.host
         if ranks_per_node := self.ranks_per_node:
             number = simulated(ranks_per_node, self.size).node_of(self.rank)

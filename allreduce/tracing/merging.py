@@ -6,7 +6,6 @@ others waited for it, is computed here, after all times are on rank 0's clock.
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import count
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -109,7 +108,7 @@ def events(ranks: list[RankTrace], series: list[str]) -> list[Event]:
 def write(file: TextIO, made: Iterable[Event], about: dict[str, Any]) -> None:
     """Write the events as JSON, one event a line."""
     file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about) + ', "traceEvents": [')
-    for number, event in zip(count(), made):
+    for number, event in enumerate(made):
         file.write(("," if number else "") + "\n" + json.dumps(event, allow_nan=False))
     file.write("\n]}\n")
 

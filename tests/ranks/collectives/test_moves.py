@@ -42,8 +42,8 @@ def test_a_stack_and_an_all_gather_are_one_call_of_mpi(
     """Not a broadcast from one rank after the other. Of more than PIECE bytes they take a few calls, for any number of
     ranks."""
     with allreduce.create(name, flat) as reduce:
-        holders = [reduce._executor, *getattr(reduce._algorithm, "_made", {"": reduce._algorithm}).values()]
-        comm = reduce._executor.comm
+        holders = [reduce.executor, *getattr(reduce._algorithm, "_made", {"": reduce._algorithm}).values()]
+        comm = reduce.executor.comm
         for bytes_of_a_call, most in ((chunked.PIECE, 1), (100, 5)):
             monkeypatch.setattr(chunked, "PIECE", bytes_of_a_call)
             monkeypatch.setattr(chunked, "SCRATCH_BYTES", 64 * SIZE)

@@ -45,7 +45,7 @@ def test_a_refused_thread_leaves_the_other_one_its_result(reduce: AllReduce, kin
     if rank == 0:
         thread = threading.Thread(target=lambda: results.append(call(own)))
         thread.start()
-        while reduce._executor.wait.call is None:
+        while reduce.executor.wait.call is None:
             time.sleep(0.01)
         with pytest.raises(errors.OptionError, match="while another thread"):
             call({"a": np.full(3, 100.0)})
