@@ -8,7 +8,7 @@ A message has a JSON header and arrays. A rank that crashes is lost, and the oth
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,46 +38,32 @@ class Message(NamedTuple):
     arrays: list[np.ndarray]
 
 
-class _Incoming:
-    """The messages of one rank, of which one at a time is being received."""
-
-    def __init__(self, comm: MPI.Intracomm, source: int) -> None:
-        self._comm, self._source = comm, source
-        self._front: tuple[MPI.Request, np.ndarray] | None = None
-        self._requests: list[MPI.Request] = []
-        self._message: Message | None = None
-
-    def advance(self) -> Message | None:
-        """Return the next message if all of it is there. MPI makes progress here."""
-        if self._front is None:
+def _receive(comm: MPI.Intracomm, source: int) -> Generator[Message | None, None, None]:
+    """Yield the messages of a rank, one after the other; None while the next one is not complete. MPI makes progress
+    here. `close` drops a message that will not come, and keeps its memory."""
+    held: list[Any] = []  # into which MPI may still write
+    try:
+        while True:
             status = MPI.Status()
-            found = self._comm.Improbe(self._source, FRONT, status)
-            if found is None:
-                return None
+            while (found := comm.Improbe(source, FRONT, status)) is None:
+                yield None
             memory = np.empty(_checked(status.Get_count(MPI.BYTE), MOST_FRONT), np.uint8)
-            self._front = found.Irecv(memory), memory
-        request, memory = self._front
-        if self._message is None:
-            if not request.Test():
-                return None
-            self._message = self._begun(memory)
-        if not all_done(self._requests):
-            return None
-        message, self._message, self._front, self._requests = self._message, None, None, []
-        return message
-
-    def _begun(self, front: np.ndarray) -> Message:
-        """Start to receive the arrays that a front describes."""
-        given = json.loads(front.tobytes())
-        arrays = [_new(shape, dtype) for shape, dtype in given["arrays"]]
-        _checked(sum(array.nbytes for array in arrays), MOST_BYTES)
-        self._requests = [self._comm.Irecv(piece, self._source, BODY) for array in arrays for piece in pieces(array)]
-        return Message(self._source, given["header"], arrays)
-
-    def abandon(self) -> None:
-        """Drop a message that will not come, and keep its memory. Local."""
-        free_later((self._front, self._message, self._requests))
-        self._front, self._message, self._requests = None, None, []
+            requests = [found.Irecv(memory)]
+            held += [memory, requests]
+            while not all_done(requests):
+                yield None
+            front = json.loads(memory.tobytes())
+            arrays = [_new(shape, dtype) for shape, dtype in front["arrays"]]
+            _checked(sum(array.nbytes for array in arrays), MOST_BYTES)
+            requests = [comm.Irecv(piece, source, BODY) for array in arrays for piece in pieces(array)]
+            held += [arrays, requests]
+            while not all_done(requests):
+                yield None
+            held.clear()
+            yield Message(source, front["header"], arrays)
+    except BaseException:  # `close` raises GeneratorExit
+        free_later(held)
+        raise
 
 
 def _new(shape: Any, dtype: Any) -> np.ndarray:
@@ -110,7 +96,7 @@ class Exchange:
         self.rank, self.size = topology.rank, topology.size
         self.lost: set[int] = set()
         others = range(1, self.size) if self.rank == 0 else (0,)
-        self._incoming = {rank: _Incoming(self._comm, rank) for rank in others}
+        self._incoming = {rank: _receive(self._comm, rank) for rank in others}
         self._sends: dict[int, list[tuple[list[MPI.Request], Any]]] = {rank: [] for rank in others}
         self._looked, self.closed, self.ended = time.monotonic(), False, False
         self._byes: set[int] = set()  # the ranks that have closed it
@@ -150,7 +136,7 @@ class Exchange:
         for rank in self.living:
             try:
                 self._sends[rank] = [each for each in self._sends[rank] if not all_done(each[0])]
-                while (message := self._incoming[rank].advance()) is not None:
+                while (message := next(self._incoming[rank], None)) is not None:
                     if not self._is_of_the_end(message):
                         found.append(message)
             except MPI.Exception as error:
@@ -191,7 +177,7 @@ class Exchange:
         if error is not None and not ulfm.in_force():
             raise error
         self.lost.add(rank)
-        self._incoming[rank].abandon()
+        self._incoming[rank].close()
         free_later(self._sends[rank])
         self._sends[rank] = []
 
