@@ -63,33 +63,18 @@ def _map(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
     name = f"allreduce-{secrets.token_hex(16)}"  # rank 0's is used
     path = os.path.join(SHARED_MEMORY, root_value(comm, name, "share the name of a shared segment"))
     # All ranks know the name before the file exists, so each can remove it if another one dies.
-    together(comm, lambda: _check_room(nbytes, comm.size) if comm.rank == 0 else None)
+    together(comm, lambda: _check_space(nbytes, comm.size) if comm.rank == 0 else None)
     mine = chunk(nbytes // PAGE_BYTES, comm.size, comm.rank)  # pages: allocated near the rank that touches them
     try:
         memory = together(comm, lambda: _claim(path, nbytes, mine, comm.size))
-    except BaseException:
-        _remove(path)
-        raise
-    if comm.rank == 0:
-        _remove(path)
+    finally:
+        with suppress(FileNotFoundError):  # another rank has removed it
+            os.unlink(path)
     if nbytes >= huge_pages.SHORTEST:
         huge_pages.move(MPI.Get_address(memory) + mine.start * PAGE_BYTES, (mine.stop - mine.start) * PAGE_BYTES)
         raise_together(comm, None)  # no rank maps pages that are moved later
     memory[::PAGE_BYTES].any()  # maps other ranks' pages, many at a time; the first call would map them one by one
     return memory
-
-
-def _remove(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-
-
-def _check_room(nbytes: int, ranks: int) -> None:
-    """Raise UnavailableError unless there is room for a file, before any rank allocates a part of it. Local."""
-    try:
-        _check_space(nbytes, ranks)
-    except OSError as error:
-        raise _unavailable(error, nbytes, ranks) from error
 
 
 def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
@@ -104,12 +89,15 @@ def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
             os.ftruncate(file, nbytes)  # the first rank sets the size
             if end > begin and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file, begin, end - begin)
-            _check_space(0, ranks)
+            _check_space(nbytes, ranks, allocated=True)
             memory = _mapping(file, nbytes)
         finally:
             os.close(file)
     except (OSError, OverflowError) as error:
-        raise _unavailable(error, nbytes, ranks) from error
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise _too_small(nbytes, ranks) from error
+        text = f"the ranks can't share memory in {SHARED_MEMORY} ({error}); use another backend, such as ring"
+        raise UnavailableError(text) from error
     memory[begin:end:PAGE_BYTES] = 0
     return memory
 
@@ -141,18 +129,15 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, file: i
     return mapped
 
 
-def _check_space(nbytes: int, ranks: int) -> None:
-    """Raise OSError unless `nbytes` plus MPI's reserve are free; without a reserve MPI crashes with a bus error."""
+def _check_space(nbytes: int, ranks: int, allocated: bool = False) -> None:
+    """Raise UnavailableError unless there is room for a file and for MPI's reserve; without a reserve MPI crashes with a
+    bus error. allocated: the file has its room. Local."""
     space = os.statvfs(SHARED_MEMORY)
-    if space.f_bavail * space.f_frsize < nbytes + ranks * SPARE_BYTES:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if space.f_bavail * space.f_frsize < nbytes * (not allocated) + ranks * SPARE_BYTES:
+        raise _too_small(nbytes, ranks)
 
 
-def _unavailable(error: Exception, nbytes: int, ranks: int) -> UnavailableError:
-    if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
-        return UnavailableError(
-            f"the ranks can't share memory in {SHARED_MEMORY} ({error}); use another backend, such as ring"
-        )
+def _too_small(nbytes: int, ranks: int) -> UnavailableError:
     space = os.statvfs(SHARED_MEMORY)
     wanted, free = nbytes + ranks * SPARE_BYTES, space.f_bavail * space.f_frsize
     return UnavailableError(
