@@ -130,7 +130,7 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, file: i
 
 
 def _check_space(nbytes: int, ranks: int, allocated: bool = False) -> None:
-    """Raise UnavailableError unless there is room for a file and for MPI's reserve; without a reserve MPI crashes with a
+    """Raise UnavailableError unless there is room for a file and for MPI's reserve: without one MPI crashes with a
     bus error. allocated: the file has its room. Local."""
     space = os.statvfs(SHARED_MEMORY)
     if space.f_bavail * space.f_frsize < nbytes * (not allocated) + ranks * SPARE_BYTES:
