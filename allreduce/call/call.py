@@ -63,7 +63,7 @@ def fingerprint(call: Call | str, tree: str = "") -> int:
 # Validation: each function returns a valid value or raises a named error. Local.
 
 
-def array_call(kind: str, array: Any, op: str, memory: int, root: int | None = None) -> Call:
+def array_call(kind: str, array: Any, op: str, memory: int) -> Call:
     """Check an array for a call of this kind, and return the Call. Raises NotAnArrayError, NotContiguousError or
     UnsupportedDtypeError.
     """
@@ -87,7 +87,7 @@ def array_call(kind: str, array: Any, op: str, memory: int, root: int | None = N
         memory = UNREGISTERED
     layout = "C" if flags.c_contiguous else "F"
     op = op if kind in REDUCING else "sum"
-    return Call(kind, array.size, array.dtype, op, memory, layout, tuple(array.shape), root)
+    return Call(kind, array.size, array.dtype, op, memory, layout, tuple(array.shape))
 
 
 def allocation_call(length: Any, dtype: Any, device: str | None) -> Call:

@@ -7,7 +7,6 @@ Clocks drift, so they are compared at the start and at the end; times between ar
 """
 
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -31,18 +30,14 @@ class ClockOffset(NamedTuple):
     error: int
 
 
-def compare(comm: MPI.Intracomm, clock: Callable[[], int] | None = None) -> list[ClockOffset]:
-    """Measure every rank's clock offset. Collective. Returns the offsets by rank on rank 0, [] on other ranks.
-
-    clock: a function that returns nanoseconds, such as time.time_ns; `now` when none is given.
-    """
-    clock = clock or now
+def compare(comm: MPI.Intracomm) -> list[ClockOffset]:
+    """Measure every rank's clock offset. Collective. Returns the offsets by rank on rank 0, [] on other ranks."""
     parent, children = binomial(comm.rank, 0, comm.size)
     if parent is not None:
-        _answer(comm, parent, clock)
-    direct = [_ask(comm, child, clock) for child in children]
+        _answer(comm, parent)
+    direct = [_ask(comm, child) for child in children]
     found = np.empty((len(subtree(comm.rank, comm.size)), 3), np.int64)  # of this rank and its descendants
-    found[0] = clock(), 0, 0
+    found[0] = now(), 0, 0
     with waiting(comm, WHAT):
         for child, offset in zip(children, direct, strict=True):
             place = child - comm.rank
@@ -56,24 +51,24 @@ def compare(comm: MPI.Intracomm, clock: Callable[[], int] | None = None) -> list
     return [ClockOffset(*row) for row in found.tolist()]
 
 
-def _answer(comm: MPI.Intracomm, parent: int, clock: Callable[[], int]) -> None:
+def _answer(comm: MPI.Intracomm, parent: int) -> None:
     stamp = np.empty(1, np.int64)
     with waiting(comm, WHAT):
         for _ in range(ROUNDS):
             comm.Recv(stamp, parent)
-            stamp[0] = clock()
+            stamp[0] = now()
             comm.Send(stamp, parent)
 
 
-def _ask(comm: MPI.Intracomm, child: int, clock: Callable[[], int]) -> ClockOffset:
+def _ask(comm: MPI.Intracomm, child: int) -> ClockOffset:
     """Return the offset of a child's clock from this rank's."""
     best, stamp = None, np.empty(1, np.int64)
     with waiting(comm, WHAT):
         for _ in range(ROUNDS):
-            asked = clock()
+            asked = now()
             comm.Send(stamp, child)
             comm.Recv(stamp, child)
-            answered = clock()
+            answered = now()
             offset = clock_offset(asked, int(stamp[0]), answered)
             if best is None or offset.error < best.error:
                 best = offset
