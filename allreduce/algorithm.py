@@ -236,10 +236,6 @@ class TwoPhase(Algorithm):
     def scatter(self, buffer: np.ndarray, op: Op) -> None:
         """As `reduce_scatter`, for dtypes that are summed without another dtype: no 16-bit floats."""
 
-    @abstractmethod
-    def all_gather(self, buffer: np.ndarray) -> None:
-        """Copy every rank's `owned` slice to all ranks; any dtype."""
-
     def in_everyones_array(self, buffer: np.ndarray, run: Callable[[list[np.ndarray]], bool]) -> bool:
         """Call `run` with all ranks' arrays like `buffer`, if each rank can read and write them and has the C library.
 
