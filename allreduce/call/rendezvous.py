@@ -12,6 +12,7 @@ the node knows these addresses, and sees the memory that the others have written
 
 import heapq
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import kernels
+from allreduce.call.call import SEQUENCE_MASK
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.shared_segment import shared_array
@@ -29,6 +31,8 @@ PARITIES = 2
 AGREED, DIFFERENT, VERDICTS = 1, 2, 4  # a leader's verdict about a call, beside the number of the rendezvous
 # Here the other ranks see the stores of one rank in their order. Elsewhere a barrier of MPI has to order them.
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+
+POLLS = 20  # reads of the fingerprints in Python before `meet` returns False
 
 Meet = Callable[[int, Any], bool]  # the number of a rendezvous, and the array of the call
 
@@ -65,8 +69,8 @@ class Slot(NamedTuple):
     rows: tuple[Row, Row]
     rank: int
 
-    def meeting(self, fingerprint: int, spin: float, work: CWork = NO_WORK) -> Meet | None:
-        """Return the function `meet(number, array)` of calls with this fingerprint; None without the C library. Local.
+    def meeting(self, fingerprint: int, spin: float, work: CWork = NO_WORK) -> Meet:
+        """Return the function `meet(number, array)` of calls with this fingerprint. Local. `work` needs the C library.
 
         It writes the fingerprint into the row of this number of a rendezvous. When all ranks have written the same one,
         it does `work` on the array, and returns True. It returns False if a rank is late, or in another call. spin: how
@@ -76,7 +80,20 @@ class Slot(NamedTuple):
         header = [*map(MPI.Get_address, rows), self.rank, len(rows[0]), fingerprint, int(spin * 1e9)]
         words = [*header, object.__basicsize__, *work.words]
         state = np.array([word & 2**64 - 1 for word in words], np.uint64)  # -1 too; MPICH's handles are negative
-        return kernels.method(work.function, state, (self.rows, work.keep))
+        by_c: Meet | None = kernels.method(work.function, state, (self.rows, work.keep))
+        if by_c is not None:
+            return by_c
+        rank, size = self.rank, len(rows[0])
+        numbered = [(rows[call % PARITIES], fingerprint | call) for call in range(SEQUENCE_MASK + 1)]
+        rounds = [(row, mine, mine.to_bytes(8, sys.byteorder) * size) for row, mine in numbered]
+        polls = range(POLLS if spin > 0 else 1)
+
+        def meet(number: int, _: object) -> bool:
+            row, mine, alike = rounds[number & SEQUENCE_MASK]
+            row[rank] = mine
+            return any(row.tobytes() == alike for _ in polls)
+
+        return meet
 
 
 def double_word(value: float | None) -> int:
