@@ -64,7 +64,7 @@ def gather_mpi(topology: Topology) -> dict[str, Any]:
         "ulfm": ulfm.in_force(),
         "guarded": start.guarded(),
         "unguarded": start.unguarded(),
-        "launch": launch and launch._asdict(),
+        "launch": launch and (str(launch), launch.advice),
     }
 
 
@@ -73,10 +73,7 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     yield alike("library", ranks, lambda rank: rank.facts["library"], advice, PROBLEM)
     facts = ranks[0].facts
     if found := next((rank.facts["launch"] for rank in ranks if rank.facts["launch"]), None):
-        launch = launcher.Launch(**found)
-        text = f"{launch.launcher} has started {launch.processes} processes ({launch.variable}), and MPI sees 1 rank: "
-        advice = f"{launch.remedy}; if each process should be a separate job, set {launcher.ALONE}=1"
-        yield problem("launcher", text + "each process is a job of its own", advice)
+        yield problem("launcher", *found)
     if lesser := [rank for rank in ranks if rank.facts["threads"] != MULTIPLE]:
         text = f"{lesser[0].facts['threads']} on {named(lesser)}: nothing can be reduced in the background"
         advice = "remove mpi4py.rc.threads and mpi4py.rc.thread_level, or use an MPI that was built with thread support"
@@ -250,42 +247,37 @@ def judge_memory(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
 
 def _shared(nodes: Nodes, needs: Needs) -> Finding:
     """Check shared memory: space for each rank's gradients, the parameters of a sharded update, a staging buffer."""
-    texts, fatal = [], False
+    path, free, fatal = nodes[0][0].facts["shared_path"], {}, False
     for here in nodes:
-        free, spare = here[0].facts["shared_free"], len(here) * SPARE_BYTES
+        spare = len(here) * SPARE_BYTES
         wanted = needs.parameters * ELEMENT * (len(here) + 1) + STAGING_BYTES + spare
-        if len(here) > 1 and free < wanted:
-            texts.append(f"{here[0].host}: {nbytes(free)} free, {nbytes(wanted)} wanted")
-            fatal = fatal or free < spare
-    path = nodes[0][0].facts["shared_path"]
+        free[here[0].host] = here[0].facts["shared_free"], wanted if len(here) > 1 else 0
+        fatal = fatal or (len(here) > 1 and here[0].facts["shared_free"] < spare)
     effect = '"shared" refuses without it, and "auto" falls back to ordinary memory, which is slower'
     if fatal:
         effect = "with so little, MPI itself crashes with bus errors"
-    level = PROBLEM if fatal or needs.asked else WARNING
-    least = min(here[0].facts["shared_free"] for here in nodes)
-    model = f"a model of {count(needs.parameters)} parameters"
-    if not texts:
-        return ok(path, f"{nbytes(least)} free: enough for {model}")
     advice = f"docker run --shm-size=8g, or mount -o remount,size=8g {path}; {effect}"
-    return Finding(level, path, f"{some(texts)} for {model}", advice)
+    model = f"a model of {count(needs.parameters)} parameters"
+    return _room(path, free, model, advice, PROBLEM if fatal or needs.asked else WARNING)
 
 
 def _memory(nodes: Nodes, needs: Needs) -> Finding:
-    free = {here[0].host: (here[0].facts["available"], len(here)) for here in nodes}
-    known = {host: (available, ranks) for host, (available, ranks) in free.items() if available is not None}
-    if not known:
-        return ok("memory", "unknown: this system does not say how much is available")
     wanted = needs.parameters * ELEMENT * COPIES
-    short = [
-        f"{host}: {nbytes(available)} available, {nbytes(wanted * ranks)} wanted"
-        for host, (available, ranks) in known.items()
-        if available < wanted * ranks
-    ]
+    free = {here[0].host: (here[0].facts["available"], wanted * len(here)) for here in nodes}
     model = f"parameters, gradients and Adam's state of {count(needs.parameters)} parameters a rank"
-    if not short:
-        return ok("memory", f"{nbytes(min(known.values())[0])} available: enough for {model}")
     advice = 'fewer ranks a node, update="sharded" (its state is divided by the ranks), or a smaller model'
-    return Finding(PROBLEM if needs.asked else WARNING, "memory", f"{some(short)} for {model}", advice)
+    return _room("memory", free, model, advice, PROBLEM if needs.asked else WARNING)
+
+
+def _room(name: str, free: dict[str, tuple[int | None, int]], model: str, advice: str, level: str) -> Finding:
+    """Compare the bytes that each host has, where that is known, with the bytes that `model` wants there."""
+    known = {host: (has, wants) for host, (has, wants) in free.items() if has is not None}
+    short = [
+        f"{host}: {nbytes(has)} free, {nbytes(wants)} wanted" for host, (has, wants) in known.items() if has < wants
+    ]
+    if short:
+        return Finding(level, name, f"{some(short)} for {model}", advice)
+    return ok(name, f"{nbytes(min(known.values())[0])} free: enough for {model}" if known else "unknown on this system")
 
 
 # GPUs: the one of each rank, and whether CuPy, NCCL and MPI can use it
@@ -348,7 +340,8 @@ def _cupy() -> dict[str, Any] | None:
     with suppress(Exception):  # CuPy was built without NCCL, or its library is missing
         from cupy.cuda import nccl
 
-        found["nccl"] = nccl.get_version()
+        number = nccl.get_version()  # 23204 is 2.32.4
+        found["nccl"] = f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
     return found
 
 
@@ -391,17 +384,17 @@ def _software(ranks: Sequence[Rank]) -> Iterator[Finding]:
     if broken:
         facts = broken[0].facts
         text = f"does not work on {named(broken)}: {facts['cupy']['trouble']}"
-        yield problem("CuPy", text, f"the driver is for CUDA {_version(facts['driver'])} at most: {gpu.EXTRA}")
+        yield problem("CuPy", text, f"the driver is for CUDA {_cuda(facts['driver'])} at most: {gpu.EXTRA}")
     if missing or broken or not ranks:
         return
-    cupy, newest = ranks[0].facts["cupy"], _version(ranks[0].facts["driver"])
-    yield ok("CuPy", f"{cupy['version']} for CUDA {_version(cupy['runtime'])}; the driver takes up to {newest}")
+    cupy, newest = ranks[0].facts["cupy"], _cuda(ranks[0].facts["driver"])
+    yield ok("CuPy", f"{cupy['version']} for CUDA {_cuda(cupy['runtime'])}; the driver takes up to {newest}")
     if without := [rank for rank in ranks if rank.facts["cupy"]["nccl"] is None]:
         where = f" on {named(without)}" if len(without) < len(ranks) else ""
         yield warning("NCCL", f"CuPy finds none{where}: the backend nccl is not available", gpu.EXTRA)
         return
     advice = "install the same version on all hosts: different versions may not connect"
-    yield alike("NCCL", ranks, lambda rank: _version(rank.facts["cupy"]["nccl"], 10_000, 100, 1), advice)
+    yield alike("NCCL", ranks, lambda rank: rank.facts["cupy"]["nccl"], advice)
 
 
 def _cuda_aware(ranks: Sequence[Rank]) -> Finding:
@@ -417,10 +410,6 @@ def _cuda_aware(ranks: Sequence[Rank]) -> Finding:
     return warning(name, text, advice)
 
 
-def _version(number: int | None, *units: int) -> str:
-    """Format a version number: CUDA's 12080 as 12.8; with the units 10000, 100, 1, NCCL's 23204 as 2.32.4."""
-    parts, rest = [], number or 0
-    for unit in units or (1000, 10):
-        part, rest = divmod(rest, unit)
-        parts.append(str(part))
-    return ".".join(parts) if number else "?"
+def _cuda(number: int) -> str:
+    """Format a version of CUDA: 12080 is 12.8."""
+    return f"{number // 1000}.{number % 1000 // 10}"

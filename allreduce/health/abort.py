@@ -23,9 +23,7 @@ REPORT_SECONDS = 2.0  # how long ranks with an error wait for the one that repor
 TELL_SECONDS = 1.0  # how long a rank that ends the job waits until the ranks know whose programs have ended
 LOOK_SECONDS = 1.0  # between two searches for processes that have ended
 ALIKE_SECONDS = 1.0  # how long ranks with an error wait for rank 0 if no rank knows which ranks have the error
-JOB_LOG = (
-    "ALLREDUCE_JOB_LOG"  # a path: ranks append when their program begins and ends, and the error that ends the job
-)
+JOB_LOG = "ALLREDUCE_JOB_LOG"  # a path: ranks append the begin and end of their program, and the job's error
 
 _threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()  # threads that have called a collective
 _leaving: list[Callable[[str], object]] = []

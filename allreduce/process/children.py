@@ -92,17 +92,12 @@ def guard(kind: type, *methods: str) -> None:
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     if not (forked() or is_child()):
         raise ChildError("MPI was not started in this process (mpi4py.rc.initialize is False): call MPI.Init() first")
-    if not forked() and _environment_of_a_rank():
-        raise ChildError(
-            f"process {os.getpid()} was started by a rank (process {os.environ[RANK_PROCESS].partition(' ')[0]}) and "
-            "is not an MPI rank, so it can't communicate: call allreduce in the ranks (to run a program as a job "
-            f"of its own, start it with ALLREDUCE_ALONE=1, and without {RANK_PROCESS} and the launcher's variables: "
-            "OMPI_*, PMIX_*, PMI_*)"
-        )
+    rank = os.environ.get(RANK_PROCESS, str(os.getppid())).partition(" ")[0]
     raise ChildError(
-        f"process {os.getpid()} is a child of process {os.getppid()}, and not an MPI rank, so it can't communicate: "
-        "call allreduce in the ranks, and let their children only prepare data "
-        '(a script that starts children needs if __name__ == "__main__": around the ranks\' code)'
+        f"process {os.getpid()} was started by a rank (process {rank}) and is no MPI rank, so it can't communicate: "
+        "call allreduce in the ranks, and let their children only prepare data (a script that starts children needs "
+        'if __name__ == "__main__": around the ranks\' code). To run a program as a job of its own, start it with '
+        f"ALLREDUCE_ALONE=1, and without {RANK_PROCESS} and the launcher's variables: OMPI_*, PMIX_*, PMI_*"
     )
 
 

@@ -29,6 +29,16 @@ class Launch(NamedTuple):
     processes: int
     remedy: str
 
+    def __str__(self) -> str:
+        return (
+            f"{self.launcher} has started {self.processes} processes ({self.variable}={self.processes}), and MPI sees "
+            "1 rank in each: each would train a model of its own, and all would write the same files"
+        )
+
+    @property
+    def advice(self) -> str:
+        return f"{self.remedy}. If each process should be a separate job, set {ALONE}=1"
+
 
 def started(variables: Mapping[str, str], process: int) -> Launch | None:
     """Return the launcher that has started this process as one of several, or None. Local.
@@ -76,11 +86,7 @@ def check(ranks: int) -> None:
     """
     launch = unrecognized_launch(ranks)
     if launch is not None:
-        raise LauncherError(
-            f"{launch.launcher} has started {launch.processes} processes ({launch.variable}={launch.processes}), and "
-            "MPI sees 1 rank in each: each would train a model of its own, and all would write the same files. "
-            f"{launch.remedy[0].upper()}{launch.remedy[1:]}. If each process should be a separate job, set {ALONE}=1"
-        )
+        raise LauncherError(f"{launch}. {launch.advice[0].upper()}{launch.advice[1:]}")
 
 
 def _with_mpirun(launcher: str) -> str:

@@ -29,9 +29,7 @@ class TensorMover:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self._exchanges = (
-            0  # its number is its tag: one that failed on one rank may leave messages that nobody received
-        )
+        self._exchanges = 0  # the number is the tag: one that failed on one rank may leave messages
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Overwrite `tensor` by that of rank `root`."""
@@ -56,33 +54,18 @@ class TensorMover:
                 with writable(output) as plain:
                     as_bytes(plain)[:] = as_bytes(part)
 
-    def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> None:
-        """Fill outputs[r] on rank `root` from rank r's `source`."""
-        self._exchanges += 1
-        self._exchange("gather", [(root, source)], enumerate(outputs))
-
-    def scatter(self, output: torch.Tensor, sources: Sequence[torch.Tensor], root: int) -> None:
-        """Fill rank r's `output` from sources[r] on rank `root`."""
-        self._exchanges += 1
-        self._exchange("scatter", enumerate(sources), [(root, output)])
+    def all_to_all_single(
+        self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        """Exchange slices: sent[r] elements go to rank r, received[r] come from it."""
+        with writable(output) as memory:
+            outputs, sources = memory.reshape(-1).split(received), readable(source).reshape(-1).split(sent)
+            self.all_to_all(outputs, sources, "all_to_all_single")
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], name: str = "all_to_all"
     ) -> None:
         """Fill outputs[r] from rank r's sources[this rank]. name: of the call, for errors."""
-        self._exchanges += 1
-        self._all_to_all(outputs, sources, name)
-
-    def all_to_all_single(
-        self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> None:
-        """Exchange slices: sent[r] elements go to rank r, received[r] come from it."""
-        self._exchanges += 1
-        with writable(output) as memory:
-            outputs, sources = memory.reshape(-1).split(received), readable(source).reshape(-1).split(sent)
-            self._all_to_all(outputs, sources, "all_to_all_single")
-
-    def _all_to_all(self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], name: str) -> None:
         received, sent = ([tensor.numel() for tensor in tensors] for tensors in (outputs, sources))
         coming = np.empty(self._comm.size, np.int64)
         with waiting(self._comm, f"{name} of a process group"):
@@ -94,12 +77,13 @@ class TensorMover:
                 f"{received[rank]}; give outputs (or output splits) of the sizes that peers send"
             )
         raise_together(self._comm, error)
-        self._exchange(name, enumerate(sources), enumerate(outputs))
+        self.exchange(name, enumerate(sources), enumerate(outputs))
 
-    def _exchange(
+    def exchange(
         self, name: str, sent: Iterable[tuple[int, torch.Tensor]], received: Iterable[tuple[int, torch.Tensor]]
     ) -> None:
-        """Send tensors to ranks, and overwrite tensors by the received ones. Collective."""
+        """Send tensors to ranks, and overwrite tensors by those that are received from ranks. name: of the call."""
+        self._exchanges += 1
         with ExitStack() as copies:
             places = [(rank, copies.enter_context(writable(tensor))) for rank, tensor in received]
             spans = [(place.data_ptr(), place.data_ptr() + place.nbytes) for _, place in places if place.nbytes]

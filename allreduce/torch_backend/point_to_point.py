@@ -75,7 +75,7 @@ class GroupMessages:
         self._barriers += 1
         deadline = time.monotonic() + limit
         if self.comm.rank:
-            self._report("reporting to rank 0", 0, limit)
+            self._token("reporting to rank 0", 0, limit, receives=False).wait_for(limit)
             try:
                 self._await("waiting for rank 0", 0, deadline, limit)
             except (TimedOut, RankLeftError) as error:
@@ -99,15 +99,12 @@ class GroupMessages:
                 + (" (wait_all_ranks=True names all that did)" if not wait_all_ranks else "")
             )
         for rank in range(1, self.comm.size):
-            self._report("answering", rank, limit)
-
-    def _report(self, step: str, rank: int, limit: float) -> None:
-        self._start_token(step, rank, limit, receives=False).wait_for(limit)
+            self._token("answering", rank, limit, receives=False).wait_for(limit)
 
     def _await(self, step: str, rank: int, deadline: float, limit: float) -> None:
         """Wait for the message of this barrier; older ones are of barriers that timed out."""
         while True:
-            message = self._start_token(step, rank, limit, receives=True)
+            message = self._token(step, rank, limit, receives=True)
             try:
                 message.wait_for(max(deadline - time.monotonic(), 0))
             except (TimedOut, RankLeftError):
@@ -116,41 +113,45 @@ class GroupMessages:
             if int(message.result()[0]) >= self._barriers:
                 return
 
-    def _start_token(self, step: str, rank: int, limit: float, receives: bool) -> "SentMessage":
-        token = torch.tensor([self._barriers], dtype=torch.int64, device="cpu")
-        message = SentMessage("monitored_barrier", f"monitored_barrier ({step})", token, limit, self)
-        return message.start(rank, self.largest_tag + 1, receives)
+    def _token(self, step: str, rank: int, limit: float, receives: bool) -> "SentMessage":
+        """Send the number of this barrier to a rank, or receive one from there."""
+        token, name = torch.tensor([self._barriers], dtype=torch.int64, device="cpu"), f"monitored_barrier ({step})"
+        return SentMessage("monitored_barrier", name, token, limit, self, rank, self.largest_tag + 1, receives)
 
 
 @not_compiled
 class SentMessage(Operation):
     """A message between two ranks. Any thread may wait for it; one thread at a time calls MPI.
 
+    The constructor starts it: from rank `peer`, which may be MPI.ANY_SOURCE, if it `receives`, else to that rank.
     kind: "send" or "recv", the name of its event in a profile. name: of the message, for errors.
     """
 
-    def __init__(self, kind: str, name: str, tensor: torch.Tensor, limit: float, messages: GroupMessages) -> None:
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        tensor: torch.Tensor,
+        limit: float,
+        messages: GroupMessages,
+        peer: int,
+        tag: int,
+        receives: bool,
+    ) -> None:
         super().__init__(kind, [tensor], limit)
-        self.name = name
-        self.messages = messages
-        self._tensor = tensor.detach()
-        self._request: MPI.Request | None = None
-        self._status = MPI.Status()
-
-    def start(self, peer: int, tag: int, receives: bool) -> "SentMessage":
-        """Start sending the tensor to rank `peer`, or receiving it from there; `peer` may be MPI.ANY_SOURCE."""
+        self.name, self.messages = name, messages
+        self._tensor, self._status = tensor.detach(), MPI.Status()
+        self._peer, self._receives = peer, receives
         for message in list(_in_flight):
             message.is_completed()  # removes it from _in_flight once complete
-        self._peer, self._receives = peer, receives
         if not receives:
             self._memory = readable(self._tensor)
         else:
             given = self._tensor
             self._memory = given if is_plain(given) else torch.empty(given.shape, dtype=given.dtype, device="cpu")
-        begin = self.messages.comm.Irecv if receives else self.messages.comm.Isend
-        self._request = begin(mpi_buffer(as_bytes(self._memory)), peer, tag)
+        begin = messages.comm.Irecv if receives else messages.comm.Isend
+        self._request: MPI.Request | None = begin(mpi_buffer(as_bytes(self._memory)), peer, tag)
         _in_flight.add(self)
-        return self
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:  # type: ignore[override]
         """Wait until the message has arrived, or until a sent tensor may be changed again."""

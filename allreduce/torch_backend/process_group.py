@@ -69,7 +69,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self._messages = GroupMessages(topology, name)
         comm = topology.private()
         self._mover = TensorMover(comm)
-        self._options = options
+        self.options = options
         self._reducer = TensorReducer(topology, comm, options)
         self._operations = OperationQueue(topology, name, self._reducer.main.executor, options.overlap)
         self._coalesced: list[Operation] | None = None
@@ -111,7 +111,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Operation:
         tensor = single_tensor("all_reduce", tensors)
-        reduction = self._options.resolve(operation(opts, op), tensor.dtype, tensor.numel(), tensor.is_sparse)
+        reduction = self.options.resolve(operation(opts, op), tensor.dtype, tensor.numel(), tensor.is_sparse)
         action = partial(self._reducer.all_reduce, tensor, reduction)
         one_call = self._reducer.is_one_call(tensor, reduction)
         signature = None if one_call else f"{_lengths([tensor])}, {reduction.op}"
@@ -166,7 +166,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         for output, sources in zip(outputs, inputs, strict=True):
             checks.check_scatter(name, output, sources, self.size(), self.rank())
             elements = sum(source.numel() for source in sources)
-            calls.append((output, sources, self._options.resolve(op, output.dtype, elements)))
+            calls.append((output, sources, self.options.resolve(op, output.dtype, elements)))
 
         def action() -> None:
             for call in calls:
@@ -187,10 +187,6 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         Call it on all ranks with the same parts; see AllReduce.describe. The function `describe` does it for DDP.
         """
         self._reducer.repeated.setdefault(tensor, Repeated()).describe(parts)
-
-    def check_parts(self, parts: Sequence[Part]) -> None:
-        """Raise OptionError if a model of these parts can't be compressed as the options say. Local."""
-        compressions.check_parts(self._options.compress, parts)
 
     def reset_compression(self) -> None:
         """Set the error feedback of the compression to zero, after the operations before it. Collective."""
@@ -263,7 +259,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         source, received = single_tensor("gather", inputs), single_list("gather", outputs)
         root = checks.root_of("gather", opts, root, self.size())
         checks.check_root_list("gather", received, self.size(), self.rank(), source, root)
-        action = partial(self._mover.gather, received, source, root)
+        action = partial(self._mover.exchange, "gather", [(root, source)], enumerate(received))
         signature = f"{_lengths(_unlike([source, *received]))} to rank {root}"
         return self._submit("gather", received, action, opts, timeout, read=[source], signature=signature)
 
@@ -273,7 +269,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         output, sources = single_tensor("scatter", outputs), single_list("scatter", inputs)
         root = checks.root_of("scatter", opts, root, self.size())
         checks.check_root_list("scatter", sources, self.size(), self.rank(), output, root)
-        action = partial(self._mover.scatter, output, sources, root)
+        action = partial(self._mover.exchange, "scatter", enumerate(sources), [(root, output)])
         signature = f"{_lengths(_unlike([output, *sources]))} from rank {root}"
         return self._submit("scatter", [output], action, opts, timeout, read=sources, signature=signature)
 
@@ -324,9 +320,9 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         if not 0 <= tag <= (largest := self._messages.largest_tag):
             raise ValueError(f"{name}: tag {tag} is not between 0 and {largest}, the largest of this MPI")
         Streams([tensor]).wait_for_caller()
-        message = SentMessage(kind, name, tensor, self._timeout, self._messages)
+        rank = MPI.ANY_SOURCE if peer is None else peer
         with self._topology.detector.translating_failures():
-            message.start(MPI.ANY_SOURCE if peer is None else peer, tag, receives=kind == "recv")
+            message = SentMessage(kind, name, tensor, self._timeout, self._messages, rank, tag, kind == "recv")
         return self._coalesce(message)
 
     # Barriers
@@ -529,7 +525,8 @@ def describe(model: torch.nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
             group: Any = module.process_group
             names = {parameter: name for name, parameter in module.module.named_parameters()}
-            group.check_parts([Part(name, 0, tuple(each.shape)) for each, name in names.items()])
+            parts = [Part(name, 0, tuple(parameter.shape)) for parameter, name in names.items()]
+            compressions.check_parts(group.options.compress, parts)
             module.register_comm_hook((group, names), _average_described)
 
 

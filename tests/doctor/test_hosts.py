@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from allreduce.doctor import command, host, network
 from allreduce.doctor.findings import EXTRA, OK, PROBLEM, WARNING, Finding, Needs, Rank
-from allreduce.process import proc, variables
+from allreduce.process import launcher, proc, variables
 from allreduce.topology import Topology
 from tests import launch
 from tests.doctor.doctor_ranks import GIB, LINK, cluster, judged, only, worse
@@ -19,11 +19,12 @@ from tests.doctor.doctor_ranks import GIB, LINK, cluster, judged, only, worse
 
 def test_mpi() -> None:
     alone = cluster(1)
-    alone[0].facts["mpi"]["launch"] = {"launcher": "srun", "variable": "N", "processes": 4, "remedy": "use mpirun"}
+    launch = launcher.Launch("srun", "N", 4, "use mpirun")
+    alone[0].facts["mpi"]["launch"] = str(launch), launch.advice
     found = only(judged("mpi", alone))
     assert found.level == PROBLEM
-    assert "srun has started 4 processes (N), and MPI sees 1 rank" in found.text
-    assert "use mpirun; if each process should be a separate job, set ALLREDUCE_ALONE=1" in found.advice
+    assert "srun has started 4 processes (N=4), and MPI sees 1 rank" in found.text
+    assert "use mpirun. If each process should be a separate job, set ALLREDUCE_ALONE=1" in found.advice
     ranks = cluster(2, 2)
     ranks[3].facts["mpi"]["threads"] = "MPI_THREAD_SERIALIZED"
     assert "MPI_THREAD_SERIALIZED on rank 3" in only(judged("mpi", ranks)).text
@@ -92,7 +93,7 @@ def test_memory() -> None:
     assert "bus errors" in found.advice
     ranks = cluster(4, 4)
     ranks[4].facts["memory"]["available"] = GIB
-    assert "host1: 1 GiB available, 1.49 GiB wanted" in only(judged("memory", ranks)).text
+    assert "host1: 1 GiB free, 1.49 GiB wanted" in only(judged("memory", ranks)).text
     ranks = cluster(2, 2)
     for rank in ranks[2:]:
         rank.facts["memory"] |= {"cma": False}
@@ -136,7 +137,7 @@ def test_the_versions_that_were_tried_are_those_that_are_asked_for() -> None:
 
 def with_gpus(ranks: list[Rank], number: int) -> list[Rank]:
     """Give each host this number of GPUs."""
-    cupy = {"version": "14.2", "runtime": 12080, "nccl": 23204, "trouble": ""}
+    cupy = {"version": "14.2", "runtime": 12080, "nccl": "2.32.4", "trouble": ""}
     places = [sum(other.node == rank.node for other in ranks[: rank.rank]) for rank in ranks]
     for rank, place in zip(ranks, places, strict=True):
         device = {"uuid": f"{rank.host}-{place % number}", "name": "H200", "bytes": 141 * GIB}
@@ -182,7 +183,7 @@ def test_gpus_of_ranks_that_differ_from_the_first() -> None:
     ranks = with_gpus(cluster(2), 2)
     ranks[1].facts["gpus"]["cupy"] = good | {"nccl": None}
     assert "CuPy finds none on rank 1" in only(judged("gpus", ranks)).text
-    ranks[1].facts["gpus"]["cupy"] = good | {"nccl": 22105}
+    ranks[1].facts["gpus"]["cupy"] = good | {"nccl": "2.21.5"}
     assert only(judged("gpus", ranks)).text == "2.32.4 on rank 0; 2.21.5 on rank 1"
     ranks = with_gpus(cluster(2), 2)
     ranks[1].facts["gpus"]["cuda_aware"] = False
