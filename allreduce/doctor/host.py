@@ -45,7 +45,6 @@ from allreduce.machine import cores, identify, mpi_library
 from allreduce.notices import nbytes
 from allreduce.process import launcher, proc, start
 from allreduce.topology import Topology
-from allreduce.transport import ulfm
 from allreduce.transport.shared_segment import SHARED_MEMORY, SPARE_BYTES, STAGING_BYTES
 
 Nodes = Sequence[Sequence[Rank]]  # the ranks of each node
@@ -61,8 +60,6 @@ def gather_mpi(topology: Topology) -> dict[str, Any]:
     return {
         "library": mpi_library(),
         "threads": THREADS.get(MPI.Query_thread(), MULTIPLE),
-        "ulfm": ulfm.in_force(),
-        "guarded": start.guarded(),
         "unguarded": start.unguarded(),
         "launch": launch and (str(launch), launch.advice),
     }
@@ -71,7 +68,6 @@ def gather_mpi(topology: Topology) -> dict[str, Any]:
 def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     advice = "load the same MPI library on all hosts, that of the mpirun which starts the job"
     yield alike("library", ranks, lambda rank: rank.facts["library"], advice, PROBLEM)
-    facts = ranks[0].facts
     if found := next((rank.facts["launch"] for rank in ranks if rank.facts["launch"]), None):
         yield problem("launcher", *found)
     if lesser := [rank for rank in ranks if rank.facts["threads"] != MULTIPLE]:
@@ -83,11 +79,6 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
     if unguarded := [rank for rank in ranks if rank.facts["unguarded"]]:
         cause, _, advice = unguarded[0].facts["unguarded"].rpartition("; ")
         yield warning("recovery", f"{named(unguarded)}: {cause}", advice)
-    elif without := [rank for rank in ranks if rank.facts["ulfm"] and not rank.facts["guarded"]]:
-        text = f"nothing was loaded on {named(without)} that prevents known crashes inside of Open MPI 5.0"
-        yield warning("recovery", text, f"start the job with the mpirun of Open MPI 5.0, which sets {start.VERSION}")
-    elif facts["ulfm"]:
-        yield ok("recovery", "its known crashes are prevented; in your script import allreduce before mpi4py.MPI")
 
 
 # Versions

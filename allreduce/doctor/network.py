@@ -65,8 +65,7 @@ def _leaders(ranks: Sequence[Rank]) -> list[Rank]:
 
 
 def _up(rank: Rank) -> list[Interface]:
-    """Return the interfaces that are not loopback."""
-    return [each for each in rank.facts["interfaces"] or [] if not ipaddress.ip_address(each["address"]).is_loopback]
+    return rank.facts["interfaces"] or []
 
 
 def _slowest(interfaces: Sequence[Interface]) -> int:
@@ -116,7 +115,7 @@ def _same_addresses(leaders: Sequence[Rank]) -> Iterator[Finding]:
 
 
 def interfaces() -> list[Interface] | None:
-    """Return this host's interfaces with IPv4; None without psutil."""
+    """Return this host's interfaces with IPv4, but for the loopback; None without psutil."""
     try:
         import psutil
     except ImportError:
@@ -131,7 +130,7 @@ def interfaces() -> list[Interface] | None:
         }
         for name, addresses in psutil.net_if_addrs().items()
         for each in addresses
-        if each.family == socket.AF_INET
+        if each.family == socket.AF_INET and not ipaddress.ip_address(each.address).is_loopback
     ]
 
 
@@ -162,9 +161,8 @@ def _print_advice() -> None:
 
 def connecting_advice(host: str, found: Sequence[Interface]) -> str:
     """Return text on why ranks may be unable to connect, and what to do."""
-    own = [each for each in found if not each["network"].startswith("127.")]
-    shown = ", ".join(f"{each['name']} in {each['network']}" for each in own) or f"no known network ({EXTRA})"
-    include = own[0]["network"] if own else "NETWORK"
+    shown = ", ".join(f"{each['name']} in {each['network']}" for each in found) or f"no known network ({EXTRA})"
+    include = found[0]["network"] if found else "NETWORK"
     return (
         "allreduce doctor: the ranks are not connected yet: MPI can't connect some, or a host is slow to start.\n"
         f"  This host, {host}, has {shown}.\n"

@@ -24,7 +24,6 @@ TCP_FLAGS = "send,inplace,need-ack,need-csum,hetero-rdma"  # Open MPI's own, wit
 LIMIT = "ALLREDUCE_START_SECONDS"
 LIMIT_SECONDS = 120.0  # for the start of MPI where ranks may fail (ULFM)
 
-_guards: list[str] = []  # names of the libraries that were loaded before MPI
 _unguarded: list[str] = []  # why recoveries are not guarded
 
 
@@ -94,19 +93,15 @@ def _load_before_mpi() -> None:
     if "mpi4py.MPI" in sys.modules or not os.environ.get(VERSION, "").startswith("5.0."):
         return
     why = "allreduce was installed without a C compiler; install one, and allreduce again"
+    loaded = False
     for path in Path(__file__).parents[1].glob("kernels/communicators*.so"):
         try:
             ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-            _guards.append(path.name)
+            loaded = True
         except OSError as error:  # of another machine
             why = f"{path.name} can't be loaded ({error}); install allreduce again on this machine"
-    if not _guards:
+    if not loaded:
         _unguarded.append(why)
-
-
-def guarded() -> bool:
-    """Return whether this rank has loaded the library that guards recoveries against known crashes. Local."""
-    return bool(_guards)
 
 
 def unguarded() -> str:

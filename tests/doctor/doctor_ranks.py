@@ -18,8 +18,7 @@ def facts_of(node: int, node_rank: int) -> dict[str, Any]:
     interfaces = [LINK | {"address": f"10.0.0.{node + 1}"}]
     return {
         "mpi": {
-            "library": "Open MPI v5.0.11", "threads": "MPI_THREAD_MULTIPLE", "ulfm": False, "guarded": False,
-            "unguarded": "", "launch": None,
+            "library": "Open MPI v5.0.11", "threads": "MPI_THREAD_MULTIPLE", "unguarded": "", "launch": None,
         },
         "cores": {"cores": [node_rank], "of": 64, "quota": None, "threads": 1},
         "memory": {

@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from allreduce.doctor import command, host, network
-from allreduce.doctor.findings import EXTRA, OK, PROBLEM, WARNING, Finding, Needs, Rank
+from allreduce.doctor.findings import EXTRA, PROBLEM, WARNING, Needs, Rank
 from allreduce.process import launcher, proc, variables
 from allreduce.topology import Topology
 from tests import launch
@@ -35,21 +36,10 @@ def test_mpi() -> None:
 
 def test_recovery() -> None:
     """One rank that isn't guarded is enough for a warning, whichever it is."""
-
-    def said(**facts: Any) -> Finding:
-        ranks = cluster(2)
-        for rank in ranks:
-            rank.facts["mpi"] |= {"ulfm": True, "guarded": True}
-        ranks[1].facts["mpi"] |= facts
-        (found,) = [finding for finding in judged("mpi", ranks) if finding.name == "recovery"]
-        return found
-
-    assert said().level == OK
-    found = said(unguarded="ranks can crash: no compiler; install one", guarded=False)
+    ranks = cluster(2)
+    ranks[1].facts["mpi"]["unguarded"] = "ranks can crash: no compiler; install one"
+    found = only(judged("mpi", ranks))
     assert (found.level, found.text, found.advice) == (WARNING, "rank 1: ranks can crash: no compiler", "install one")
-    found = said(guarded=False)
-    assert (found.level, "nothing was loaded on rank 1" in found.text) == (WARNING, True)
-    assert "OMPI_VERSION" in found.advice
 
 
 def test_cores() -> None:
@@ -280,7 +270,8 @@ def test_interfaces_of_this_host() -> None:
     pytest.importorskip("psutil")
     found = network.interfaces()
     assert found is not None
-    assert ("127.0.0.1", "127.0.0.0/8") in [(each["address"], each["network"]) for each in found]
+    assert not [each for each in found if each["network"].startswith("127.")]
+    assert all(ip_address(each["address"]) in ip_network(each["network"]) for each in found)
 
 
 def test_network() -> None:
@@ -310,7 +301,7 @@ def test_ranks_that_do_not_meet_hear_what_may_be_in_the_way(capsys: pytest.Captu
         if timer is not None:
             timer.join(30)
     assert "the ranks are not connected yet" in capsys.readouterr().err
-    said = network.connecting_advice("host0", [LINK, LINK | {"name": "lo", "network": "127.0.0.0/8"}])
+    said = network.connecting_advice("host0", [LINK])
     assert "This host, host0, has eth0 in 10.0.0.0/24.\n" in said
     assert "--mca btl_tcp_if_include 10.0.0.0/24" in said
     assert "has no known network" in network.connecting_advice("host0", [])

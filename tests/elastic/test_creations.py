@@ -94,11 +94,9 @@ def test_the_library_stands_before_open_mpi_5_0(
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     if version is not None:
         monkeypatch.setenv(start.VERSION, version)
-    monkeypatch.setattr(start, "_guards", [])
     monkeypatch.setattr(start.ctypes, "CDLL", lambda path, mode: loaded.append(path) or mode == os.RTLD_GLOBAL)
     start._load_before_mpi()
     assert loaded == [str(path) for path in LIBRARIES if loads]
-    assert start.guarded() == loads
 
 
 def test_a_library_that_can_t_be_loaded_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,11 +109,9 @@ def test_a_library_that_can_t_be_loaded_is_told(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setenv(start.VERSION, "5.0.11")
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    monkeypatch.setattr(start, "_guards", [])
     monkeypatch.setattr(start, "_unguarded", [])
     monkeypatch.setattr(start.ctypes, "CDLL", refuse)
     start._load_before_mpi()
-    assert not start.guarded()
     assert "can't be loaded (wrong ELF class); install allreduce again on this machine" in start.unguarded()
 
 
