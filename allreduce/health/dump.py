@@ -20,17 +20,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import IO, NamedTuple, Protocol, TextIO
+from typing import IO, NamedTuple, TextIO
 
 from allreduce.health import abort
 from allreduce.notices import log
 from allreduce.process import children
 from allreduce.transport import processes
-from allreduce.transport.wait import WaitRecord
+from allreduce.transport.wait import DescribedCall, WaitRecord
 
 DUMP = "ALLREDUCE_DUMP"
 PATTERN = "dump-rank-{}.txt"
 KEPT = 256  # calls of a rank
+SHOWN = 8  # waits of a rank in a text
 MOST_BYTES = 1 << 24  # of a file; a longer one is begun again
 AGAIN_SECONDS = 1.0  # minimum interval between two dumps: many ranks may ask at about the same time
 WRITE_SECONDS = 1.0  # how long a rank that ends the job waits for the dumps of the others
@@ -47,15 +48,7 @@ _times = {"dumped": -AGAIN_SECONDS, "armed": -AGAIN_SECONDS}
 _sockets: list[int] = []  # both ends of a pair, open until exit
 
 
-class Waits(Protocol):
-    """The waits of a topology's ranks: a stall detector."""
-
-    def status(self) -> str: ...
-
-    def waits(self) -> list[WaitRecord]: ...
-
-
-sources: list[Callable[[], Iterable[Waits]]] = []  # return the waits that a dump shows
+sources: list[Callable[[], Iterable[WaitRecord]]] = []  # return the records of waits that a dump shows
 
 
 class RecordedCall(NamedTuple):
@@ -108,9 +101,7 @@ def write(why: str, last: bool = False) -> None:
 
 def _last_calls(why: str) -> dict[str, object]:
     """Return the last calls of this rank, and those that run, as the doctor compares them."""
-    waits = [wait for source in sources for each in source() for wait in each.waits()]
-    unfinished = [(wait, call) for wait in waits if (call := wait.call) is not None]
-    named = [(wait.user, wait.count, getattr(call, "call", call), wait.begun, 0.0) for wait, call in unfinished]
+    running = [(wait.user, wait.count, getattr(call, "call", call), wait.begun, 0.0) for wait, call in _running()]
     rank, size = processes.here()
     since_1970 = time.time() - time.perf_counter()
     return {
@@ -123,7 +114,7 @@ def _last_calls(why: str) -> dict[str, object]:
         "full": len(calls) == KEPT,
         "calls": [
             RecordedCall(user, count, str(call), begin + since_1970, end + since_1970 if end else None)
-            for user, count, call, begin, end in [*calls, *named]
+            for user, count, call, begin, end in [*calls, *running]
         ],
     }
 
@@ -134,10 +125,19 @@ def error_line(text: str) -> str:
     return abort.without_rank(lines[-1 if lines[0].startswith("Traceback") else 0])
 
 
+def _running() -> list[tuple[WaitRecord, DescribedCall]]:
+    """Return the waits that have not ended, and their calls, the longest wait first."""
+    waits = [(wait, call) for source in sources for wait in source() if (call := wait.call) is not None]
+    return sorted(waits, key=lambda pair: pair[0].begun)
+
+
 def status() -> str:
-    """Return where this rank waits and its last calls, as text. Local, from any thread."""
-    texts = [text for source in sources for each in source() if (text := each.status())]
-    return "\n  ".join(texts) or "this rank has made no call that took long"
+    """Return where this rank waits, or its last call, as text. Local, from any thread."""
+    now, last = time.perf_counter(), f"; its last call: {calls[-1][2]}" if calls else ""
+    waits = [
+        f"has waited {now - wait.begun:.1f} s in {call} (call number {wait.count})" for wait, call in _running()[:SHOWN]
+    ]
+    return "\n  ".join(waits) or f"this rank waits for no other rank{last}"
 
 
 def restart_timer(seconds: float) -> None:

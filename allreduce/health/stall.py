@@ -41,7 +41,7 @@ STALL, TIMEOUT = "ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"
 DEFAULTS = {STALL: 30.0, TIMEOUT: 1800.0}  # seconds, where the variable is not set
 ANNOUNCE_SECONDS = 1.0  # length of a wait after which this rank announces it to the others
 SOON_SECONDS = 1.0  # how long MPI may take to report a failed rank
-SHOWN = 8  # calls in a report
+MOST_REPORTED = 8  # calls of other ranks, beyond which a rank reports no wait
 END_SECONDS = 1.0  # to wait for another thread's check of the waits before this rank ends the job
 LEFT_SECONDS = 2.0  # how long the last messages of a rank that has left may take to arrive
 
@@ -264,17 +264,6 @@ class StallDetector:
             dump.write(why)
             self.messages.request_dumps(why)
 
-    def status(self) -> str:
-        """Return lines: where this rank waits, then its last calls, newest first; "" before its first. Local."""
-        now, lines = time.monotonic(), []
-        used = [wait for wait in self._waits if wait.call or wait.last]
-        for wait in sorted(used, key=lambda wait: (wait.call is None, -wait.since))[:SHOWN]:
-            if wait.call is not None:
-                lines.append(f"has waited {now - wait.since if wait.since else 0:.1f} s in {wait}")
-            else:
-                lines.append(f"{wait.count} calls of one backend or communicator; the last one seen: {wait.last}")
-        return "\n  ".join(lines)
-
     # Judgement
 
     def _judge(self, wait: WaitRecord, call: DescribedCall, now: float) -> None:
@@ -316,7 +305,7 @@ class StallDetector:
     def _reports(self, wait: WaitRecord, call: DescribedCall) -> bool:
         """Return whether this rank reports a wait. Without status messages only ranks 0, 1, 2, 4, 8, ... do."""
         if self.messages.size > 1:
-            return self.messages.is_reporter(wait, call, SHOWN)
+            return self.messages.is_reporter(wait, call, MOST_REPORTED)
         return self._rank & (self._rank - 1) == 0
 
     def _where(self, call: DescribedCall) -> str:
@@ -373,6 +362,9 @@ class _Watchdog:
                 except Exception:  # without the watchdog hangs would go unreported
                     log.exception("the watchdog met an error, and continues")
 
+    def waits(self) -> list[WaitRecord]:
+        return [wait for detector in self.detectors() for wait in detector.waits()]
+
     def detectors(self) -> list[StallDetector]:
         with self._lock:
             return list(self._detectors)
@@ -402,4 +394,4 @@ class _Watchdog:
 
 
 _watchdog = _Watchdog()
-dump.sources.append(_watchdog.detectors)
+dump.sources.append(_watchdog.waits)

@@ -113,9 +113,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         tensor = single_tensor("all_reduce", tensors)
         reduction = self.options.resolve(operation(opts, op), tensor.dtype, tensor.numel(), tensor.is_sparse)
         action = partial(self._reducer.all_reduce, tensor, reduction)
-        one_call = self._reducer.is_one_call(tensor, reduction)
+        one_call, here = self._reducer.one_call("all_reduce", tensor, reduction)
         signature = None if one_call else f"{_lengths([tensor])}, {reduction.op}"
-        here = one_call and not self._reducer.waits_inside_mpi("all_reduce", tensor, reduction)
         return self._submit("all_reduce", [tensor], action, opts, timeout, signature=signature, here=here)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Operation:
@@ -173,9 +172,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
                 self._reducer.reduce_scatter(*call)
 
         read, reduction = list(chain(*inputs)), calls[0][2]
-        one_call = len(read) == 1 and self._reducer.is_one_call(outputs[0], reduction, scatters=True)
+        one_call, here = len(read) == 1, False
+        if one_call:
+            one_call, here = self._reducer.one_call("reduce_scatter", read[0], reduction)
         signature = None if one_call else f"{_lengths(read)}, {reduction.op}"
-        here = one_call and not self._reducer.waits_inside_mpi("reduce_scatter", read[0], reduction)
         return self._submit(name, outputs, action, opts, timeout, read=read, signature=signature, here=here)
 
     _reduce_scatter_base = reduce_scatter_single

@@ -29,7 +29,6 @@ from allreduce.errors import OptionError, UnknownBackendError
 from allreduce.memory.allocations import address
 from allreduce.topology import Topology
 from allreduce.torch_backend.tensors import as_array, is_plain, numpy_dtype, readable, writable
-from allreduce.tracing import trace as tracing
 from allreduce.tracing.trace import Trace
 from allreduce.transport.wait import waiting
 
@@ -209,8 +208,7 @@ class TensorReducer:
         self._comm = comm
         self._options = options
         self._backends: dict[str, AllReduce] = {}
-        self._trace: Trace | None = None  # one for all backends
-        self._owns_trace = False
+        self._trace: Trace | None = None  # of all backends, if the options name a file
         self._workspace = Workspace()
         self.repeated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.main = main = self.backend()
@@ -222,17 +220,15 @@ class TensorReducer:
         self._waits_inside_mpi = waits
         self._scatters = _slices_equally(self.main)
 
-    def is_one_call(self, tensor: torch.Tensor, reduction: Reduction, scatters: bool = False) -> bool:
-        """Return whether an all_reduce, or a reduce_scatter of one tensor, is one call of `main`, in which the ranks
-        compare all that must be equal. Local."""
+    def one_call(self, kind: str, tensor: torch.Tensor, reduction: Reduction) -> tuple[bool, bool]:
+        """Return whether an all_reduce or reduce_scatter of a tensor is one call of `main`, in which the ranks compare
+        all that must be equal; and, if so, whether a timeout can end its waits: none is inside MPI. Local."""
         plain = reduction.op.islower() and reduction.compress is None and reduction.factor is None
         plain = plain and not (tensor.is_sparse or tensor.is_complex())
-        return plain and self.main.executor.compares and (self._scatters or not scatters)
-
-    def waits_inside_mpi(self, kind: str, tensor: torch.Tensor, reduction: Reduction) -> bool:
-        """Return whether a call of `main` with this tensor waits inside MPI, where no timeout ends the wait. Local."""
+        if not (plain and self.main.executor.compares and (self._scatters or kind == "all_reduce")):
+            return False, False
         memories = (GPU,) if tensor.is_cuda else (UNREGISTERED, ALLOCATED)
-        return self._waits_inside_mpi(kind, tensor.numel(), tensor.dtype, reduction.op, memories)
+        return True, not self._waits_inside_mpi(kind, tensor.numel(), tensor.dtype, reduction.op, memories)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce `tensor` in place: afterwards all ranks hold the same bits."""
@@ -293,7 +289,7 @@ class TensorReducer:
         """Close the backends, then the trace. If one can't be closed, the rest is left open."""
         for backend in self._backends.values():
             backend.close()
-        if self._trace is not None and self._owns_trace:
+        if self._trace is not None:
             self._trace.close()
         self._workspace.clear()
 
@@ -339,10 +335,9 @@ class TensorReducer:
             settings = {key: given[key] for key in given if name == self._options.backend or key in GENERAL}
             if name == "auto":
                 settings = {"measure": False, **settings}  # PyTorch's users expect a run's bits to repeat
-            if settings.get("trace") is not None:
-                if self._trace is None:
-                    self._trace, self._owns_trace = tracing.of(settings["trace"], self._topology)
-                settings["trace"] = self._trace
+            trace = settings.get("trace")
+            if not (trace is None or isinstance(trace, Trace)):
+                self._trace = settings["trace"] = self._trace or Trace(trace, self._topology)
             self._backends[key] = allreduce.create(name, self._topology, compress=compress, **settings)
         return self._backends[key]
 

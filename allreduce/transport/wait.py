@@ -64,7 +64,6 @@ class WaitRecord:
         self.final: BaseException | None = None  # unlike `error`, it is not cleared by `begin`
         self.interrupted = False  # a wait has ended in an error, so MPI may still use its communicator
         self._seen: tuple[int, DescribedCall | None] = (0, None)
-        self.last: DescribedCall | None = None  # the last call that the watcher saw; most end between two checks
         self.since = 0.0
         self.warned = False
 
@@ -92,7 +91,6 @@ class WaitRecord:
         if self._seen == (self.count, self.call) and self.call is not None:
             return False
         self._seen = (self.count, self.call)
-        self.last = self.call or self.last
         self.since, self.warned = now, False
         return True
 

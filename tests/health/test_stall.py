@@ -6,6 +6,7 @@ import pytest
 from mpi4py import MPI
 
 from allreduce.errors import RankLeftError
+from allreduce.health import dump
 from allreduce.health.stall import StallDetector
 from allreduce.health.status import LEFT, Fact, RankFacts
 from allreduce.health.status_messages import KnownFacts
@@ -31,16 +32,14 @@ def test_a_rank_leaves_one_place_or_all(number: int, ends: bool) -> None:
 
 
 def test_where_a_rank_stands_among_many_places() -> None:
-    """Waits are listed first, however many other records there are."""
+    """The waits, the longest first, however many other records there are; without a wait the last call."""
     detector = StallDetector(MPI.COMM_SELF, 100.0)
     waits = [detector.wait_record(number) for number in range(40)]
-    for wait in waits[:20]:
-        wait.begin(NamedCall("a call that was quick"))
-        wait.new(2.0)
-        wait.end()
-        wait.new(3.0)
     waits[30].begin(NamedCall("all_reduce"))
-    waits[30].new(1.0)
-    assert "in all_reduce (call number 1)" in detector.status().splitlines()[0]
-    assert "a call that was quick" in detector.status().splitlines()[1]
+    waits[7].begin(NamedCall("broadcast"))
+    assert ["all_reduce (call number 1)" in line for line in dump.status().splitlines()] == [True, False]
+    waits[30].end()
+    waits[7].end()
+    dump.record(("0-1#1/5", 3, NamedCall("a call that was quick"), 1.0, 2.0))
+    assert dump.status() == "this rank waits for no other rank; its last call: a call that was quick"
     detector.abandon()
