@@ -1,7 +1,7 @@
 """The state of a job during a long wait: facts about each rank, their messages, and the table in a report. No MPI here.
 
 Ranks that wait in the same call have the same fact, so the state of a whole job is a few facts with ranges of ranks. A
-message has each fact once, and a few bytes for each rank: the version of its row.
+message has the facts of such ranks once, and a few bytes for each rank: the version of its row.
 """
 
 import json
@@ -52,22 +52,21 @@ def fact(kind: int, number: int, turn: int, fingerprint: int, text: str) -> Fact
 
 
 def encode(rows: Mapping[int, RankFacts]) -> bytes:
-    """Encode the rows of some ranks: the distinct facts; then for ranks with the same facts, by index, the versions.
+    """Encode the rows of some ranks: for ranks with the same facts an entry of facts, ranges of ranks, and versions.
 
     One version holds for all ranks of an entry; else each rank has one, in the order of ranks.
     """
     calls = Counter(each for row in rows.values() for each in row.facts if each.kind == WAITING)
     unnamed = {each for each, _ in calls.most_common()[MOST_TEXTS:]}
-    index: dict[Fact, int] = {}
-    alike: dict[tuple[int, ...], dict[int, int]] = {}  # the versions of ranks, by the indices of their facts
+    alike: dict[tuple[Fact, ...], dict[int, int]] = {}  # the versions of ranks
     for rank, row in sorted(rows.items()):
-        facts = (each._replace(text=OTHERS) if each in unnamed else each for each in row.facts)
-        alike.setdefault(tuple(index.setdefault(each, len(index)) for each in facts), {})[rank] = row.version
+        facts = tuple(each._replace(text=OTHERS) if each in unnamed else each for each in row.facts)
+        alike.setdefault(facts, {})[rank] = row.version
     entries = []
-    for indices, versions in alike.items():
+    for facts, versions in alike.items():
         same = len({*versions.values()}) == 1
-        entries.append([indices, ranges(versions), [*versions.values()][: 1 if same else None]])
-    return json.dumps([[*index], entries], ensure_ascii=False, separators=(",", ":")).encode()
+        entries.append([facts, ranges(versions), [*versions.values()][: 1 if same else None]])
+    return json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def encode_first(rows: Sequence[tuple[int, RankFacts]]) -> tuple[bytes, int]:
@@ -82,14 +81,12 @@ def decode(message: bytes, ranks: int) -> dict[int, RankFacts]:
     """Return the rows in a message by rank, out of `ranks`; none if it does not have this version's format."""
     rows: dict[int, RankFacts] = {}
     try:
-        given, entries = json.loads(message)
-        known = [fact(int(kind), int(a), int(b), int(c), str(text)) for kind, a, b, c, text in given]
-        for indices, pairs, versions in entries:
-            facts = tuple(known[index] for index in indices)
+        for given, pairs, versions in json.loads(message):
+            facts = tuple(fact(int(kind), int(a), int(b), int(c), str(text)) for kind, a, b, c, text in given)
             members = [rank for first, last in pairs for rank in range(max(first, 0), min(last + 1, ranks))]
             for rank, version in zip(members, versions * (len(members) if len(versions) == 1 else 1), strict=True):
                 rows[rank] = RankFacts(min(int(version), FINAL), facts)
-    except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return {}
     return rows
 

@@ -421,10 +421,9 @@ def _randoms() -> "st.SearchStrategy[Any]":
 def _notes() -> "st.SearchStrategy[Any]":
     facts = [[kind, 1, 1, 1, "a call"] for kind in range(5)]
     others = [[0, 0, 10**30, -1, "\x1b[2J\ud800" * 400]]
-    rows = [[[0, 2, 10**30, -1], [[0, 10**30], [1, 0], [-1, 1], [1, 1]], [1]], [[0, 1], [[0, 1]], [1, 2]]]
-    return st.lists(
-        st.one_of(texts([[facts, rows], [facts, rows[1:]], [others, rows]]), st.binary(max_size=600)), max_size=3
-    )
+    ranks = [[[0, 10**30], [1, 0], [-1, 1], [1, 1]], [1]], [[[0, 1]], [1, 2]]
+    messages = [[[given, *each] for each in ranks] for given in (facts, others)]
+    return st.lists(st.one_of(texts([*messages, messages[0][1:]]), st.binary(max_size=600)), max_size=3)
 
 
 def _shapes() -> "st.SearchStrategy[Any]":

@@ -296,23 +296,16 @@ def test_a_trace_of_another_rank() -> None:
 
 
 def test_status_messages_of_another_version() -> None:
-    fact, row = [WAITING, 1, 1, 1, "\x1b[2Jx" + "y" * 9999], [[0], [[1, 1]], [1]]
-    assert "waits in [2Jx" in (table := peers.read_notes([json.dumps([[fact], [row]]).encode()], Path()))
+    fact = [WAITING, 1, 1, 1, "\x1b[2Jx" + "y" * 9999]
+    assert "waits in [2Jx" in (table := peers.read_notes([json.dumps([[[fact], [[1, 1]], [1]]]).encode()], Path()))
     assert "\x1b" not in table
     assert len(table) < 600
-    bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([[fact], [[[0], [[5, 1 << 60]], [1]]]]).encode()]
-    bad += [json.dumps([[fact, other], [row]]).encode() for other in (["x", 1, 1, 1, ""], [WAITING, "1"], 3)]
-    others = (
-        [[9], [[1, 1]], [1]],
-        [["0"], [[1, 1]], [1]],
-        [[0], [[1, 1]], [1e999]],
-        [[0], [[1, 1]], []],
-        [5, [], 2],
-        3,
-    )
-    bad += [json.dumps([[fact], [row, other]]).encode() for other in others]
+    bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([[[fact], [[5, 1 << 60]], [1]]]).encode()]
+    entries = [[[fact, other], [[1, 1]], [1]] for other in (["x", 1, 1, 1, ""], [WAITING, "1"], 3)]
+    entries += [[[fact], [[1, 1]], [1e999]], [[fact], [[1, 1]], []], [5, [], 2], [[fact], [["1", 1]], [1]], 3]
+    bad += [json.dumps([[[fact], [[1, 1]], [1]], entry]).encode() for entry in entries]
     assert "rank 1: has not arrived" in peers.read_notes(bad, Path())
-    peers.read_notes([json.dumps([[[ENDED, 0, 1 << 99, 0, ""]], [[[0], [[1, 1]], [1]]]]).encode()], Path())
+    peers.read_notes([json.dumps([[[[ENDED, 0, 1 << 99, 0, ""]], [[1, 1]], [1]]]).encode()], Path())
 
 
 def test_a_store_of_one_machine_listens_to_no_other() -> None:
