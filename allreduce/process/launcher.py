@@ -63,7 +63,9 @@ def started(variables: Mapping[str, str], process: int) -> Launch | None:
         return Launch("horovodrun", horovodrun, horovod, _with_mpirun("horovodrun"))
     if world > 1:  # last: trainers and torch_backend may have copied another launcher's number there
         return torch._replace(launcher="a launcher of PyTorch's processes, such as torchrun,")
-    if step > 1 and not ({PMI_SIZE, OPEN_MPI_SIZE} & set(variables)) and not _in_a_shell(variables, process):
+    # in the shell of `srun --pty bash` the program is one process
+    in_a_shell = "SLURM_PTY_PORT" in variables and variables.get("SLURM_TASK_PID") != str(process)
+    if step > 1 and not ({PMI_SIZE, OPEN_MPI_SIZE} & set(variables)) and not in_a_shell:
         plugin = variables.get("SLURM_MPI_TYPE", "none")
         return Launch("srun" if plugin == "none" else f"srun --mpi={plugin}", STEP_SIZE, step, SRUN)
     return None
@@ -103,8 +105,3 @@ def _mpirun() -> str:
 def _number(variables: Mapping[str, str], name: str) -> int:
     text = variables.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else 0
-
-
-def _in_a_shell(variables: Mapping[str, str], process: int) -> bool:
-    """Return whether this program runs in the shell of `srun --pty bash`: then it is one process."""
-    return "SLURM_PTY_PORT" in variables and variables.get("SLURM_TASK_PID") != str(process)

@@ -44,7 +44,7 @@ CLOSE_SECONDS = 10.0  # destroy_process_group waits this long for the other rank
 class AllReduceProcessGroup(dist.ProcessGroup):
     """A process group over our backends and MPI.
 
-    topology: of the group's ranks, which `shutdown` closes. timeout: seconds for an operation.
+    request: PyTorch's, with store, timeout and name. topology: of the group's ranks, which `shutdown` closes.
 
     torch.distributed, DDP's reducer (in C++), the functional collectives and users call the methods by these names and
     arguments; a method has further names for older versions of PyTorch. `opts` is PyTorch's options object, or the
@@ -52,26 +52,18 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     All operations except messages run in the order of submission.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        topology: Topology,
-        options: Options,
-        timeout: timedelta,
-        name: str,
-    ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg] # the signature for subclasses, which the stubs lack
-        self._store = store
+    def __init__(self, request: Any, topology: Topology, options: Options) -> None:
+        # the signature for subclasses, which the stubs lack
+        super().__init__(topology.rank, topology.size)  # type: ignore[call-arg]
+        self._store = request.store
         self._topology = topology
-        self._timeout = timeout.total_seconds()  # of an operation
-        self._messages = GroupMessages(topology, name)
+        self._timeout = request.timeout.total_seconds()  # of an operation
+        self._messages = GroupMessages(topology, request.group_id)
         comm = topology.private()
         self._mover = TensorMover(comm)
         self.options = options
         self._reducer = TensorReducer(topology, comm, options)
-        self._operations = OperationQueue(topology, name, self._reducer.main.executor, options.overlap)
+        self._operations = OperationQueue(topology, request.group_id, self._reducer.main.executor, options.overlap)
         self._coalesced: list[Operation] | None = None
         self._rank_missing = False  # True after a monitored barrier has timed out
         self.description = f"{options.backend} on {topology}"
@@ -315,8 +307,8 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         name, tensor = f"{kind} {where} with tag {tag}", single_tensor(kind, tensors)
         checks.check_member(kind, peer or 0, self.size())
         checks.check_devices(name, [tensor])
-        if self._operations.broken is not None:
-            raise self._operations.broken
+        if self._operations.queue.broken is not None:
+            raise self._operations.queue.broken
         if not 0 <= tag <= (largest := self._messages.largest_tag):
             raise ValueError(f"{name}: tag {tag} is not between 0 and {largest}, the largest of this MPI")
         Streams([tensor]).wait_for_caller()
@@ -470,9 +462,8 @@ def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:
             "init_process_group out, and have RANK and WORLD_SIZE unset"
         )
     topology.agree([zlib.crc32(options.shared.encode())], f"pg_options={options.shared}")
-    given = request.store, request.group_rank, request.group_size, topology, options, request.timeout, request.group_id
     try:
-        return AllReduceProcessGroup(*given)
+        return AllReduceProcessGroup(request, topology, options)
     except UnavailableError:  # on all ranks: this backend can't work here
         topology.close()
         raise

@@ -92,7 +92,12 @@ def store_of_rank_0(topology: Topology, timeout: timedelta) -> dist.Store:
         mine = [_address(each) for each in listeners]
         addresses: list[tuple[str, int]] = root_value(world, mine, "learn where rank 0's store can be")
         found = next((at for at, address in enumerate(addresses) if _all_reach(topology, address)), None)
-        raise_together(world, _unreachable(addresses) if found is None else None)
+        tried = ", ".join(address for address, _ in addresses) or "no address but the loopback's"
+        error = UnavailableError(
+            f"the store of rank 0 can't be reached from all hosts; tried on rank 0's host: {tried}. Set MASTER_ADDR to "
+            "an address of rank 0's host that all hosts reach, and MASTER_PORT to a free port"
+        )
+        raise_together(world, error if found is None else None)
         assert found is not None
         server = together(world, lambda: _serve(listeners[found], timeout) if listeners else None)
     finally:
@@ -171,11 +176,3 @@ def _address_of(interface: str) -> str | None:
         except OSError:  # no IPv4 address
             return None
     return socket.inet_ntoa(answer[20:24])
-
-
-def _unreachable(addresses: Sequence[tuple[str, int]]) -> UnavailableError:
-    tried = ", ".join(address for address, _ in addresses) or "no address but the loopback's"
-    return UnavailableError(
-        f"the store of rank 0 can't be reached from all hosts; tried on rank 0's host: {tried}. Set MASTER_ADDR to an "
-        "address of rank 0's host that all hosts reach, and MASTER_PORT to a free port"
-    )

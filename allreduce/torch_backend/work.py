@@ -8,8 +8,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from allreduce import notices
 from allreduce.call.announcements import PerRank
 from allreduce.call.executor import Executor
-from allreduce.call.queue import Future, Queue, Worker, without_frames
+from allreduce.call.queue import Future, Worker, without_frames
 from allreduce.errors import RankLeftError, UnavailableError
 from allreduce.process import children
 from allreduce.topology import Topology
@@ -144,9 +143,13 @@ class Operation(dist.Work, Future):
 
     def run(self) -> None:
         """Do the work, then the callbacks that are chained to the future, in the calling thread."""
-        assert self._group is not None
-        with self._group.running():
+        group = self._group
+        assert group is not None
+        outer, group.inside = group.inside, threading.get_ident()
+        try:
             Future.run(self)
+        finally:
+            group.inside = outer
 
     def finish(self, error: BaseException | None) -> None:
         """End the operation, once. Callbacks that were chained to the future run now, in the calling thread."""
@@ -232,13 +235,15 @@ class OperationQueue:
         self._detector, self._executor = topology.detector, executor
         executor.sleeps = True  # backward needs the core
         self._threaded, self._compares = threaded, topology.size > 1
-        self.queue = self._open(topology, f"process group {name}")
-        self._inside: int | None = None  # the thread that runs an operation
-
-    @property
-    def broken(self) -> BaseException | None:
-        """The error of all later operations: one has timed out, a rank has failed, or the group was destroyed."""
-        return self.queue.broken
+        self.inside: int | None = None  # the thread that runs an operation
+        worker, name = topology.service(Worker), f"process group {name}"
+        try:  # queue.broken: the error of all later operations
+            self.queue = worker.queue(name, threaded=threaded, alone=True, wait=executor.wait)
+        except UnavailableError:
+            text = "this MPI has no MPI_THREAD_MULTIPLE, so communication does not overlap with backward"
+            notices.once(topology.rank, text)
+            self._threaded = False
+            self.queue = worker.queue(name, alone=True, wait=executor.wait)
 
     def submit(
         self,
@@ -254,25 +259,16 @@ class OperationQueue:
         signature: text after the name: the arguments that must be equal on all ranks. None: `action` is one call of the
         executor, which compares them. waits: the caller waits for it now.
         """
-        if self.broken is not None:
-            raise without_frames(self.broken)
+        if self.queue.broken is not None:
+            raise without_frames(self.queue.broken)
         self.submitted += 1
         work = partial(self._do, None if signature is None else name + signature, action)
         operation = Operation(name, written, limit, self, work)
-        if self._inside == threading.get_ident():
+        if self.inside == threading.get_ident():
             operation.run()
             return operation
         self.queue.worker.submit(self.queue, operation, waits=waits or not self._threaded)
         return operation
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Context manager: the calling thread runs an operation."""
-        outer, self._inside = self._inside, threading.get_ident()
-        try:
-            yield
-        finally:
-            self._inside = outer
 
     def close(self, limit: float) -> bool:
         """Finish all submitted operations on all ranks, then refuse further ones. Collective.
@@ -295,23 +291,12 @@ class OperationQueue:
         """Fail the running operation and all waiting ones with `error`, and refuse later ones. Local."""
         self.queue.worker.give_up(self.queue, error)
 
-    def _open(self, topology: Topology, name: str) -> Queue:
-        worker, wait = topology.service(Worker), self._executor.wait
-        if self._threaded:
-            try:
-                return worker.queue(name, threaded=True, alone=True, wait=wait)
-            except UnavailableError:
-                text = "this MPI has no MPI_THREAD_MULTIPLE, so communication does not overlap with backward"
-                notices.once(topology.rank, text)
-                self._threaded = False
-        return worker.queue(name, alone=True, wait=wait)
-
     def _do(self, call: str | None, action: Callable[[], object], _: PerRank) -> None:
         """Do an operation's action, once all ranks have reached this call, if it is given."""
         try:
             with self._detector.translating_failures():
-                if self.broken is not None:
-                    raise without_frames(self.broken)
+                if self.queue.broken is not None:
+                    raise without_frames(self.queue.broken)
                 if self._compares and call is not None:
                     self._executor.compare(call, f" of {self.queue.name}")
                 action()
