@@ -18,7 +18,6 @@
 
 import copy
 import functools
-import os
 import threading
 import time
 import weakref
@@ -32,6 +31,7 @@ from allreduce.errors import AllReduceError, CollectiveTimeoutError, OptionError
 from allreduce.health import abort, dump
 from allreduce.health.status_messages import StatusMessages
 from allreduce.notices import log
+from allreduce.process import variables
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.control import different_calls
 from allreduce.transport.tables import spans
@@ -49,15 +49,8 @@ _topologies: Counter[str] = Counter()  # created so far, by their ranks
 
 
 def seconds(variable: str) -> float:
-    """Return a number of seconds from the environment; 0 or less: no limit. OptionError if it is not a number."""
-    given, default = os.environ.get(variable), DEFAULTS[variable]
-    try:
-        value = float(given) if given else default
-    except ValueError:
-        value = float("nan")
-    if value != value:
-        raise OptionError(f"{variable} must be a number of seconds such as {default:g}, or 0 for never, got {given!r}")
-    return value if value > 0 else float("inf")
+    """Return the seconds that STALL or TIMEOUT sets; inf for no limit. Local. Raises OptionError."""
+    return variables.seconds(variable, DEFAULTS[variable])
 
 
 class Deadlines(Protocol):

@@ -2,11 +2,11 @@
 
 import ctypes
 import faulthandler
+import math
 import os
 import sys
 from pathlib import Path
 
-from allreduce.errors import OptionError
 from allreduce.process import children, daemon, variables
 
 COMMANDS = ("allreduce", "benchmarks", "trainers")  # packages with command lines
@@ -23,6 +23,7 @@ TCP = "OMPI_MCA_btl_tcp_flags"
 TCP_FLAGS = "send,inplace,need-ack,need-csum,hetero-rdma"  # Open MPI's own, without put
 LIMIT = "ALLREDUCE_START_SECONDS"
 LIMIT_SECONDS = 120.0  # for the start of MPI where ranks may fail (ULFM)
+LONGEST_SECONDS = 1e9  # faulthandler refuses longer timers
 
 _unguarded: list[str] = []  # why recoveries are not guarded
 
@@ -123,8 +124,8 @@ def import_mpi() -> None:
     def import_it() -> None:
         from mpi4py import MPI  # noqa: F401
 
-    seconds = _limit() if ULFM in os.environ else 0.0
-    if not seconds:
+    seconds = variables.seconds(LIMIT, LIMIT_SECONDS) if ULFM in os.environ else math.inf
+    if seconds > LONGEST_SECONDS:
         import_it()
         return
     rank, ranks = variables.first(variables.RANK, "?"), variables.first(variables.SIZE, "?")
@@ -138,18 +139,6 @@ def import_mpi() -> None:
         import_it()
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _limit() -> float:
-    """Return the limit for the start of MPI in seconds; 0: no limit. Raises OptionError."""
-    text = os.environ.get(LIMIT) or LIMIT_SECONDS
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e9:
-        raise OptionError(f"{LIMIT} must be a number of seconds >= 0 (0: no limit), got {text!r}")
-    return seconds
 
 
 def _end_a_command(error: Exception) -> None:

@@ -1,7 +1,9 @@
-"""The environment variables in which launchers say which rank a process is."""
+"""Environment variables: those in which launchers say which rank a process is, and numbers of seconds."""
 
 from collections.abc import Sequence
 from os import environ
+
+from allreduce.errors import OptionError
 
 # Of Open MPI's mpirun first, then of the mpiexec of MPICH and its derivatives
 RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -12,6 +14,18 @@ ANY_RANK = (*RANK, "PMIX_RANK", "SLURM_PROCID")  # also of srun, with or without
 STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 OTHERS = {"torchrun": "WORLD_SIZE", "horovodrun": "HOROVOD_SIZE"}  # sizes, by launchers that start no MPI
 PROCESS = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "PMI_JOBID")  # differ from job to job
+
+
+def seconds(name: str, default: float) -> float:
+    """Return a number of seconds from the environment; inf, no limit, if it is 0 or less. Local. Raises OptionError."""
+    given = environ.get(name)
+    try:
+        value = float(given) if given else default
+    except ValueError:
+        value = float("nan")
+    if value != value:
+        raise OptionError(f"{name} must be a number of seconds such as {default:g}, or 0 for never, got {given!r}")
+    return value if value > 0 else float("inf")
 
 
 def first(names: Sequence[str], default: str = "") -> str:
