@@ -25,6 +25,7 @@ from typing import IO, NamedTuple, TextIO
 from allreduce.health import abort
 from allreduce.notices import log
 from allreduce.process import children
+from allreduce.process.start import LONGEST_SECONDS
 from allreduce.transport import processes
 from allreduce.transport.wait import DescribedCall, WaitRecord
 
@@ -35,7 +36,6 @@ SHOWN = 8  # waits of a rank in a text
 MOST_BYTES = 1 << 24  # of a file; a longer one is begun again
 AGAIN_SECONDS = 1.0  # minimum interval between two dumps: many ranks may ask at about the same time
 WRITE_SECONDS = 1.0  # how long a rank that ends the job waits for the dumps of the others
-LONGEST_SECONDS = 1e9  # no timer above that (decades): faulthandler refuses ten times as much
 
 # (user, count, call, begin, end): WaitRecord.user, WaitRecord.count, the call (its text is compared between ranks), and
 # times of time.perf_counter(); end is 0.0 for a call that failed

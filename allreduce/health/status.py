@@ -25,8 +25,8 @@ class Fact(NamedTuple):
     """A fact about a rank.
 
     WAITING: it waits in the call `text`; number, turn: number and count of the WaitRecord; fingerprint: the call's.
-    LEFT: it makes no further calls, for the reason `text`; number: of the WaitRecord whose calls end, 0: all; turn:
-        the exit code of its program; fingerprint: the number of `finished` agreements that it took part in.
+    LEFT: it makes no further calls, for the reason `text`; number: of the WaitRecord whose calls end, 0: all; then
+        turn: the exit code of its program; fingerprint: the number of `finished` agreements that it took part in.
     STALLED: it requests all ranks' stacks and last calls; turn: the number of the request.
     ENDED: it ends the job with the exit code `turn`.
     """

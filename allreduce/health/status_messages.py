@@ -97,8 +97,7 @@ class StatusMessages:
     def announce_leaving(self, why: str, wait: WaitRecord | None) -> None:
         """Announce that this rank makes no further calls of one user or, without `wait`, of any."""
         if wait is not None:
-            fingerprint = 0 if wait.call is None else wait.call.fingerprint
-            fact = status.fact(LEFT, wait.number, wait.count, fingerprint, why)
+            fact = status.fact(LEFT, wait.number, 0, 0, why)
         else:
             self._own[WAITING] = []
             passed = self._finish.count - (self._finish.call is not None)
@@ -338,7 +337,7 @@ class StatusMessages:
 
 def _left_error(rank: int, fact: Fact, what: str) -> RankLeftError:
     error = RankLeftError(f"rank {rank} has left: {fact.text}, while this rank waits for it in {what}")
-    error.job_code = (fact.turn if fact.number == 0 else 0) or 1
+    error.job_code = fact.turn or 1
     return error
 
 

@@ -2,7 +2,6 @@
 
 import atexit
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -24,7 +23,7 @@ EXIT_SECONDS = 10.0  # how long the program's exit waits for unfinished sends
 
 
 class GroupMessages:
-    """The messages of one group, on a communicator of their own, and the waits for them. Creating it is collective.
+    """The messages of one group, on a communicator of their own. Creating it is collective.
 
     group: the group's name. The stall report shows one wait at a time; waits of further threads end in the same errors.
     largest_tag: of users' messages in this MPI; monitored_barrier has the next one.
@@ -32,8 +31,7 @@ class GroupMessages:
 
     def __init__(self, topology: Topology, group: str) -> None:
         self.comm = topology.private()
-        self._statuses = topology.detector.messages
-        self._group = group
+        self.statuses, self.group = topology.detector.messages, group
         largest = self.comm.Get_attr(MPI.TAG_UB)
         assert isinstance(largest, int)
         self.largest_tag = largest - 1
@@ -44,25 +42,6 @@ class GroupMessages:
         for message in list(_in_flight):
             if message.messages is self:
                 message.fail(error)
-
-    def wait(self, done: Callable[[], bool], limit: float, message: str, peer: int) -> None:
-        """Wait until `done()` is true. limit: seconds; 0 checks once.
-
-        message: description for errors. peer: the other rank, negative for any. Raises RankLeftError if the peer has
-        left, TimedOut after `limit` (with a table of all ranks' waits if `limit` exceeds SHORT_SECONDS).
-        """
-        deadline = time.monotonic() + limit
-        if wait_until(done, min(limit, SHORT_SECONDS)):
-            return
-        table = ""
-        if limit > SHORT_SECONDS:
-            what = f"{message} of process group {self._group}"
-            check_peer = partial(self._statuses.check_present, [peer], LEFT_SECONDS, message)
-            with waiting(self.comm, what, raises=True):
-                if wait_until(done, deadline - time.monotonic(), check_peer):
-                    return
-                table = f"\n{self._statuses.table(NamedCall(what))}"
-        raise TimedOut(f"{message} was not done within {limit:g} s: the other rank did not send or receive it{table}")
 
     # monitored_barrier: every rank reports to rank 0 and waits for its answer
 
@@ -158,8 +137,22 @@ class SentMessage(Operation):
         return self.wait_for(timeout_seconds(timeout, self.limit))
 
     def wait_for(self, limit: float) -> bool:
-        """Wait as `wait` does, for `limit` seconds; 0 checks once."""
-        self.messages.wait(self._has_ended, limit, self.name, self._peer)
+        """Wait as `wait` does, for `limit` seconds; 0 checks once.
+
+        Raises RankLeftError if the other rank has left, TimedOut after `limit` (with a table of all ranks' waits if
+        `limit` exceeds SHORT_SECONDS).
+        """
+        deadline, messages, table = time.monotonic() + limit, self.messages, ""
+        ended = wait_until(self._has_ended, min(limit, SHORT_SECONDS))
+        if not ended and limit > SHORT_SECONDS:
+            what = f"{self.name} of process group {messages.group}"
+            check_peer = partial(messages.statuses.check_present, [self._peer], LEFT_SECONDS, self.name)
+            with waiting(messages.comm, what, raises=True):
+                ended = wait_until(self._has_ended, deadline - time.monotonic(), check_peer)
+            table = f"\n{messages.statuses.table(NamedCall(what))}"
+        if not ended:
+            text = f"{self.name} was not done within {limit:g} s: the other rank did not send or receive it{table}"
+            raise TimedOut(text)
         return super().wait()
 
     def _has_ended(self) -> bool:
