@@ -174,7 +174,7 @@ def test_ddp_trains_through_the_compression(group: Any, described: bool) -> None
     change = float((found - exact).norm() / (exact - begin).norm())
     assert several() * 1e-5 <= change < 0.1
     if several():
-        backend = group._reducer.backend(group._options.compress)
+        backend = group._reducer.backend(group.options.compress)
         entries = [each for each in backend._allocations._known() if each.keeps]
         assert len(entries) >= 2  # the buckets
         names = {part.name for entry in entries for part in entry.parts}
