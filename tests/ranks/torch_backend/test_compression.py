@@ -175,14 +175,14 @@ def test_ddp_trains_through_the_compression(group: Any, described: bool) -> None
     assert several() * 1e-5 <= change < 0.1
     if several():
         backend = group._reducer.backend(group.options.compress)
-        entries = [each for each in backend._allocations._known() if each.keeps]
+        entries = [each for each in backend._allocations._entries.values() if each.keeps]
         assert len(entries) >= 2  # the buckets
         names = {part.name for entry in entries for part in entry.parts}
         assert names == ({name for name, _ in model.module.named_parameters()} if described else set())
         shapes = {part.name: part.shape for entry in entries for part in entry.parts}
         assert all(shapes[name] == each.shape for name, each in model.module.named_parameters() if described)
         del model
-        assert not any(each.keeps for each in backend._allocations._known())  # DDP has freed its buckets
+        assert not any(each.keeps for each in backend._allocations._entries.values())  # DDP has freed its buckets
 
 
 def test_a_compression_of_parameters_that_some_buckets_lack() -> None:
@@ -208,7 +208,7 @@ def test_the_parts_of_a_bucket_in_channels_last_lie_as_in_memory() -> None:
     for _ in range(3):
         model(torch.ones(2, 3, 8, 8)).sum().backward()
     if several():
-        (entry,) = made._reducer.backend("int8")._allocations._known()
+        (entry,) = made._reducer.backend("int8")._allocations._entries.values()
         assert {part.name: part.shape for part in entry.parts} == {"weight": (5, 2, 4, 3), "bias": (5,)}
     dist.destroy_process_group(made)
 
