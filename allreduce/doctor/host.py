@@ -121,6 +121,7 @@ def judge_versions(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         if any(numbers(version)[:2] > numbers(tried[-1])[:2] for version in versions):
             text = f"{', '.join(sorted(versions))}; this version of allreduce was tried with {', '.join(tried)}"
             yield warning(f"{name}, tried", text, f"if something fails with it, use {name} {tried[-1]}")
+    yield ok("newest tried", ", ".join(f"{name} {tried[-1]}" for name, tried in TRIED.items()))
     yield alike("kernels", ranks, lambda rank: rank.facts["kernels"], "all ranks wait for those without the C library")
     yield alike("CPU", ranks, lambda rank: rank.facts["cpu"], SLOWEST)
 

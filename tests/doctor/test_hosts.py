@@ -115,6 +115,8 @@ def test_versions_that_are_newer_than_those_tried() -> None:
         found = worse(judged("versions", ranks))
         assert [finding.name for finding in found] == ["torch, tried"] * told
         assert all(finding.level == WARNING and f"torch {newest}" in finding.advice for finding in found)
+        (line,) = (finding for finding in judged("versions", ranks) if finding.name == "newest tried")
+        assert f"torch {newest}" in line.text
 
 
 def test_the_versions_that_were_tried_are_those_that_are_asked_for() -> None:
