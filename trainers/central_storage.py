@@ -62,8 +62,7 @@ class CentralStorageTrainer(Trainer[FewOwners]):
     @property
     def allreduce(self) -> AllReduce:
         """The backend that sums the gradients."""
-        backend: AllReduce = self.strategy.allreduce
-        return backend
+        return self.strategy.allreduce
 
     @property
     def buffer(self) -> Any:

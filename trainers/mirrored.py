@@ -100,8 +100,7 @@ class MirroredTrainer(Trainer[Mirrored]):
     @property
     def allreduce(self) -> AllReduce:
         """The backend that reduces the gradients."""
-        backend: AllReduce = self.strategy.allreduce
-        return backend
+        return self.strategy.allreduce
 
     @property
     def buffer(self) -> Any:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
@@ -24,6 +24,12 @@ Slices = slice | tuple[slice, ...]
 """A part of the parameters: a slice; or several slices in order, of a replica with `whole_tensors`."""
 
 ALL = slice(None)  # all parameters
+
+
+class Kernels(Protocol):
+    """See Replica.kernels."""
+
+    def test(self, agree: Callable[[list[bool]], Sequence[bool]]) -> None: ...
 
 
 class Hold:
@@ -75,7 +81,8 @@ class Replica(ABC):
     statistics: the number of averaged values that follow the gradients of the trained parameters.
     shapes: of the parameters by name, in their order, to compare models; may be empty.
     config: the arguments from which this replica can be rebuilt, as JSON types, for `save`.
-    optimizer_state: the state of the optimizer, if it is not in `others`: a trainers.replicas.flat.FlatOptimizer.
+    optimizer_state: the state of the optimizer, if it is not in `others`: an object with elementwise, pack, shapes, load
+        and elements, as trainers.replicas.flat.FlatOptimizer has them.
     whole_tensors: the slices of the parameters that the tensors occupy, if a rank can update only whole tensors; () if
         it can update any slice, or none.
     early: whether `gradients` calls `ready` while it still computes, so that ranks may sum gradients meanwhile.
@@ -154,7 +161,7 @@ class Replica(ABC):
     early: bool = False
     ready: Callable[[int], None] | None = None
     unseeded: str = ""
-    kernels: Any = None
+    kernels: Kernels | None = None
     arrays, put = flat_arrays, set_flat
     slice_error: Callable[[], str] | None = None
     undo: Callable[[], None] | None = None

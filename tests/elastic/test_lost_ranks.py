@@ -223,6 +223,11 @@ def test_slices_with_a_backup_outlive_their_ranks(mpirun: JobRunner) -> None:
     assert sorted((came["ranks"], came["lost"]) for came in all_came) == [(1, 1), (2, 1), (3, 1), (4, 2)]
     for came in all_came:
         check_like_alone(came)
+    job = mpirun(
+        4, [*job_of("copies"), "hierarchical_copy:2:update:1"], ulfm=True, timeout=60
+    )  # rank 0 has not counted
+    assert job.returncode == 0, job.stderr
+    check_like_alone(json.loads(job.stdout))
 
 
 def test_central_storage_goes_on_with_what_the_storage_has(mpirun: JobRunner) -> None:

@@ -28,6 +28,7 @@ log = logging.getLogger("trainers")
 # optional entries of a state: the learning rates, and the momentum of local SGD's outer optimizer
 RATES, OUTER = "trainer.learning_rates", "trainer.outer_momentum"
 ADOPT = "load a state"
+TAG = 3  # of the parts that rank 0 gathers
 
 
 class Piece(NamedTuple):
@@ -232,10 +233,10 @@ def to_root(comm: MPI.Intracomm, own: np.ndarray, parts: Sequence[slice], whole:
     everyone = all_values(comm, [[part.start, part.stop] for part in parts], what)
     held = np.split(own, np.cumsum([part.stop - part.start for part in parts[:-1]], dtype=np.int64))
     if whole is None:
-        exchange(comm, [(0, each) for each in held], [], 0, what)
+        exchange(comm, [(0, each) for each in held], [], TAG, what)
         return
     for part, each in zip(parts, held, strict=False):  # without parts `held` is one empty array
         whole[part] = each
     others = enumerate(everyone[1:], 1)
     received = [(rank, whole[start:stop]) for rank, of_rank in others for start, stop in of_rank]
-    exchange(comm, [], received, 0, what)
+    exchange(comm, [], received, TAG, what)

@@ -23,7 +23,7 @@ from trainers.group import dtype_of, layout
 from trainers.state.adopt import Arrays, Piece
 
 BACKUP = "back up another rank's slice"
-TAG = 2  # of backups; other messages on a trainer's communicator have the tag 0
+TAG = 2  # of backups; other messages on a trainer's communicator have other tags
 NEVER = -1
 NO_BACKUP = (
     "copies=2 (--backups 1): no backups are kept, because a failed rank ends the job (the others survive under "

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from allreduce import notices
+from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from trainers import stopwatch
@@ -96,7 +97,7 @@ class Strategy:
     saved: list[Piece] | None = None
     carried: Mapping[str, np.ndarray] = {}  # during a recovery: the backend's state on the old ranks
     average: Average | None = None  # the argument of MirroredTrainer
-    allreduce: Any = None  # the AllReduce that sums the gradients of all ranks, if one does
+    allreduce: AllReduce = None  # type: ignore[assignment]  # sums the gradients of all ranks; None if none does
     group: RankGroup
     clock: Stopwatch  # adds up the seconds that this rank waits for other ranks; has the trace of a fit
 

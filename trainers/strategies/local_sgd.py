@@ -118,12 +118,12 @@ class LocalMirrored(Mirrored):
     """
 
     mirrors = "epoch"
+    rounds: Rounds = None  # type: ignore[assignment]  # while connected
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         assert isinstance(self.average, LocalSGD)
         self.local = self.average
-        self.rounds: Any = None  # the Rounds, while connected
         self._queue: Queue | None = None  # of averages that overlap with inner steps
         self._meter: RoundMeter
         self._added: list[np.ndarray] = []  # a row of RoundMeter.add for each step since the ranks have met
@@ -190,7 +190,7 @@ class LocalMirrored(Mirrored):
         super().abandon()
 
     def _drop_buffer(self) -> None:
-        self.rounds = self._queue = None
+        self.rounds = self._queue = None  # type: ignore[assignment]
         self._gradients = np.empty(0)
         super()._drop_buffer()
 

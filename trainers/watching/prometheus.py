@@ -8,7 +8,7 @@ from trainers.errors import ArgumentError, needing
 from trainers.watching.callback import Callback, Logs
 
 PREFIX = "allreduce_training_"
-MEASURED = ("loss", "samples_per_second", "communication_share")  # logs of an epoch with a gauge of their own
+GAUGED = ("loss", "samples_per_second", "communication_share")  # logs of an epoch with a gauge of their own
 GAUGES = {
     "loss": ("loss", "The loss of the last epoch"),
     "samples_per_second": ("rows_per_second", "Rows of all ranks in a second of the last epoch"),
@@ -63,7 +63,7 @@ class Prometheus(Callback):
             return
         self._served["epoch"].set(epoch + 1)
         for name, value in (logs or {}).items():
-            if name in MEASURED:
+            if name in GAUGED:
                 self._served[name].set(value)
             elif isinstance(value, int | float):
                 self._served["metric"].labels(name).set(value)

@@ -334,7 +334,7 @@ class AsynchronousServers(ServerStrategy):
     def _assign(self, group: RankGroup) -> None:
         self.servers = self._options.owners(group.size)
         ranks = [rank for rank in range(group.size) if rank not in self.servers]
-        nodes, size = [*map(group.topology.layout.node_of, range(group.size))], self._options.ranks_per_worker
+        nodes, size = group.topology.layout.nodes_of_ranks, self._options.ranks_per_worker
         self.workers = divide(ranks, nodes, size)
         self._first_workers = len(self.workers)
         self._own_numbers = list(range(self._first_workers))  # of the workers that remain, before any failed

@@ -52,6 +52,11 @@ class ServerStrategy(Strategy, Owners):
     kind = "servers"
     extra = 0
     thread: str
+    # None where this rank has none
+    _mailbox: Mailbox = None  # type: ignore[assignment]  # of a server
+    _client: Client = None  # type: ignore[assignment]  # of the leader of a worker
+    _shard: Shard = None  # type: ignore[assignment]  # of a server
+    _queue: Queue = None  # type: ignore[assignment]  # of the second thread
 
     def __init__(self, replica: Replica, name: str) -> None:
         super().__init__(replica, name)
@@ -59,10 +64,6 @@ class ServerStrategy(Strategy, Owners):
         self.workers: Workers = ()
         self._worker = WorkerRanks(stopwatch.make("cpu"))  # of this rank
         self._connected = False  # whether `_mailbox` and `_client` were created
-        self._mailbox: Any = None  # the Mailbox of a server
-        self._client: Any = None  # the Client of the leader of a worker
-        self._shard: Any = None  # the Shard of a server
-        self._queue: Any = None  # the Queue of the second thread
         self._parameters = self._gradients = np.empty(0)
         self._bound: np.ndarray | None = None  # the buffer of gradients to which the replica is bound
 
@@ -76,7 +77,7 @@ class ServerStrategy(Strategy, Owners):
         return None
 
     def _assign(self, group: RankGroup) -> None:
-        """Set `servers` and `workers`. Collective."""
+        """Set `servers` and `workers`. Local."""
         raise NotImplementedError
 
     def _join_worker(self) -> None:
@@ -102,7 +103,7 @@ class ServerStrategy(Strategy, Owners):
         self._dtype = dtypes.parse(replica.gradient_dtype)
         self._gradients, self._parameters = (np.zeros(length, self._dtype) for _ in range(2))
         self._slices = [chunk(length, len(self.servers), number) for number in range(len(self.servers))]
-        self._shard = None
+        self._shard = None  # type: ignore[assignment]
         mirror(self, whole=False)
         self._join_worker()
         together(group.comm, self._bind)
@@ -189,7 +190,7 @@ class ServerStrategy(Strategy, Owners):
         bind_own(self.replica)
         if state is not None:
             self.replica.load_state(state)
-        self._mailbox = self._client = self._shard = None
+        self._mailbox = self._client = self._shard = None  # type: ignore[assignment]
         self._gradients = self._parameters = np.empty(0)
         self._bound = None
 
@@ -197,7 +198,7 @@ class ServerStrategy(Strategy, Owners):
 
     def rescue(self) -> None:
         self._abandon_ends()
-        self._mailbox = self._client = self._queue = None
+        self._mailbox = self._client = self._queue = None  # type: ignore[assignment]
         self._worker = WorkerRanks(self.clock)
 
     def follow(self, previous: tuple[int, ...]) -> None:

@@ -1,7 +1,6 @@
 """A worker of several ranks: they divide its rows and average their gradients; one of them speaks with the servers."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -65,7 +64,7 @@ class WorkerRanks:
     def __init__(self, clock: Stopwatch, topology: Topology | None = None) -> None:
         self._clock, self._topology = clock, topology
         self._backend: AllReduce | None = None
-        self._sum: Any = None  # sums `_gradients`
+        self._sum: Callable[[], object] = lambda: None  # sums `_gradients`
         self._node: NodeMemory | None = None  # of the parameters
         self._gradients = self._parameters = np.empty(0)
         self.size, self.place = (1, 0) if topology is None else (topology.size, topology.rank)
@@ -159,5 +158,5 @@ class WorkerRanks:
     def abandon(self) -> None:
         """Drop the memory; the topology that contains this one drops the rest. Local."""
         self._gradients = self._parameters = np.empty(0)
-        self._sum = None
+        self._sum = lambda: None
         self._node = None
