@@ -81,8 +81,8 @@ class Replica(ABC):
     statistics: the number of averaged values that follow the gradients of the trained parameters.
     shapes: of the parameters by name, in their order, to compare models; may be empty.
     config: the arguments from which this replica can be rebuilt, as JSON types, for `save`.
-    optimizer_state: the state of the optimizer, if it is not in `others`: an object with elementwise, pack, shapes, load
-        and elements, as trainers.replicas.flat.FlatOptimizer has them.
+    optimizer_state: the state of the optimizer, if it is not in `others`: it has elementwise, pack, shapes, load and
+        elements, as trainers.replicas.flat.FlatOptimizer.
     whole_tensors: the slices of the parameters that the tensors occupy, if a rank can update only whole tensors; () if
         it can update any slice, or none.
     early: whether `gradients` calls `ready` while it still computes, so that ranks may sum gradients meanwhile.
