@@ -43,7 +43,7 @@ from allreduce.errors import (
 from allreduce.health import abort
 from allreduce.process import children
 from allreduce.topology import Topology
-from allreduce.transport.control import disagreement, on_all_ranks
+from allreduce.transport.control import agree, disagreement, on_all_ranks
 from allreduce.transport.wait import CHECK_SECONDS, NamedCall, Pause, WaitRecord, wait_until
 
 EAGER_SECONDS = 1e-3  # that the program's thread polls for other ranks before its first sleep, on a core of its own
@@ -316,7 +316,7 @@ class Worker:
 
     def __init__(self, topology: Topology) -> None:
         self.detector, self.number = topology.detector, topology.next_number()
-        self.comm, self._agree = topology.private(), topology.agree
+        self.comm, self._control = topology.private(), topology.private()  # for announcements; for agreements
         self.rank, self.size = topology.rank, topology.size
         self._parent, self._children = binomial(self.rank, 0, self.size)
         self._queues: dict[int, Queue] = {}
@@ -340,7 +340,8 @@ class Worker:
         if MPI lacks MPI_THREAD_MULTIPLE on any. alone, options: see Queue.
         """
         text = f"queue({name!r}, {threaded=}, {alone=})"
-        self._agree([zlib.crc32(name.encode()), threaded, alone], text, thread_error() if threaded else None)
+        error = thread_error() if threaded else None
+        agree(self._control, [zlib.crc32(name.encode()), threaded, alone], text, error)
         if threaded and self._thread is None:
             self._thread = threading.Thread(target=self._work, name="allreduce worker", daemon=True)
             self._thread.start()
@@ -397,7 +398,8 @@ class Worker:
     def drop(self, queue: Queue) -> None:
         """Fail the queue's waiting calls with ClosedError, and remove the queue. Local."""
         self.fail(queue, ClosedError(f"{queue.name} is closed"))
-        self._queues.pop(queue.number, None)
+        with self._lock:  # `_is_idle` may read them
+            self._queues.pop(queue.number, None)
         self.detector.forget(queue.wait)
 
     def close(self) -> None:
@@ -418,6 +420,7 @@ class Worker:
     def free(self, topology: Topology) -> None:
         """Close a worker that is not the topology's service, and free its communicators. Collective."""
         self.close()
+        topology.release(self._control)
         topology.release(self.comm)
 
     def abandon(self) -> None:

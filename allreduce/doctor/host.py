@@ -239,11 +239,11 @@ def judge_memory(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
 
 def _shared(nodes: Nodes, needs: Needs) -> Finding:
     """Check shared memory: space for each rank's gradients, the parameters of a sharded update, a staging buffer."""
-    path, free, fatal = nodes[0][0].facts["shared_path"], {}, False
+    path, free, fatal = nodes[0][0].facts["shared_path"], [], False
     for here in nodes:
         spare = len(here) * SPARE_BYTES
         wanted = needs.parameters * ELEMENT * (len(here) + 1) + STAGING_BYTES + spare
-        free[here[0].host] = here[0].facts["shared_free"], wanted if len(here) > 1 else 0
+        free.append((here[0].host, here[0].facts["shared_free"], wanted if len(here) > 1 else 0))
         fatal = fatal or (len(here) > 1 and here[0].facts["shared_free"] < spare)
     effect = '"shared" refuses without it, and "auto" falls back to ordinary memory, which is slower'
     if fatal:
@@ -255,21 +255,23 @@ def _shared(nodes: Nodes, needs: Needs) -> Finding:
 
 def _memory(nodes: Nodes, needs: Needs) -> Finding:
     wanted = needs.parameters * ELEMENT * COPIES
-    free = {here[0].host: (here[0].facts["available"], wanted * len(here)) for here in nodes}
+    free = [(here[0].host, here[0].facts["available"], wanted * len(here)) for here in nodes]
     model = f"parameters, gradients and Adam's state of {count(needs.parameters)} parameters a rank"
     advice = 'fewer ranks a node, update="sharded" (its state is divided by the ranks), or a smaller model'
     return _room("memory", free, model, advice, PROBLEM if needs.asked else WARNING)
 
 
-def _room(name: str, free: dict[str, tuple[int | None, int]], model: str, advice: str, level: str) -> Finding:
-    """Compare the bytes that each host has, where that is known, with the bytes that `model` wants there."""
-    known = {host: (has, wants) for host, (has, wants) in free.items() if has is not None}
-    short = [
-        f"{host}: {nbytes(has)} free, {nbytes(wants)} wanted" for host, (has, wants) in known.items() if has < wants
-    ]
+def _room(name: str, free: Sequence[tuple[str, int | None, int]], model: str, advice: str, level: str) -> Finding:
+    """Compare the bytes that each node has, where that is known, with the bytes that `model` wants there. free: (host,
+    has, wants) of each node; containers of several hosts may have one name."""
+    known = [(host, has, wants) for host, has, wants in free if has is not None]
+    short = [f"{host}: {nbytes(has)} free, {nbytes(wants)} wanted" for host, has, wants in known if has < wants]
     if short:
         return Finding(level, name, f"{some(short)} for {model}", advice)
-    return ok(name, f"{nbytes(min(known.values())[0])} free: enough for {model}" if known else "unknown on this system")
+    return ok(
+        name,
+        f"{nbytes(min(has for _, has, _ in known))} free: enough for {model}" if known else "unknown on this system",
+    )
 
 
 # GPUs: the one of each rank, and whether CuPy, NCCL and MPI can use it

@@ -62,7 +62,8 @@ def _receive(comm: MPI.Intracomm, source: int) -> Generator[Message | None, None
             held.clear()
             yield Message(source, front["header"], arrays)
     except BaseException:  # `close` raises GeneratorExit
-        free_later(held)
+        if held:
+            free_later(held)
         raise
 
 

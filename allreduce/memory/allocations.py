@@ -96,12 +96,13 @@ class Slice(NamedTuple):
         place = self.start, self.length
         if place in self.entry.cut:
             return self.entry.cut[place]
-        found = self.entry.cut[place] = []
+        found = []
         for part in self.entry.parts:
             begin, end = max(part.start, self.start), min(part.stop, self.start + self.length)
             if begin < end or self.start <= part.start == part.stop < self.start + self.length:
                 whole = (begin, end) == (part.start, part.stop)
                 found.append(Part(part.name, begin - self.start, part.shape if whole else (end - begin,)))
+        self.entry.cut[place] = found  # complete: another thread may read it
         return found
 
     def count_call(self) -> int:

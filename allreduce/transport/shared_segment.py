@@ -26,6 +26,7 @@ from allreduce.transport.control import raise_together, root_value, together
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE
+NOT_SHARED = f"the ranks can't share memory in {SHARED_MEMORY} ({{}}); use another backend, such as ring"
 MAP_FIXED = 0x10  # of Linux, macOS and FreeBSD; Python's mmap lacks it
 STAGING_BYTES = 16 * 1024 * 1024  # of a node, whatever the number of ranks; a container may have 64 MB in all
 SPARE_BYTES = 512 * 1024  # left free for MPI, for each rank: some libraries reserve no pages before they write
@@ -96,8 +97,7 @@ def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise _too_small(nbytes, ranks) from error
-        text = f"the ranks can't share memory in {SHARED_MEMORY} ({error}); use another backend, such as ring"
-        raise UnavailableError(text) from error
+        raise UnavailableError(NOT_SHARED.format(error)) from error
     memory[begin:end:PAGE_BYTES] = 0
     return memory
 
@@ -132,14 +132,20 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, file: i
 def _check_space(nbytes: int, ranks: int, allocated: bool = False) -> None:
     """Raise UnavailableError unless there is room for a file and for MPI's reserve: without one MPI crashes with a
     bus error. allocated: the file has its room. Local."""
-    space = os.statvfs(SHARED_MEMORY)
-    if space.f_bavail * space.f_frsize < nbytes * (not allocated) + ranks * SPARE_BYTES:
+    if _free() < nbytes * (not allocated) + ranks * SPARE_BYTES:
         raise _too_small(nbytes, ranks)
 
 
+def _free() -> int:
+    try:
+        space = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        raise UnavailableError(NOT_SHARED.format(error)) from error
+    return space.f_bavail * space.f_frsize
+
+
 def _too_small(nbytes: int, ranks: int) -> UnavailableError:
-    space = os.statvfs(SHARED_MEMORY)
-    wanted, free = nbytes + ranks * SPARE_BYTES, space.f_bavail * space.f_frsize
+    wanted, free = nbytes + ranks * SPARE_BYTES, _free()
     return UnavailableError(
         f"shared memory is too small: {wanted / 2**20:.1f} MiB are needed for {ranks} ranks and "
         f"{SHARED_MEMORY} has {free / 2**20:.1f} MiB free; enlarge it (docker run --shm-size=8g, or "

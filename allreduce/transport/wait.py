@@ -63,7 +63,7 @@ class WaitRecord:
         self.error: BaseException | None = None
         self.final: BaseException | None = None  # unlike `error`, it is not cleared by `begin`
         self.interrupted = False  # a wait has ended in an error, so MPI may still use its communicator
-        self._seen: tuple[int, DescribedCall | None] = (0, None)
+        self._seen = 0, False
         self.since = 0.0
         self.warned = False
 
@@ -88,9 +88,10 @@ class WaitRecord:
 
     def new(self, now: float) -> bool:
         """Return True if the call is not the one of the last check."""
-        if self._seen == (self.count, self.call) and self.call is not None:
+        now_seen = self.count, self.call is not None  # not the call, which holds its backend
+        if self._seen == now_seen and now_seen[1]:
             return False
-        self._seen = (self.count, self.call)
+        self._seen = now_seen
         self.since, self.warned = now, False
         return True
 

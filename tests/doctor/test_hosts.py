@@ -84,6 +84,11 @@ def test_memory() -> None:
     ranks = cluster(4, 4)
     ranks[4].facts["memory"]["available"] = GIB
     assert "host1: 1 GiB free, 1.49 GiB wanted" in only(judged("memory", ranks)).text
+    ranks = [rank._replace(host="box") for rank in cluster(2, 2)]  # two containers of one name
+    ranks[0].facts["memory"]["shared_free"] = 1 << 19
+    found = only(judged("memory", ranks))
+    assert "box: 512 KiB free" in found.text
+    assert "bus errors" in found.advice
     ranks = cluster(2, 2)
     for rank in ranks[2:]:
         rank.facts["memory"] |= {"cma": False}

@@ -6,7 +6,7 @@ trainers.pytorch.local_sgd it takes steps of its own, and the ranks average thei
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from mpi4py import MPI
@@ -40,6 +40,7 @@ from trainers.strategies.transforms.clip import Clipping
 from trainers.strategies.transforms.transform import AppliedTransforms
 
 Closure = Callable[[], Any]
+ResultT = TypeVar("ResultT")
 
 
 class TorchOwners(Owners):
@@ -130,8 +131,17 @@ class TorchOwners(Owners):
         """Let the transforms change the averages; all ranks raise the error of one. Collective."""
         if self.transforms.applied:
             error = self._changed_by(self.transforms)
-            check = partial(raise_together, self.reducer.comm, error)
-            self.reducer.clock.wait(partial(self.reducer.run_in_queue, "transforms gradients", check))
+            self._checked("transforms gradients", partial(raise_together, self.reducer.comm, error))
+
+    def _checked(self, call: str, check: Callable[[], ResultT]) -> ResultT:
+        """Return the result of a check of all ranks, after the transforms. Collective. If it raises, the gradients that
+        some ranks have transformed are dropped."""
+        try:
+            return self.reducer.clock.wait(partial(self.reducer.run_in_queue, call, check))
+        except Exception:
+            if self.transforms.applied:
+                self.reducer.forget(release=True)
+            raise
 
     def _transformed(self, closure: Closure) -> Any:
         """Call a closure that averages its gradients, and let the transforms change these. Collective."""
@@ -145,6 +155,7 @@ class TorchOwners(Owners):
         one needs the squares of a sharded update."""
         if not transforms.applied:
             return None
+        transforms.take_kept()  # of a step that another error has ended
         tensors, device = [each for each in [*self._dense(), *self._sparse()] if each.numel()], self.reducer.device
         if device.kind == "cuda" and not has_cupy():
             transforms.transform([each.data for each in tensors], self._part(), self.squares)

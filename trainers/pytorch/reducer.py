@@ -351,6 +351,11 @@ class Reducer:
         """The gradients that the program has replaced by tensors outside of the buffers (`p.grad = ...`)."""
         return [gradient for gradient in self.gradients if gradient.replaced()]
 
+    def averaged(self, number: int) -> bool:
+        """Whether a step changes a dense parameter: it has a gradient here, or on another rank. Local."""
+        gradient = self.gradients[number]
+        return gradient.parameter.grad is not None or gradient in self._used_by_others
+
     # The end of a step, and closing
 
     def leaves_out(self) -> bool:

@@ -158,7 +158,7 @@ class ShardedOptimizer(TorchOwners):
             call += f" after {', '.join(moved)} got other memory"
         error = self._changed_by(self.transforms)
         begin = partial(self._begin_update, bool(moved), error or reducer.take_edits())
-        self.update_blocks(reducer.clock.wait(partial(reducer.run_in_queue, call, begin)))
+        self.update_blocks(self._checked(call, begin))
 
     def _begin_update(self, moved: bool, error: Exception | None) -> np.ndarray:
         """Check that all ranks may update. Returns, for each parameter, whether any rank has a gradient of it.
@@ -205,12 +205,14 @@ class ShardedOptimizer(TorchOwners):
     def _dense(self) -> list[Tensor]:
         if self.reducer.state != SCATTERED:
             return super()._dense()
-        return [flat(grad) for own in self._grads for grad in own]  # not the gaps, in which a NaN would stay
+        given = zip(self._held, self._grads, strict=True)
+        return [flat(grad) for each, own in given if self.reducer.averaged(each.parameter) for grad in own]  # no gaps
 
     def _part(self) -> Slices | None:
         if self.reducer.state != SCATTERED:
             return None
-        begins = [(each.start - each.blocks[0].start, block) for each in self._held for block in each.blocks]
+        held = [each for each in self._held if self.reducer.averaged(each.parameter)]
+        begins = [(each.start - each.blocks[0].start, block) for each in held for block in each.blocks]
         return tuple(slice(begin + block.start, begin + block.stop) for begin, block in begins)
 
     def set_steps(self, steps: int) -> None:

@@ -30,6 +30,9 @@ class NoReplica:
     def __getattr__(self, name: str) -> NoReturn:
         raise OptionError(f"it uses replica.{name}, and a MirroredOptimizer has no replica")
 
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        self.__getattr__(name)
+
 
 def list_error(given: Any) -> str:
     """Return why this is no list of transforms and checks, as text; "" if it is."""
@@ -49,14 +52,12 @@ def without_checks(given: Iterable[Any]) -> list[Transform]:
 
 
 def started(given: Iterable[Any], average: Average | None) -> AppliedTransforms:
-    """Return the transforms in this list, started, without the checks. Local.
+    """Return the transforms in this list, begun, without the checks. Local.
 
     Raises OptionError for one that needs a fit.
     """
     chain = AppliedTransforms()
     chain.start([_started(each, average) for each in without_checks(given)])
-    for each in chain.applied:
-        each.begin()
     return chain
 
 
@@ -69,6 +70,10 @@ def _started(transform: Transform, average: Average | None) -> Applied:
     try:
         wrong = transform.error(replica, average)
         applied = transform.start(replica)
+        if not isinstance(applied, Applied):
+            wrong = wrong or f"start must return an Applied, got {applied!r}"
+        elif not wrong:
+            applied.begin()
     except OptionError as error:
         raise OptionError(f"{refused}: {error}") from error
     if wrong:

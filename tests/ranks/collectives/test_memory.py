@@ -8,6 +8,7 @@ import secrets
 import tracemalloc
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -190,6 +191,23 @@ def test_too_small_shared_memory_is_refused(
     monkeypatch.undo()
     assert reduce.allocate(10, "float32").size == 10
     reduce.close()
+
+
+def test_shared_memory_of_which_the_system_tells_nothing(
+    flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers may forbid it. "auto" does without."""
+
+    def forbidden(path: object) -> NoReturn:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "statvfs", forbidden)
+    with pytest.raises(UnavailableError, match="can't share memory in .*Permission denied"):
+        allreduce.create("shared", flat)
+    array = np.ones(3)
+    with allreduce.create("auto", flat) as reduce:
+        reduce(array, "sum")
+    assert array[0] == SIZE
 
 
 def test_memory_that_one_rank_can_not_have_is_refused_on_all(

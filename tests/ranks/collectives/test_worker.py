@@ -461,6 +461,44 @@ def test_a_broken_queue_keeps_nothing_alive(topology: allreduce.Topology) -> Non
         queue.submit(lambda: None)
 
 
+def test_a_worker_keeps_no_topology_alive() -> None:
+    """A program that drops its topology tells the other ranks, also if a thread of its worker runs."""
+    topology = allreduce.Topology()
+    backend = allreduce.create("ring", topology)
+    backend.submit(np.ones(3), "sum").wait()
+    held = weakref.ref(topology)
+    del topology, backend
+    gc.collect()
+    assert held() is None
+
+
+def test_a_queue_is_made_in_one_thread_and_a_backend_in_another(topology: allreduce.Topology) -> None:
+    """In any order: they agree on communicators of their own."""
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
+    first, second = (allreduce.create("ring", topology) for _ in range(2))
+    first.submit(np.ones(3), "sum").wait()  # the worker exists
+    failed: list[Exception] = []
+
+    def act(number: int) -> None:
+        try:
+            if number == topology.rank % 2:
+                second.submit(np.ones(3), "sum").wait()  # its first one makes a queue
+            else:
+                allreduce.create("ring", topology)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=act, args=[number]) for number in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join(60)
+    assert not failed
+    topology.close()
+
+
 def test_a_call_that_was_submitted_before_the_thread_started_runs(topology: allreduce.Topology) -> None:
     worker = topology.service(Worker)
     future = worker.queue("user").submit(lambda: None)

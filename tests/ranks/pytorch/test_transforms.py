@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -46,22 +47,23 @@ all_updates = pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 
 @dataclass(frozen=True)
 class Own(Transform):
-    """A program's own transform. fails: in this call of `reduced`, on the last rank."""
+    """A program's own transform. fails: in this call of `reduced`, on the last rank. squares: whether it needs them."""
 
     factor: float = 1.0
     fails: int = -1
+    squares: bool = True
 
     def start(self, replica: Any) -> Applied:
         return OwnApplied(self)
 
 
 class OwnApplied(Applied):
-    needs_squares = True
     made: "OwnApplied"
+    part: Any = None
 
     def __init__(self, options: Own) -> None:
         self.options, self.begun, self.calls = options, 0, []
-        self.meter = NormMeter("largest")
+        self.meter, self.needs_squares = NormMeter("largest"), options.squares
         OwnApplied.made = self
 
     def begin(self) -> None:
@@ -69,6 +71,7 @@ class OwnApplied(Applied):
 
     def reduced(self, gradients: Sequence[Any], part: Any, squares: Any) -> None:
         assert all(type(each) is np.ndarray and each.ndim == 1 for each in gradients)
+        self.part = part
         if part is not None:
             assert [each.stop - each.start for each in part] == [each.size for each in gradients[: len(part)]]
         self.calls.append((sum(each.size for each in gradients), squares))
@@ -310,11 +313,58 @@ def test_what_the_program_left_in_grad(world: MPI.Intracomm, flat: allreduce.Top
 @several
 def test_edits_of_scattered_gradients_are_found_as_before(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = network()
-    for transforms in ([ClipNorm(NORM)], [Own(), ClipNorm(NORM)]):
+    for transforms in ([ClipNorm(NORM)], [Own(fails=0, squares=False), ClipNorm(NORM)]):
         with mirrored(sgd(model), model, topology=flat, update="sharded", transforms=transforms) as optimizer:
             functional.cross_entropy(model(mine(data()[0][0])), mine(data()[1][0])).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             raised_everywhere(world, GradientError, optimizer.step)
+            step(model, optimizer)  # the error of a transform in the step before is no error of this one
+
+
+@both_updates
+def test_gradients_of_a_step_that_failed_are_dropped(
+    world: MPI.Intracomm, flat: allreduce.Topology, update: str
+) -> None:
+    """Some ranks have transformed theirs, so the ranks would take different steps."""
+    model = network()
+    before = [each.detach().clone() for each in model.parameters()]
+    with mirrored(sgd(model), model, topology=flat, update=update, transforms=[Own(0.5, fails=0)]) as optimizer:
+        functional.cross_entropy(model(mine(data()[0][0])), mine(data()[1][0])).backward()
+        raised_everywhere(world, KeyError, optimizer.step)
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+@all_updates
+def test_a_norm_counts_the_gradients_that_the_program_has_left(
+    world: MPI.Intracomm, flat: allreduce.Topology, update: Any
+) -> None:
+    model, reference = network(), network()
+    x, y = (each[0] for each in data())
+    with mirrored(sgd(model), model, topology=flat, update=update, transforms=[ClipNorm(NORM)]) as optimizer:
+        for own, take in ((model, mine), (reference, everything)):
+            functional.cross_entropy(own(take(x)), take(y)).backward()
+            own[0].weight.grad = None
+        optimizer.step()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), NORM)
+        assert optimizer.measured["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    sgd(reference).step()
+    assert_mirrored(world, model)
+    assert_close(model, reference, 1e-4)
+
+
+@several
+def test_the_parts_of_all_ranks_are_all_elements_once(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = nn.ModuleList([nn.Linear(3, 33), nn.Linear(33, 2).double()])  # buckets of two dtypes
+    options = {"topology": flat, "update": "sharded", "buckets": Buckets(False, **SMALL_BUCKETS)}
+    with mirrored(sgd(model), model, transforms=[Own()], **options) as optimizer:
+        model[1](model[0](torch.ones(1, 3)).double()).sum().backward()
+        optimizer.step()
+        own = [(each.start, each.stop) for each in OwnApplied.made.part if each.start < each.stop]
+    parts = sorted(part for rank in world.allgather(own) for part in rank)
+    total = sum(each.numel() for each in model.parameters())
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(parts))  # between them are gaps of buckets
+    assert sum(stop - start for start, stop in parts) == total
 
 
 @both_updates
@@ -381,9 +431,17 @@ class Needs(Transform):
     def start(self, replica: Any) -> Applied:
         if self.what == "replica":
             replica.learning_rates = [replica.learning_rates[0] / 2]
+        if self.what == "set":
+            replica.learning_rates = [0.0]
+        if self.what == "nothing":
+            return None  # type: ignore[return-value]
         if self.what == "rank" and MPI.COMM_WORLD.rank == SIZE - 1:
             raise ZeroDivisionError("by nothing")
-        members = {"compute": lambda self, inner, rows: inner(rows), "updated": lambda self, spans: None}
+        members = {
+            "compute": lambda self, inner, rows: inner(rows),
+            "updated": lambda self, spans: None,
+            "begin": lambda self: replica.metrics,
+        }
         found = {name: value for name, value in members.items() if name == self.what}
         applied = type("Work", (Applied,), found)()
         if self.what == "watchers":
@@ -403,6 +461,9 @@ REFUSED: dict[str, tuple[list[Any], type[Exception], str]] = {
     "compute": ([Needs("compute")], errors.OptionError, r"Needs\('compute'\): nothing calls Work.compute in a PyTorch"),
     "updated": ([Needs("updated")], errors.OptionError, "nothing calls Work.updated"),
     "replica": ([Needs("replica")], errors.OptionError, "uses replica.learning_rates, and a MirroredOptimizer has no"),
+    "set": ([Needs("set")], errors.OptionError, "uses replica.learning_rates, and a MirroredOptimizer has no"),
+    "begin": ([Needs("begin")], errors.OptionError, r"can't use Needs\('begin'\): it uses replica.metrics"),
+    "nothing": ([Needs("nothing")], errors.OptionError, "start must return an Applied, got None"),
     "error": ([Needs("error")], errors.OptionError, "no luck"),
     "watchers": ([Needs("watchers")], errors.OptionError, "callbacks of a fit"),
     "rank": ([Needs("rank")], ZeroDivisionError, "by nothing"),
