@@ -90,11 +90,11 @@ def _main(arguments: Sequence[str], topology: Topology, program: str) -> int:
 
 def parse(arguments: Sequence[str], shown: bool, program: str = "python -m allreduce") -> argparse.Namespace:
     """Return the doctor's options. Raises the same OptionError on all ranks; --help and --version exit."""
-    parser = Parser(shown, prog=program, description=f"doctor: {doctor.ABOUT}", epilog=doctor.MORE)
+    parser = Parser(shown, prog=f"{program} doctor", description=f"doctor: {doctor.ABOUT}", epilog=doctor.MORE)
     libraries = f"{mpi_library()}, mpi4py {mpi4py.__version__}, NumPy {np.__version__}"
     version = f"allreduce {__version__} ({libraries}, Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=version)
-    parser.add_argument("command", nargs="?", choices=["doctor"], default="doctor")
+    parser.add_argument("command", nargs="?", choices=["doctor"], default="doctor", help=argparse.SUPPRESS)
     doctor.add_options(parser)
     return parser.parse_args(arguments or ["--help"])
 

@@ -268,10 +268,9 @@ def _room(name: str, free: Sequence[tuple[str, int | None, int]], model: str, ad
     short = [f"{host}: {nbytes(has)} free, {nbytes(wants)} wanted" for host, has, wants in known if has < wants]
     if short:
         return Finding(level, name, f"{some(short)} for {model}", advice)
-    return ok(
-        name,
-        f"{nbytes(min(has for _, has, _ in known))} free: enough for {model}" if known else "unknown on this system",
-    )
+    if not known:
+        return ok(name, "unknown on this system")
+    return ok(name, f"{nbytes(min(has for _, has, _ in known))} free: enough for {model}")
 
 
 # GPUs: the one of each rank, and whether CuPy, NCCL and MPI can use it

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from allreduce.algorithms import class_of
+from allreduce.algorithms.shared import IN_CACHE
 from allreduce.transport.cost import Layout, Machine
 from benchmarks import scaling
 from benchmarks.lib.results import FileError, Run, summarize, to_json
@@ -54,10 +55,14 @@ def test_shared(n: int) -> None:
     assert count("shared", "copy", at, s) == 0, "nothing staged"
     assert count("shared", "fence", at, s) == 2 * rounds
     assert count("shared", "gamma", at, s) == pytest.approx(s * (n - 1) / n)
-    assert count("shared", "copy", at, s, allocated=False) == pytest.approx(2 * (n - 1) / n * s), "fetched, and brought"
+    cached = pytest.approx(2 * (n - 1) / n * s * IN_CACHE)
+    assert count("shared", "copy", at, s, allocated=False) == cached, "staged: there and back in the caches"
+    assert count("shared", "fence", at, s, allocated=False) == 3 * rounds
+    long = 16 * MIB
+    assert count("shared", "copy", at, long, allocated=False) == pytest.approx(2 * (n - 1) / n * long), "by CMA"
     staged = replace(at, cma=False)
-    assert count("shared", "copy", staged, s, allocated=False) == 2 * s
-    assert count("shared", "fence", staged, s, allocated=False) == 4 * rounds
+    assert count("shared", "copy", staged, long, allocated=False) == 2 * long
+    assert count("shared", "fence", staged, long, allocated=False) == (2 + 2 * n) * rounds, "two for each of n pieces"
     assert count("shared", "fence", staged, 16 * MIB, allocated=False) == (2 + 2 * n) * rounds, "n pieces"
 
 

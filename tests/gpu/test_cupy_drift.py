@@ -56,6 +56,7 @@ FILES = [
     "trainers/fit/loop.py",
     "trainers/local_sgd/rounds.py",
     "trainers/mirrored.py",
+    "trainers/pytorch/owners.py",
     "trainers/replicas/pytorch/devices.py",
     "trainers/watching/meter.py",
     "trainers/stopwatch.py",

@@ -131,9 +131,9 @@ class TorchOwners(Owners):
         """Let the transforms change the averages; all ranks raise the error of one. Collective."""
         if self.transforms.applied:
             error = self._changed_by(self.transforms)
-            self._checked("transforms gradients", partial(raise_together, self.reducer.comm, error))
+            self._agreed("transforms gradients", partial(raise_together, self.reducer.comm, error))
 
-    def _checked(self, call: str, check: Callable[[], ResultT]) -> ResultT:
+    def _agreed(self, call: str, check: Callable[[], ResultT]) -> ResultT:
         """Return the result of a check of all ranks, after the transforms. Collective. If it raises, the gradients that
         some ranks have transformed are dropped."""
         try:

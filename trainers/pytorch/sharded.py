@@ -158,7 +158,7 @@ class ShardedOptimizer(TorchOwners):
             call += f" after {', '.join(moved)} got other memory"
         error = self._changed_by(self.transforms)
         begin = partial(self._begin_update, bool(moved), error or reducer.take_edits())
-        self.update_blocks(self._checked(call, begin))
+        self.update_blocks(self._agreed(call, begin))
 
     def _begin_update(self, moved: bool, error: Exception | None) -> np.ndarray:
         """Check that all ranks may update. Returns, for each parameter, whether any rank has a gradient of it.

@@ -202,7 +202,7 @@ def test_shared_memory_of_which_the_system_tells_nothing(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "statvfs", forbidden)
-    with pytest.raises(UnavailableError, match="can't share memory in .*Permission denied"):
+    with pytest.raises(UnavailableError, match=r"can't share memory in .*Permission denied"):
         allreduce.create("shared", flat)
     array = np.ones(3)
     with allreduce.create("auto", flat) as reduce:
