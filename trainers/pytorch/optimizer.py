@@ -275,8 +275,8 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def measured(self) -> dict[str, float]:
-        """The numbers that the transforms have measured in the last step that was taken, NaN before it: {"grad_norm": 2.5}
-        with ClipNorm. Local."""
+        """The numbers that the transforms have measured in the last step that was taken, NaN before the first one:
+        {"grad_norm": 2.5} with ClipNorm. Local."""
         return {meter.name: float(meter.last) for meter in self._parts.transforms.meters}
 
     @property
