@@ -271,9 +271,9 @@ def method(name: str, state: np.ndarray, keep: object) -> Callable[..., Any] | N
     state: the 64-bit words of its struct. keep: the memory to which they point. A call takes 20 ns; by ctypes it would
     take 100.
     """
-    definition = _definition(name)
-    if definition is None:
+    if _loaded() is None:
         return None
+    definition = _definition(name)
     create = ctypes.pythonapi.PyCFunction_NewEx
     create.argtypes, create.restype = (_POINTER, ctypes.py_object, ctypes.py_object), ctypes.py_object
     # its `self` is the address of the state; its module, any object, keeps the memory
@@ -290,12 +290,9 @@ def sum_address(dtype: np.dtype) -> int:
     return ctypes.cast(getattr(_loaded(), f"sum_{dtype}"), _POINTER).value or 0
 
 
-@functools.cache
-def _definition(name: str) -> _Method | None:
-    library = _loaded()
-    if library is None:
-        return None
-    address = ctypes.cast(getattr(library, name), _POINTER).value
+@functools.cache  # for ever: Python reads it when it frees a function that was made of it
+def _definition(name: str) -> _Method:
+    address = ctypes.cast(getattr(_loaded(), name), _POINTER).value
     return _Method(name.encode(), address, _ARRAY_OF_ARGUMENTS, None)
 
 

@@ -42,7 +42,7 @@ def by_numpy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
 
 def clear_caches() -> None:
-    for cached in (kernels._switched_off, kernels._loaded, kernels._function, kernels._definition):
+    for cached in (kernels._switched_off, kernels._loaded, kernels._function):
         cached.cache_clear()
 
 
