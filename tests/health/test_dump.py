@@ -195,7 +195,8 @@ def test_flight_records(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: bool,
     assert re.search(first, text), text  # 300 calls before, and those that the library makes
     assert f"\n  rank 1: {theirs}" in text or f"\n  rank 1: all_reduce: {theirs}" in text
     assert "\n  ranks 0, 2: all_reduce: length 1000, dtype float32, op" in text
-    assert (records[1].why == "ValueError: on purpose") == (action == "raises" and not ulfm)  # it writes another one
+    if not ulfm:  # with ULFM rank 1 writes another one, if it has the time
+        assert (records[1].why == "ValueError: on purpose") == (action == "raises")
 
 
 def test_doctor_flight(mpirun: JobRunner, tmp_path: Path) -> None:
