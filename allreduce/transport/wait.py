@@ -63,7 +63,7 @@ class WaitRecord:
         self.error: BaseException | None = None
         self.final: BaseException | None = None  # unlike `error`, it is not cleared by `begin`
         self.interrupted = False  # a wait has ended in an error, so MPI may still use its communicator
-        self._seen = 0, False
+        self._seen = -1  # the number of the call in the last check
         self.since = 0.0
         self.warned = False
 
@@ -88,10 +88,9 @@ class WaitRecord:
 
     def new(self, now: float) -> bool:
         """Return True if the call is not the one of the last check."""
-        now_seen = self.count, self.call is not None  # not the call, which holds its backend
-        if self._seen == now_seen and now_seen[1]:
+        if self.call is not None and self._seen == self.count:
             return False
-        self._seen = now_seen
+        self._seen = -1 if self.call is None else self.count  # not the call, which holds its backend
         self.since, self.warned = now, False
         return True
 

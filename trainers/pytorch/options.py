@@ -69,10 +69,10 @@ class Options:
         gradients (`Applied.reduced`); and of the checks CheckGradients and CheckDivergence (trainers.callbacks).
         Transforms run in `step`, in the order of the list, on what the program has left in `.grad`; with a closure each
         time it returns. They get the averages that exist: parameters without a gradient are left out, and of sparse
-        gradients they get the rows that a batch has used. With update="sharded" a rank transforms its slices, of which
-        unused parameters are zeros; with LocalSGD this rank's own gradients. All ranks raise the error of one, and none
-        updates; with LocalSGD all raise it at the end of the round, and the other ranks have taken their steps.
-        `measured` has what they measure.
+        gradients they get the rows that a batch has used.
+        With update="sharded" a rank transforms its slices; with LocalSGD its own gradients. All ranks raise the error
+        of one, and none updates; with LocalSGD all raise it at the end of the round, and the other ranks have taken
+        their steps. `measured` has the numbers that they measure.
         SkipNotFinite(): gradients are checked on every rank before they are averaged. If some are NaN, infinite, or too
         large to be sent (65504 is the largest with compress="float16"), no rank takes that step (a step with a closure
         raises), and the model's buffers (running statistics of batch norm, say) get their values from before the step.

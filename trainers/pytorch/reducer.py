@@ -135,7 +135,7 @@ class Reducer:
         self._last_rows: Rows | None = None  # the rows of the last average
         self.joining = False  # inside of join(); a rank that does not call rows() counts as one row
         self.steps = self.averages = self._begun = 0
-        self._used_by_others: list[Gradient] = []  # of parameters that other ranks have used, and this one has not
+        self._used_by_others: dict[Gradient, None] = {}  # of parameters that other ranks alone have used
         self._backward: Backward | None = None  # the current backward, or one that raised
         self._versions: list[int] = []  # of the buffers when they got their state
         self._marks = Marks(self.flats, self.plan, [bucket.share.parts for bucket in self.dense], self.device)
@@ -221,9 +221,8 @@ class Reducer:
         self.averages += 1
         self._last_rows = self.rows
         dense = len(self.gradients)
-        self._used_by_others = [
-            self.gradients[each] for each in backward.unused if each < dense and backward.used[each]
-        ]
+        others = (self.gradients[each] for each in backward.unused if each < dense and backward.used[each])
+        self._used_by_others = dict.fromkeys(others)
         for bucket in self.sparse:
             bucket.hand_over(used=bool(backward.used[bucket.parameters[0]]))
         self._become(self._reduces_to)
