@@ -1,7 +1,8 @@
 """Casts and sums of 16-bit floats by PyTorch, if the program has imported it: the bits of NumPy and ml_dtypes, sooner.
 
-PyTorch adds two 16-bit floats in float32 and rounds once. NumPy does what would have other bits: NaNs, and all in a
-thread that flushes subnormal numbers. PyTorch's threads would use other ranks' cores, so it gets short pieces.
+PyTorch adds two 16-bit floats in float32 and rounds once. NumPy takes the cases in which PyTorch has other bits:
+NaNs, and a thread that flushes subnormal numbers. PyTorch's threads would use other ranks' cores, so it gets short
+pieces.
 """
 
 import sys
@@ -17,7 +18,7 @@ from allreduce.arrays.small_floats import FLOAT, flushes, largest
 from allreduce.arrays.workspace import Workspace
 
 SERIAL = 32 * 1024 - 64  # elements that PyTorch never divides among threads
-INFINITY = {FLOAT16: 0x7C00, BFLOAT16: 0x7F80}  # bits; those of NaNs are larger
+INFINITY = {FLOAT16: 0x7C00, BFLOAT16: 0x7F80}  # bits; NaNs have larger ones
 CASTS = (FLOAT16, FLOAT), (FLOAT, FLOAT16), (FLOAT, BFLOAT16)  # NumPy widens bfloat16 as fast
 
 

@@ -92,8 +92,7 @@ def widen(source: np.ndarray, out: np.ndarray) -> None:
 
 
 def largest(short: np.ndarray) -> int:
-    """Return the bits of the largest magnitude of 16-bit floats; those of NaNs are
-    larger than those of infinity."""
+    """Return the bits of the largest magnitude of 16-bit floats, as a number. NaNs are larger than infinity."""
     return max(int(short.view(np.int16).max(initial=0)), int(short.view(np.uint16).max(initial=0)) - 0x8000)
 
 
