@@ -115,16 +115,25 @@ def mpirun(
         options += ["--with-ft", "ulfm"]
     started_by = [str(bin_folder / launcher), *options, "-n", str(ranks)] if ranks else []
     command = [*started_by, str(bin_folder / "python"), *map(str, args)]
+    code, texts = _run(command, timeout, env, cwd)
+    if ranks and code is not None and code < 0:  # prterun itself has crashed, which happens once in some runs
+        code, texts = _run(command, timeout, env, cwd)
+    if code is None:
+        raise JobTimeoutError(f"{shlex.join(command)} did not end in {timeout:.0f} s\n" + "\n".join(texts))
+    return subprocess.CompletedProcess(command, code, *texts)
+
+
+def _run(
+    command: Sequence[str], timeout: float, env: Mapping[str, str] | None, cwd: str | Path | None
+) -> tuple[int | None, list[str]]:
+    """Run a job; return its exit code (None if it took too long; negative if a signal ended the launcher) and output."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         with started(command, out, err, env, cwd) as process:
             try:
                 code: int | None = process.wait(timeout)
             except subprocess.TimeoutExpired:
                 code = None
-        texts = [_text(file) for file in (out, err)]
-    if code is None:
-        raise JobTimeoutError(f"{shlex.join(command)} did not end in {timeout:.0f} s\n" + "\n".join(texts))
-    return subprocess.CompletedProcess(command, code, *texts)
+        return code, [_text(file) for file in (out, err)]
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lacking(f"{', '.join(missing)} not installed; pip install --group docs")
     folder = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-W", "--keep-going", "-d", folder / "doctrees"]
-    done = subprocess.run([*build, DOCS, folder / "html"], capture_output=True, text=True, timeout=300, cwd=launch.ROOT)
+    done = subprocess.run([*build, DOCS, folder / "html"], capture_output=True, text=True, timeout=900, cwd=launch.ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return folder / "html"
