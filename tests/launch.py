@@ -126,7 +126,7 @@ def mpirun(
 def _run(
     command: Sequence[str], timeout: float, env: Mapping[str, str] | None, cwd: str | Path | None
 ) -> tuple[int | None, list[str]]:
-    """Run a job; return its exit code (None if it took too long; negative if a signal ended the launcher) and output."""
+    """Run a job; return its exit code (None: it took too long; negative: a signal ended the launcher) and output."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         with started(command, out, err, env, cwd) as process:
             try:

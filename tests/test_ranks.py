@@ -21,7 +21,9 @@ QUICK = bool(os.environ.get("ALLREDUCE_TEST_QUICK"))  # set by `scripts/test.sh 
 TORCH = bool(os.environ.get("ALLREDUCE_TEST_TORCH"))  # by `scripts/test.sh --torch VERSION`
 RANKS = (1, 2, 3) if QUICK or TORCH else (1, 2, 3, 4, 5)
 MPIS = ("openmpi",) if QUICK or TORCH else launch.MPIS
-LIMIT_SECONDS = 1800.0  # of a job, beside another one on slow cores; a watchdog in ranks/conftest.py ends a test that hangs
+LIMIT_SECONDS = (
+    1800.0  # of a job, beside another one on slow cores; the watchdog in ranks/conftest.py ends a hanging test
+)
 
 
 @pytest.mark.parametrize("ranks", [f"{ranks}ranks" for ranks in RANKS])
