@@ -473,23 +473,33 @@ def _requests() -> "st.SearchStrategy[Any]":
 
 
 FILES = (DataError,)
+
+
+def images(content: Content) -> dict[str, Content]:
+    return {"train-images-idx3-ubyte": content, "train-labels-idx1-ubyte": files.LABELS[0]}
+
+
+def as_it_is(content: Content) -> Content:
+    return content
+
+
 READERS = [
-    Reader("IDX", _idx(), _read_idx, FILES),
-    Reader("CSV", _csv(), _read_data, FILES),
-    Reader("npz data set", _npz(), _read_data, FILES),
-    Reader("table", _named(), _read_named, FILES),
-    Reader("rows to predict", _streams(), _read_stream, FILES),
+    Reader("IDX", _idx(), _read_idx, FILES, laid=images),
+    Reader("CSV", _csv(), _read_data, FILES, laid=lambda content: ("set.csv.gz", content)),
+    Reader("npz data set", _npz(), _read_data, FILES, laid=lambda content: ("set.npz", content)),
+    Reader("table", _named(), _read_named, FILES, laid=lambda content: ("set.tsv", content)),
+    Reader("rows to predict", _streams(), _read_stream, FILES, laid=lambda content: ("x.npy", content)),
     Reader("columns", trees([files.COLUMNS]), _read_columns, (ValueError,)),
-    Reader("model", _models(), _read_model, (ModelFileError,)),
+    Reader("model", _models(), _read_model, (ModelFileError,), laid=as_it_is),
     Reader("checkpoints", _checkpoints(), _read_checkpoints, (CheckpointError, ModelFileError)),
-    Reader("constants", _decisions(), _read_decisions, (constants.ContentError, OSError)),
+    Reader("constants", _decisions(), _read_decisions, (constants.ContentError, OSError), laid=as_it_is),
     Reader("auto's table", _decisions(), _said_by_auto, ()),
     Reader("TF_CONFIG", _clusters(), _read_cluster, (RoleError,)),
     Reader("compare", st.tuples(_results(), _results()), _read_results, (FileError,)),
-    Reader("fit", _results(), _read_fit, (FileError,), 0.3),
+    Reader("fit", _results(), _read_fit, (FileError,), 0.3, laid=as_it_is),
     Reader("scaling", _results(), _read_scaling, (FileError,), 0.02),
     Reader("report", _results(), _read_page, (FileError,), 0.02),
-    Reader("timeline", contents(texts(files.trace())), _read_trace, (FileError,)),
+    Reader("timeline", contents(texts(files.trace())), _read_trace, (FileError,), laid=as_it_is),
     Reader("timeline's picture", contents(texts(files.trace())), _draw_trace, (FileError,), 0.02),
     Reader("CSV log", _logs(), _read_log, (ArgumentError,)),
     Reader("a rank's trace", texts(files.recorded()), peers.read_trace, (AllReduceError,)),

@@ -28,13 +28,15 @@ MOST_TEXT = 4000  # characters of an error
 class Reader:
     """A function that reads input from others. inputs: strategy of its inputs. read: reads one of them, in an empty
     folder; returns its output or None; must raise one of `errors` to refuse the input, and nothing else. share:
-    fraction of the run's inputs, smaller for slow readers."""
+    fraction of the run's inputs, smaller for slow readers. laid: of a reader of files, the input whose file has a given
+    content, or is no file."""
 
     name: str
     inputs: "st.SearchStrategy[Any]"
     read: Callable[[Any, Path], str | None]
     errors: tuple[type[Exception], ...]
     share: float = 1.0
+    laid: Callable[[Any], Any] | None = None
 
 
 @dataclass

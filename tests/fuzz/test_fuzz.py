@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzz.layouts import ENDLESS, PIPE, SPARSE
 from tests.fuzz.readers import READERS
-from tests.fuzz.running import Reader, run
+from tests.fuzz.running import Reader, limited, run
 
 INPUTS, SEED = 50, 1
 
@@ -16,3 +17,12 @@ def test_hostile_inputs(reader: Reader, tmp_path: Path) -> None:
     count = run(reader, max(round(INPUTS * reader.share), 3), SEED, tmp_path)
     assert not count.others, "\n\n".join(count.others.values())
     assert count.accepted + count.refused == count.inputs > 0
+
+
+@pytest.mark.parametrize("kind", [PIPE, ENDLESS, SPARSE])
+@pytest.mark.parametrize("reader", [reader for reader in READERS if reader.laid], ids=lambda reader: reader.name)
+def test_what_is_no_file_is_refused(reader: Reader, kind: str, tmp_path: Path) -> None:
+    """Before it is read: a pipe has no end, and a sparse file does not fit the memory."""
+    assert reader.laid is not None
+    with pytest.raises(reader.errors), limited():
+        reader.read(reader.laid(kind), tmp_path)

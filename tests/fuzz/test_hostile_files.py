@@ -170,23 +170,6 @@ def test_csv_bomb(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -
         datasets.load(str(path))
 
 
-@pytest.mark.parametrize("name", ["set.csv", "set.csv.gz", "set.npz", "train-images-idx3-ubyte", "model"])
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_is_no_file_is_not_read(tmp_path: Path, name: str, kind: str) -> None:
-    path = tmp_path / name
-    if kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to("/dev/zero")
-    if name == "model":
-        with pytest.raises(ModelFileError, match="not a regular file"):
-            NumpyNetwork.load(str(path))
-        return
-    (tmp_path / "train-labels-idx1-ubyte").write_bytes(LABELS)
-    with pytest.raises(DataError, match="not a regular file"):
-        datasets.load(str(tmp_path if name.startswith("train") else path))
-
-
 # Models
 
 

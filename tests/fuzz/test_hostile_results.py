@@ -22,7 +22,7 @@ from allreduce.tracing import merging
 from allreduce.tuning import constants
 from benchmarks import compare, scaling, timeline
 from benchmarks.lib import outputs, plot, report
-from benchmarks.lib.results import FileError, load, to_json
+from benchmarks.lib.results import FileError, to_json
 from benchmarks.timeline import load as load_trace
 from tests.benchmarks.made_runs import made_run
 from tests.fuzz import files, peers
@@ -76,29 +76,6 @@ def test_results(tmp_path: Path, fault: str, command: Any, capsys: pytest.Captur
     assert "run.json" in said.err
     assert "\x1b" not in said.out + said.err
     assert len(said.err) < 3000
-
-
-@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "sparse"])
-@pytest.mark.parametrize("read", [load, load_trace])
-def test_what_is_no_file_of_results(tmp_path: Path, kind: str, read: Callable[[str], object]) -> None:
-    path = tmp_path / "run.json"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "sparse":
-        path.touch()
-        os.truncate(path, 1 << 42)
-    else:
-        path.symlink_to(kind)
-    with pytest.raises(FileError, match=r"run\.json"):
-        read(str(path))
-
-
-def test_a_sparse_data_set_is_not_taken_into_memory(tmp_path: Path) -> None:
-    path = tmp_path / "set.npz"
-    path.touch()
-    os.truncate(path, 1 << 42)
-    with pytest.raises(DataError, match=r"set\.npz is not an \.npz archive"):
-        datasets.load(str(path))
 
 
 def test_errors_quote_no_control_characters(tmp_path: Path) -> None:
