@@ -89,9 +89,15 @@ def cells(page: str) -> list[list[tuple[int, str]]]:
     return [[(int(a), b) for a, b in re.findall(r"colspan=(\d+)[^>]*title='(\w+): ", row)] for row in rows]
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without pictures, which take seconds."""
+    monkeypatch.setattr(report, "draw", lambda *_: b"<svg/>")
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_the_map_has_the_fastest_backend_of_each_size_and_number_of_ranks() -> None:
     """native is the fastest up to 32 KiB; then shared, where arrays are allocated, and else ring from 32 MiB on."""
-    pytest.importorskip("matplotlib")
     few, many = made_run(2), made_run(4, slower=0.1)
     page = report.page(few, many, made_run(1))
     found = cells(page)
@@ -136,6 +142,7 @@ def test_the_limit_is_a_line_of_the_bandwidths_alone() -> None:
     assert not any("limit" in str(axis.get_legend_handles_labels()[1]) for axis in plot.figure_of(made_run(2)).axes)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_a_page_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     paths = [tmp_path / f"{ranks}.json" for ranks in (4, 2)]

@@ -194,34 +194,6 @@ def test_ranks_in_different_calls_are_told(mpirun: JobRunner, mpi: str) -> None:
     assert "DisagreementError: the ranks disagree about this call" in text
 
 
-@pytest.mark.parametrize(("mpi", "end"), [("openmpi", "raise"), ("mpich", "go on")])
-def test_a_difference_that_one_node_sees_is_an_error_of_all(mpirun: JobRunner, mpi: str, end: str) -> None:
-    """Arrays are swapped on one rank of two nodes: all ranks raise the same error, and can continue."""
-    code = (
-        "import sys, allreduce\n"
-        "reduce = allreduce.create('hierarchical_copy', allreduce.Topology(ranks_per_node=2))\n"
-        "arrays = [reduce.allocate(1000), reduce.allocate(1000)]\n"
-        "for array in arrays: reduce(array, 'sum')\n"
-        "try: reduce(arrays[reduce.rank == 1], 'sum')\n"
-        "except allreduce.errors.DisagreementError:\n"
-        "    if sys.argv[1] == 'raise': raise\n"
-        "    sys.stdout.write('refused\\n')\n"
-        "reduce(arrays[0], 'sum')\n"
-    )
-    job = mpirun(4, ["-c", code, end], mpi=mpi)
-    text = job.stdout + job.stderr
-    if end == "raise":
-        assert job.returncode != 0
-        assert text.count("errors.DisagreementError: ") == 1
-        assert (
-            'rank 1: all_reduce: length 1000, dtype float32, op "sum", memory from allocate(), array 2 at byte 0'
-            in text
-        )
-    else:
-        assert job.returncode == 0, text
-        assert text.count("refused") == 4
-
-
 @BOTH
 def test_nothing_is_left_in_shared_memory(mpirun: JobRunner, mpi: str, tmp_path: Path) -> None:
     """Neither after a clean end, nor after a backend that was never closed, nor after an abort.

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests import launch
-from tests.backends import ON_CPU
 from tests.conftest import JobRunner
 
 BOTH = pytest.mark.parametrize("mpi", launch.MPIS)
@@ -41,49 +40,6 @@ def run(mpirun: JobRunner, folder: Path, mpi: str, action: str, limits: dict[str
     assert job.returncode != 0, text
     assert "came to the end" not in text
     return text
-
-
-SEVERAL = """
-import sys
-import numpy as np
-import allreduce
-from allreduce.errors import DisagreementError
-for case in sys.argv[1:]:
-    name, other_call = case.split(":")
-    topology = allreduce.Topology()
-    reduce = allreduce.create(name, topology)
-    one, other, few = reduce.allocate(50_000, "float32"), np.ones(50_000, "float32"), np.ones(10, "float32")
-    for op in ("sum", "max"):
-        for array in (one, other, few):
-            reduce(array, op)  # all of these signatures are known from here on
-    array, op = {"op": (one, "max"), "length": (few, "sum"), "memory": (other, "sum")}[other_call]
-    try:
-        reduce(array, op) if topology.rank == 1 else reduce(one, "sum")
-        reduce(one, "sum")
-    except DisagreementError as error:
-        if topology.rank == 0:
-            print(f"CASE {case}: {error}")
-    topology.abandon()
-"""
-OTHER_CALLS = [
-    *(f"{name}:op" for name in ON_CPU),
-    *(f"{name}:length" for name in ("ring", "native", "auto", "hierarchical_copy")),
-    *(f"{name}:memory" for name in ("auto", "hierarchical_copy")),
-]
-
-
-@BOTH
-def test_another_op_length_or_memory(mpirun: JobRunner, mpi: str) -> None:
-    """All fingerprints are known, so the ranks do not agree again; the results would be wrong."""
-    job = mpirun(3, ["-c", SEVERAL, *OTHER_CALLS], mpi=mpi, env=LIMITS)
-    assert job.returncode == 0, job.stdout + job.stderr
-    told = dict(text.split(": ", 1) for text in job.stdout.split("CASE ")[1:])
-    assert list(told) == OTHER_CALLS
-    for case, text in told.items():
-        assert text.startswith("the ranks disagree"), case
-        assert 'rank 0: all_reduce: length 50000, dtype float32, op "sum"' in text, case
-        theirs = {"op": 'length 50000, dtype float32, op "max"', "length": "length 10", "memory": "length 50000"}
-        assert f"rank 1: all_reduce: {theirs[case.partition(':')[2]]}" in text, case
 
 
 @BOTH

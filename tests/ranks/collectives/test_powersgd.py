@@ -94,45 +94,6 @@ def test_a_high_rank_is_exact(wide: int, flat: allreduce.Topology) -> None:
 
 
 @several
-@pytest.mark.parametrize("feedback", [True, False])
-@pytest.mark.parametrize("name", ["ring", "shared"])
-def test_a_low_rank_sum_is_found(name: str, feedback: bool, flat: allreduce.Topology) -> None:
-    """Gradients of rank 2 are sent exactly, also by a random start and without error feedback."""
-    options = PowerSGD(2, start_powerSGD_iter=0, use_error_feedback=feedback, warm_start=False)
-    rng = np.random.default_rng(5)
-    basis = rng.normal(size=(2, 40))
-    with allreduce.create(name, flat, compress=options) as reduce:
-        array = described(reduce)
-        for _ in range(3):
-            tables = [rng.normal(size=(60, 2)) @ basis for _ in range(size)]
-            array[:] = 0
-            array[3:2403] = tables[rank].ravel()
-            reduce(array, "mean")
-            np.testing.assert_allclose(array[3:2403], np.mean(tables, axis=0).ravel(), atol=1e-4)
-
-
-@several
-def test_a_rank_without_state(flat: allreduce.Topology) -> None:
-    """Rank 0 lacks the state, as a rank that joined: all ranks take the same path, and the others' errors are sent."""
-    with allreduce.create("shared", flat, compress=PowerSGD(2, start_powerSGD_iter=1)) as reduce:
-        array = described(reduce)
-        for step in range(3):
-            array[:] = gradient(step)
-            reduce(array, "mean")
-        state = reduce.state()
-        state["0/residual"] = gradient(99)  # as of other nodes: errors of elements that this rank does not own, too
-        state["0/residual"][:3] = state["0/residual"][2403:2463] = state["0/residual"][3663:] = 0
-        reduce.load_state({} if rank == 0 else state)
-        kept = total(np.zeros(LENGTH) if rank == 0 else state["0/residual"])
-        array[:] = gradient(3)
-        reduce(array, "mean")
-        same_bits(array)
-        assert np.abs(array - mean(3)).max() > 0.01  # compressed: the warm-up is over
-        given = mean(3) * size + kept
-        np.testing.assert_allclose(array.astype(float) * size + total(residual(reduce)), given, atol=1e-3)
-
-
-@several
 @pytest.mark.parametrize("name", ["ring", "shared"])
 def test_not_finite(name: str, flat: allreduce.Topology) -> None:
     with allreduce.create(name, flat, compress=PowerSGD(2, start_powerSGD_iter=0)) as reduce:
