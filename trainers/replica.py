@@ -15,7 +15,8 @@ from typing import Any, Protocol, final
 import numpy as np
 
 from trainers.arrays.average import AVERAGE, Average, Spans, flat_arrays, read, set_flat
-from trainers.data import Data, Tree, named, row_count
+from trainers.arrays.mean_of_rows import check_mean_of_rows
+from trainers.data import Data, Tree, leaves, named, row_count
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, ModelFileError, explained
 from trainers.files import model_file
@@ -68,7 +69,9 @@ class Replica(ABC):
         then keeps the data of `undo`.
     average: the moving average of the parameters, if there is one; see trainers.arrays.average.
     divided: set by the trainer if the rows of a batch are computed in parts, by several ranks or as micro-batches.
-        `check` then refuses a loss that is no mean over the rows; see replicas.mean_of_rows.
+    loss_name: the name of the loss, if it may be no mean over the rows. The trainer then compares the losses of some
+        rows and of their halves, by `evaluate`, before it divides batches. "": it is a mean, or it `counts`.
+    compared: set by the trainer: whether it has done so.
     cuts: set by the trainer: where ranks' slices of the parameters begin. An update whose bits depend on the ends of an
         array (PyTorch's fused kernels) is split there, so that nodes that divide unevenly compute the same bits.
     hold: set by the trainer that uses the replica.
@@ -147,6 +150,8 @@ class Replica(ABC):
     undoable: bool = False
     average: Average | None = None
     divided: bool = False
+    loss_name: str = ""
+    compared: bool = False
     cuts: Sequence[int] = ()
     hold = Hold()
     features: int | None = None
@@ -614,6 +619,19 @@ def check_rows(replica: Replica, data: Data, batch: bool = False) -> None:
         replica.check(*data)
     elif checks_batches(type(replica)):
         replica.check(*data, batch=True)
+    if replica.loss_name and replica.divided and len(data) == 2 and not (batch and replica.compared):
+        compare_losses(replica, *data)
+
+
+def compare_losses(replica: Replica, x: Tree, y: Tree | None) -> None:
+    """Raise ArgumentError if the loss of these rows is no mean over them. Does nothing where no rows can be compared,
+    as on a GPU."""
+    if y is None or row_count(x) < 2 or not isinstance(leaves(y)[0], np.ndarray):
+        return
+    replica.compared = True
+    rough = replica.gradient_dtype not in ("float32", "float64") or replica.config.get("precision") == "bfloat16"
+    with feeding(f"this {type(replica).__name__}", x, y):
+        check_mean_of_rows(replica.loss_name, x, y, lambda x, y: float(replica.evaluate(x, y)[0]) / row_count(x), rough)
 
 
 def feeding(what: str, x: Tree, y: Tree | None) -> AbstractContextManager[None]:

@@ -9,8 +9,7 @@ pytest.importorskip("torch")
 
 from allreduce.arrays.chunks import chunk
 from trainers.options.buckets import plan_buckets
-from trainers.pytorch.buckets import held_by
-from trainers.replicas.pytorch.division import split
+from trainers.replicas.pytorch.blocks import held_by, split
 from trainers.state.adopt import select
 
 SINGLE, DOUBLE = ("float32", 4), ("float64", 8)

@@ -107,10 +107,7 @@ class Average:
         array = np.empty(self._all[0].stop, self._dtype) if memory is None else memory
         if self.spans != self._all:
             array[:] = 0
-        start, host = 0, on_host(self.array)
-        for each in self.spans:
-            array[each] = host[start : start + each.stop - each.start]
-            start += each.stop - each.start
+        put_in(array, self.spans, on_host(self.array))
         return array
 
     def elements(self, spans: Spans) -> np.ndarray:

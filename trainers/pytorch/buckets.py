@@ -1,15 +1,13 @@
 """The memory of buckets of gradients, and the work on each bucket.
 
-In this order: (1) the elements of buckets that a rank updates; (2) the memory, on the model's device and where the
-backend reduces it; (3) gradients as views of this memory, and buckets of them, which are averaged; (4) marks that
-detect edits of this memory.
+In this order: (1) the memory, on the model's device and where the backend reduces it; (2) gradients as views of this
+memory, and buckets of them, which are averaged; (3) marks that detect edits of this memory.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +23,6 @@ from trainers import checks
 from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.options.buckets import Bucket
 from trainers.replicas.pytorch.devices import Host
-from trainers.replicas.pytorch.division import split
 from trainers.replicas.pytorch.tensors import TORCH, as_array, as_tensor, shaped
 from trainers.state.dealing import Share
 from trainers.state.sharded import Flat
@@ -41,42 +38,6 @@ def changed(name: str, now: Tensor, shape: tuple[int, ...], dtype: torch.dtype) 
         f"{name} has become {tuple(now.shape)} {now.dtype} since MirroredOptimizer was made, "
         f"where it was {tuple(shape)} {dtype}; close() it and make it again after such a change"
     )
-
-
-class Held(NamedTuple):
-    """Elements [start, stop) of the buckets, one bucket after the other, that this rank updates. They belong to one
-    parameter: its elements from `offset` on are `blocks` of the buffer of `dtype`; a gap may follow."""
-
-    start: int
-    stop: int
-    parameter: int
-    dtype: str
-    offset: int
-    blocks: list[slice]
-
-
-def held_by(
-    buckets: Sequence[Bucket], owned: Sequence[Sequence[slice]], cuts: Sequence[Sequence[int]], most: int
-) -> list[Held]:
-    """Return the elements that this rank updates, in order: its parts of each bucket, split at parameter boundaries and
-    at `cuts`.
-
-    owned: for each bucket, the slices that this rank owns, relative to the bucket. most: the number of elements in a
-        block.
-    cuts: for each bucket, the starts of all ranks' parts, relative to the bucket. Nodes of different sizes own
-        different parts, and a kernel may treat the last elements of a block differently. So all ranks split at the same
-        positions, to get the same bits.
-    """
-    held, first = [], 0
-    for bucket, parts, inside in zip(buckets, owned, cuts, strict=True):
-        begins = [slot.start - bucket.start for slot in bucket.slots]
-        for each in (piece for part in parts for piece in split(part, [*inside, *begins])):
-            slot, start = bucket.slots[bisect_right(begins, each.start) - 1], bucket.start + each.start
-            blocks = split(slice(start, min(bucket.start + each.stop, slot.stop)), (), most)
-            place = first + each.start, first + each.stop
-            held.append(Held(*place, slot.parameter, bucket.dtype, start - slot.start, blocks))
-        first += bucket.stop - bucket.start
-    return held
 
 
 def spans_of(bucket: Bucket) -> list[slice]:
@@ -253,14 +214,9 @@ class DenseBucket:
     def overflowed(self, comm: MPI.Intracomm) -> int:
         """The first element whose average is not finite on some rank; -1 for none. Collective."""
         array, parts = self.memory.array, self.share.parts
-        begins = list(accumulate((part.stop - part.start for part in parts), initial=0))
-
-        def place(index: int) -> int:
-            at = bisect_right(begins, index) - 1
-            return parts[at].start + index - begins[at]
-
+        places = np.concatenate([np.arange(0), *(np.arange(part.start, part.stop) for part in parts)])
         averages = array[parts[0]] if len(parts) == 1 else np.concatenate([array[:0], *(array[part] for part in parts)])
-        return checks.overflowed(comm, averages, place)
+        return checks.overflowed(comm, averages, lambda index: int(places[index]))
 
 
 class Marks:

@@ -4,8 +4,6 @@ reduce_scatter -> an optimizer of the user's class on the share -> `ShardedParam
 once, divided among the ranks. `trainers.state.sharded` divides; here are PyTorch's views of the parts, and their state.
 """
 
-import copy
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -21,14 +19,13 @@ from allreduce.backend import AllReduce
 from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, raise_together
-from trainers.pytorch.buckets import Gradient, Held, allocate_flat, changed, held_by
+from trainers.pytorch.buckets import Gradient, allocate_flat, changed
 from trainers.pytorch.owners import Closure, TorchOwners, flat, square
 from trainers.pytorch.reducer import SCATTERED
 from trainers.pytorch.rows import combined
 from trainers.replica import Slices
 from trainers.replicas.pytorch import fused
-from trainers.replicas.pytorch.division import optimizer_on, step_like
-from trainers.replicas.pytorch.optimizer import block_on
+from trainers.replicas.pytorch.blocks import Blocks, held_by, largest_block
 from trainers.replicas.pytorch.tensors import Placed, shaped, version_of
 from trainers.replicas.pytorch.values import pack, unpack
 from trainers.state.adopt import Arrays, Piece, fetch_pieces, select_newest
@@ -38,8 +35,6 @@ from trainers.strategies.rule import sum_over_ranks
 PARAMETER = ""  # the name of a parameter among the tensors of its state, in a piece
 DATA = "data"  # the only array of a piece: its blocks, packed
 EDITING = "edit parameters inside of `with optimizer.editing():`, which copies rank 0's to all ranks"
-SCALARS = {"step", "eta", "mu", "mu_product"}  # state entries that are scalars even for a 0-d parameter
-
 
 FullState = tuple[int, list[dict[str, Any]]]  # after how many steps; of each parameter, perhaps with its value
 
@@ -72,19 +67,15 @@ class ShardedOptimizer(TorchOwners):
         self._placed = Placed(reducer.parameters, [each.view_of(flats) for each in reducer.gradients])
         self._writes = not self.shards.shared or backend.topology.node_rank == 0
         self._move_in()
-        most = sys.maxsize if tensors else block_on(device)
+        most = largest_block(device, tensors)
         self._held = held_by(reducer.plan, [share.parts for share in shares], self.shards.cuts, most)
         self._runs = self._joined()
-        self._parts = [self._blocks(flats, each) for each in self._held]
-        self._grads = [self._blocks(reducer.flats, each) for each in self._held]
+        self.blocks = Blocks(plain, reducer.parameters, self._held, flats, reducer.flats, tensors=tensors)
+        self.optimizer = self.blocks.optimizer
         self._updated: set[int] = set()  # indices of parameters that any rank has updated before
         self._dtypes: list[set[torch.dtype]] = [set() for _ in plain.param_groups]  # of the averaged parameters
         for group, parameter in zip(self._groups, reducer.parameters, strict=True):
             self._dtypes[group].add(parameter.dtype)
-        parts: dict[int, list[Tensor]] = {id(each): [] for each in reducer.parameters}
-        for held, own in zip(self._held, self._parts, strict=True):
-            parts[id(reducer.parameters[held.parameter])] += own
-        self.optimizer = optimizer_on(plain, parts)
         self.load()
         self.keep(reducer.steps)
 
@@ -103,12 +94,6 @@ class ShardedOptimizer(TorchOwners):
         self._placed.enter(copies=self._writes)
         self.shards.fence()
         self.shards.accept_edits()
-
-    def _blocks(self, flats: Mapping[str, Tensor], held: Held) -> list[Tensor]:
-        """Return blocks of memory that is laid out like the gradients: 1-D, or with the parameter's shape. Local."""
-        if self._tensors:
-            return [self.reducer.gradients[held.parameter].view_of(flats) for _ in held.blocks]
-        return [flats[held.dtype][block] for block in held.blocks]
 
     def _joined(self) -> list[range]:
         """Return the numbers of `_held` in runs whose elements follow one another in a part of each rank. Local."""
@@ -205,7 +190,7 @@ class ShardedOptimizer(TorchOwners):
     def _dense(self) -> list[Tensor]:
         if self.reducer.state != SCATTERED:
             return super()._dense()
-        given = zip(self._held, self._grads, strict=True)
+        given = zip(self._held, self.blocks.grads, strict=True)
         return [flat(grad) for each, own in given if self.reducer.averaged(each.parameter) for grad in own]  # no gaps
 
     def _part(self) -> Slices | None:
@@ -240,21 +225,15 @@ class ShardedOptimizer(TorchOwners):
 
         used: for each parameter, whether any rank has a gradient; the other parameters are not changed.
         """
-        for held, own, grads in zip(self._held, self._parts, self._grads, strict=True):
-            for part, grad in zip(own, grads, strict=True):
-                part.grad = grad if used[held.parameter] else None
         now = {int(index) for index in np.flatnonzero(used)}
         new = {self._groups[index] for index in now - self._updated}
         self.replace_kernels()  # a loaded state may have set fused=True again
-        step_like(self.plain, self.optimizer, lambda at: self._fused_option(at, begun=at not in new))
+        self.blocks.step(used, lambda at: self._fused_option(at, begun=at not in new))
         self._updated |= now
 
     def abandon(self) -> None:
         """Move the parameters back into memory of this rank, and drop the state. Local."""
-        self.optimizer.param_groups.clear()
-        self.optimizer.state.clear()  # its keys lie in the flat memory
-        self._parts.clear()
-        self._grads.clear()
+        self.blocks.clear()  # they lie in the flat memory
         self._placed.leave()
         self._placed.views.clear()
         self.shards.free()
@@ -288,7 +267,7 @@ class ShardedOptimizer(TorchOwners):
             the bytes are kept; see trainers.replica.snapshot_of.
         """
         packed, start, stop = [], self._held[numbers[0]].start, self._held[numbers[-1]].stop
-        for held, own in ((self._held[number], self._parts[number]) for number in numbers):
+        for held, own in ((self._held[number], self.blocks.parts[number]) for number in numbers):
             entries = []
             for block, part in zip(held.blocks, own, strict=True):
                 parameter = {PARAMETER: part.detach()} if with_parameters else {}
@@ -359,34 +338,14 @@ class ShardedOptimizer(TorchOwners):
         found = [*state["state"].items(), *(each for each in held if each[1])]
         return {**state, "state": dict(sorted(found, key=lambda each: each[0]))}
 
-    @torch.no_grad()
     def load(self) -> None:
         """Take the sharded parameters' state out of the user's optimizer, and keep this rank's slices of it. Local."""
-        self.optimizer.state.clear()
         self._updated = {at for at, each in enumerate(self.reducer.parameters) if self.plain.state.get(each)}
-        parts: list[list[tuple[int, Tensor]]] = [[] for _ in self.reducer.parameters]  # with their offsets
-        for held, own in zip(self._held, self._parts, strict=True):
-            offsets = accumulate((part.numel() for part in own), initial=held.offset)
-            parts[held.parameter] += zip(offsets, own, strict=False)
-        for parameter, of_parameter in zip(self.reducer.parameters, parts, strict=True):
-            for key, value in self.plain.state.pop(parameter, {}).items():
-                flat = None if self._tensors else _flat_entry(key, value, parameter)
-                for offset, part in of_parameter:
-                    own_value = copy.deepcopy(value) if flat is None else flat[offset : offset + part.numel()].clone()
-                    self.optimizer.state[part][key] = own_value
+        self.blocks.load()
 
 
 def _versions(gradients: Sequence[Gradient]) -> dict[str, int]:
     return {each.name: version_of(each.parameter) for each in gradients}
-
-
-def _flat_entry(key: str, value: Any, parameter: Tensor) -> Tensor | None:
-    """Return an entry of a parameter's state in the order of flat memory; None if it is no number for each element."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape or (not parameter.dim() and key in SCALARS):
-        return None
-    flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
-    shaped(flat, 0, parameter).copy_(value)
-    return flat
 
 
 def _add_slices(state: dict[str, Any], values: dict[str, Any], offset: int, length: int) -> None:

@@ -154,6 +154,13 @@ def fetch_pieces(comm: MPI.Intracomm, selection: Selection, piece: Callable[[int
         yield own._replace(sliced=sliced, rest=rest)
 
 
+def gathered(comm: MPI.Intracomm, own: Sequence[Piece], length: int) -> Arrays:
+    """Return on all ranks the whole arrays of which their pieces are parts. Collective. own, length: see `newest`."""
+    found = newest(comm, own, length)
+    assert found is not None
+    return together(comm, lambda: found.state)
+
+
 def adopt(target: Target, own: Sequence[Piece], length: int = 1, live: bool = False) -> Progress | None:
     """Load on all ranks the newest state that their pieces cover. Returns the progress of the training in it, which
     may be empty; None if there is no state. Collective.

@@ -10,9 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
-from allreduce.arrays import gpu
 from allreduce.transport.control import together
 from trainers.arrays.squares import sum_of_squares
 from trainers.backends import bind_own
@@ -32,7 +30,7 @@ from trainers.replica import (
     snapshot_of,
     taken,
 )
-from trainers.state.adopt import Piece, to_root
+from trainers.state.adopt import Piece, gathered, to_root
 from trainers.state.dealing import Share, joined, shares_of
 from trainers.state.sharded import Flat, ShardedParameters
 from trainers.stopwatch import COMMUNICATION
@@ -60,14 +58,11 @@ class SliceOwners(StepOwners):
         replica, comm = self._replica, self._comm
         self._backend, self._buffer = step.backend, step.buffer
         self._length, self._clock = replica.gradient_length, step.clock
-        self._messages: MPI.Intracomm | None = None  # between the owners of chunks and those of whole tensors
         size, dtype, spans = self._buffer.size, str(replica.gradient_dtype), None
         if tensors := together(comm, lambda: replica.whole_tensors):
             # The owner of the last tensor also owns the statistics, metrics and flags.
             spans = [[*tensors[:-1], slice(tensors[-1].start, size)]]
-            self._messages = self._backend.topology.private()  # the group's communicator is freed before `close`
-        messages = self._messages or comm
-        (self._share,) = shares_of(self._backend, messages, [size], spans, [self._buffer.dtype.itemsize])
+        (self._share,) = shares_of(self._backend, comm, [size], spans, [self._buffer.dtype.itemsize])
         self._owned = joined(self._share.parts) or [slice(0, 0)]  # the slices of the buffer that this rank owns
         self.own_part = clipped(as_part(self._owned), 0, self._length)
         self._changing = False  # between `begin_change` and `synchronize_state`
@@ -200,19 +195,13 @@ class SliceOwners(StepOwners):
 
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `state` with every array of `elementwise` gathered from the ranks that own its slices. Collective."""
-        result, world = dict(state), self._backend.topology.world  # `close` has freed the group's communicator
-        for name in sliced_entries(self._replica):
-            array = result[name]
-            # Between two steps the gradient buffer is free: use it as workspace.
-            fits = array.dtype == self._buffer.dtype and not gpu.is_gpu_array(self._buffer)
-            zeros = partial(np.zeros, self._buffer.size, array.dtype)
-            gathered = self._buffer if fits else together(world, zeros)
-            for part in slices_of(clipped(self.own_part, 0, array.size)):
-                gathered[part] = array[part]
-            self._share.collect(gathered)
-            self._backend.all_gather(gathered)
-            result[name] = together(world, gathered[: array.size].copy)
-        return result
+        names, world = sliced_entries(self._replica), self._backend.topology.world  # `close` has freed the group's
+        if not names:
+            return dict(state)
+        count = self._replica.parameter_count
+        parts = slices_of(clipped(self.own_part, 0, count)) if self.shards.tells else ()
+        own = [Piece(0, 0, each.start, each.stop, {name: state[name][each] for name in names}, {}) for each in parts]
+        return {**state, **gathered(world, own, count)}
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
         """As StepOwners.snapshot. Slices are received directly into rank 0's arrays. Collective."""
@@ -237,8 +226,6 @@ class SliceOwners(StepOwners):
         bind_own(self._replica)
         self._replica.load_state(state)
         del state  # may hold views of the segment
-        if self._messages is not None:
-            self._backend.topology.release(self._messages)
         self._free()
 
     def abandon(self) -> None:
@@ -249,5 +236,5 @@ class SliceOwners(StepOwners):
     def _free(self) -> None:
         """Drop the memory, and what leads to other ranks. Local."""
         self._array, self._buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
-        self._messages, self._share = None, Share([])
+        self._share = Share([])
         self.shards.free()

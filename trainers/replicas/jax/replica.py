@@ -9,7 +9,7 @@ from trainers.arrays.average import Spans
 from trainers.data import Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ExportError, needing
 from trainers.files.onnx_graph import quiet
-from trainers.replica import ALL, Replica, Slices, feeding, single
+from trainers.replica import ALL, Replica, Slices, compare_losses, feeding, single
 
 with needing(
     'JaxReplica needs JAX and optax, which can\'t be imported ({}): pip install ".[jax]" in the checkout', ImportError
@@ -23,7 +23,6 @@ from trainers.replicas import precision as precisions
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.jax.layout import TreeLayout, alias, on_host, own
 from trainers.replicas.jax.optimizer import Optimizer
-from trainers.replicas.mean_of_rows import check_mean_of_rows
 
 Function = Callable[[Any, Any], Any]
 
@@ -66,7 +65,7 @@ class JaxReplica(FlatReplica):
         self._layout = TreeLayout(params)
         self.gradient_dtype, self.gradient_length = self._layout.dtype.name, self._layout.length
         self.shapes = self._layout.shapes
-        self._precision, self._compared = precision, False  # whether the loss of parts of a batch was compared
+        self._precision, self.loss_name = precision, getattr(loss, "__name__", type(loss).__name__)
         self._low = precisions.lower_precision(precision, self.gradient_dtype)
         self.config = {"precision": "bfloat16" if self._low else self.gradient_dtype}
         self.notices = precisions.slow_notice(self.device) if self._low else ()
@@ -164,8 +163,6 @@ class JaxReplica(FlatReplica):
 
     def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
         if batch:
-            if self.divided and weights is None and not self._compared and row_count(x) > 1:
-                self._check_parts(x, y)
             return
         model = self._model()
         with feeding("apply, loss or a metric", x, y):
@@ -174,19 +171,8 @@ class JaxReplica(FlatReplica):
             else:
                 own = self._wide(None if weights is None else weights[:1])
                 jax.eval_shape(self._gradients, *model, *self._inputs(*sliced((x, y), slice(1))), own, 1.0)
-                if self.divided or weights is not None:
-                    self._check_parts(x, y)
-
-    def _check_parts(self, x: Tree, y: Tree) -> None:
-        """Raise ArgumentError if the loss is no mean over the rows."""
-        self._compared = row_count(x) > 1
-
-        def loss(x: Tree, y: Tree) -> float:
-            return float(self._measures(*self._model(), *self._inputs(x, y), None)[0])
-
-        name = getattr(self._loss, "__name__", type(self._loss).__name__)
-        rough = bool(self._low) or self.gradient_dtype not in ("float32", "float64")
-        check_mean_of_rows(name, x, y, loss, rough)
+        if y is not None and weights is not None:
+            compare_losses(self, x, y)  # it is called for each row
 
     # Inside
 

@@ -19,7 +19,6 @@ from trainers.replica import ALL, Replica, Slices, clipped, feeding, single
 from trainers.replicas.flat import FlatReplica, Layout
 from trainers.replicas.keras.computing import COMPUTING, array_of, assign
 from trainers.replicas.keras.optimizer import Optimizer
-from trainers.replicas.mean_of_rows import check_mean_of_rows
 
 DTYPES = ("float32", "float64", "float16")
 RANDOM_LAYERS = (
@@ -60,7 +59,7 @@ class KerasReplica(FlatReplica):
         self.metrics = ("loss", *self._metrics)
         self._trained = _trained_of(model)
         self.counts = getattr(self._loss, "ignore_class", None) is not None
-        self.optional, self._compared = len(self._trained), False  # whether the loss of parts of a batch was compared
+        self.optional = len(self._trained)
         self.unused = self.still = np.zeros(self.optional, bool)
         self.gradient_dtype = keras.backend.standardize_dtype(self._trained[0].dtype)
         self._statistics = _statistics_of(model, self.gradient_dtype)
@@ -76,7 +75,7 @@ class KerasReplica(FlatReplica):
         self._random = {f"random.{n}": each for n, each in enumerate(others) if id(each) in random}
         self.unseeded = RANDOM_LAYERS if self._random else ""
         self.shapes = {f"{number}/{each.name}": tuple(each.shape) for number, each in enumerate(self._trained)}
-        self.scores = _scores_of(self._loss)
+        self.scores, self.loss_name = _scores_of(self._loss), _name_of(self._loss)
         self._computing = COMPUTING[keras.backend.backend()](model, self._measured)
         self._takes_list = isinstance(getattr(model, "input", None), list)
         self._before: list[np.ndarray] = []
@@ -214,8 +213,6 @@ class KerasReplica(FlatReplica):
 
     def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
         if batch:
-            if self.divided and not self._compared:
-                self._check_loss(x, y, weights)
             return
         if y is not None and {id(each) for each in self.model.trainable_variables} != {
             id(each) for each in self._trained
@@ -232,7 +229,6 @@ class KerasReplica(FlatReplica):
                 self._measured(target, keras.tree.map_structure(keras.ops.convert_to_tensor, output), [], own)
                 if self.divided:
                     self._check_mask(first)
-                    self._check_loss(x, y, weights)
 
     # Inside
 
@@ -246,19 +242,6 @@ class KerasReplica(FlatReplica):
                     f"{type(self._loss).__name__} divides by the steps that a rank has not masked, which differ "
                     "between ranks; give the loss as a function, such as keras.losses.mean_squared_error"
                 )
-
-    def _check_loss(self, x: Tree, y: Tree, weights: np.ndarray | None) -> None:
-        """Raise ArgumentError if the loss is no mean over the rows. Keras' own losses are."""
-        kind = type(self._loss) if isinstance(self._loss, keras.losses.Loss) else self._loss
-        if weights is not None or str(getattr(kind, "__module__", "")).partition(".")[0] == "keras":
-            return
-
-        def loss(x: Tree, y: Tree) -> float:
-            return float(self._computing.metrics(*self._inputs(x, y, None))[0])
-
-        self._compared = row_count(x) > 1
-        name = getattr(self._loss, "__name__", type(self._loss).__name__)
-        check_mean_of_rows(name, x, y, loss, rough=self.gradient_dtype == "float16")
 
     def _refresh_model(self) -> None:
         """Copy the parameters from the trainer's memory, where other ranks may have changed them, into the model."""
@@ -320,6 +303,14 @@ def _scores_of(loss: Any) -> str:
         return "probabilities"
     logits = getattr(loss, "from_logits", None) if isinstance(loss, CROSS_ENTROPIES) else None
     return "" if logits is None else "logits" if logits else "probabilities"
+
+
+def _name_of(loss: Any) -> str:
+    """As Replica.loss_name: Keras' own losses are means over the rows."""
+    kind = type(loss) if isinstance(loss, keras.losses.Loss) else loss
+    if str(getattr(kind, "__module__", "")).partition(".")[0] == "keras":
+        return ""
+    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def _loss_of(loss: Any) -> Any:

@@ -1,9 +1,7 @@
 """How the update of an optimizer can be divided among ranks: by elements, by whole tensors, or not at all."""
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -99,31 +97,6 @@ def optimizer_like(optimizer: Optimizer, groups: Iterable[list[Tensor]]) -> Opti
         for group, tensors in zip(optimizer.param_groups, groups, strict=True)
     ]
     return kind(made, **{key: value for key, value in optimizer.defaults.items() if key in accepted})
-
-
-def optimizer_on(optimizer: Optimizer, parts: Mapping[int, list[Tensor]]) -> Optimizer:
-    """Return an `optimizer_like` on parts of the parameters. parts: of each parameter, by its id."""
-    groups = optimizer.param_groups
-    return optimizer_like(
-        optimizer, ([part for each in group["params"] for part in parts.get(id(each), [])] for group in groups)
-    )
-
-
-def step_like(optimizer: Optimizer, own: Optimizer, more: Callable[[int], dict[str, Any]] = lambda group: {}) -> None:
-    """Take a step of `own`, a result of `optimizer_on`, with the hyperparameters that the optimizer has now. more:
-    returns further ones of a group, by its number."""
-    for number, (group, users) in enumerate(zip(own.param_groups, optimizer.param_groups, strict=True)):
-        group.update(hyperparameters(users) | more(number))  # schedulers change the user's groups
-    own.step()
-    vars(optimizer)["_opt_called"] = True  # otherwise schedulers warn that it was never called
-
-
-def split(part: slice, cuts: Iterable[int], most: int = sys.maxsize) -> list[slice]:
-    """Return the parts of a slice between the cuts inside of it, each of at most `most` elements; [] if it is empty."""
-    if part.start >= part.stop:
-        return []
-    ends = sorted({part.start, part.stop, *(cut for cut in cuts if part.start < cut < part.stop)})
-    return [slice(at, min(at + most, end)) for begin, end in pairwise(ends) for at in range(begin, end, most)]
 
 
 class Trial:

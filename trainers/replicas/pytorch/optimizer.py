@@ -1,10 +1,9 @@
 """A PyTorch optimizer on the parameters of a module, or on a slice of them in flat memory."""
 
-import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,10 @@ from torch.optim import Optimizer
 from trainers.arguments import name_error, require
 from trainers.errors import ArgumentError, explained
 from trainers.options.average import SHARDS
-from trainers.replica import Slices, single, slices_of
+from trainers.options.buckets import Bucket, Slot
+from trainers.replica import Slices, slices_of
 from trainers.replicas.flat import FlatOptimizer, Layout
+from trainers.replicas.pytorch.blocks import Blocks, held_by, largest_block
 from trainers.replicas.pytorch.division import (
     AUTO,
     ELEMENTS,
@@ -26,14 +27,10 @@ from trainers.replicas.pytorch.division import (
     Trial,
     division_of,
     optimizer_like,
-    optimizer_on,
-    split,
-    step_like,
 )
 from trainers.replicas.pytorch.fused import Kernels
-from trainers.replicas.pytorch.tensors import host_view
+from trainers.replicas.pytorch.tensors import from_array, host_view
 
-BLOCK = 1 << 17  # elements updated at a time: their parameters, gradients and state fit into the cache
 TRIED = (2, 3)  # shape of the parameters in the trial step
 PRESENT = "optimizer.present"  # entry: which parameters have state; optimizers create it in the first step
 
@@ -54,9 +51,15 @@ class TorchOptimizer(FlatOptimizer):
         self._user, self._trained, self._shard = optimizer, trained, shard
         self.kernels = Kernels(optimizer)
         self._parameters: Tensor | None = None
-        self._blocks: list[list[Tensor]]  # of each parameter; empty if a slice of whole tensors lacks it
-        self._firsts: list[Tensor]  # for each parameter a tensor that has its state of numbers, such as the step
-        self._set_part(None)
+        self._take_all()
+
+    def _take_all(self) -> None:
+        """Use the user's optimizer."""
+        self.part, self._own = None, self._user
+        self._blocks: Blocks | None = None
+        # all blocks with state; for each parameter a tensor that has its state of numbers, such as the step
+        self._parts: Sequence[Tensor] = self._trained
+        self._firsts: Sequence[Tensor] = self._trained
 
     def bind(self, parameters: Tensor | None, gradients: Tensor, cuts: Sequence[int]) -> None:
         """Set the memory of the trained parameters and their gradients. parameters: None for their own memory.
@@ -94,40 +97,45 @@ class TorchOptimizer(FlatOptimizer):
             self.extend()
         else:
             self.restrict(part)
-        with self._without(still):
-            if part is None:
-                self._user.step()
-            else:
-                step_like(self._user, self._own)
-
-    @contextmanager
-    def _without(self, still: np.ndarray) -> Iterator[None]:
-        """Context manager: the optimizer finds no gradients of the parameters that are `still`."""
-        held = []
-        for number in np.flatnonzero(still):
-            held += [(each, each.grad) for each in [*self._blocks[number], self._firsts[number]]]
-        for block, _ in held:
-            block.grad = None
+        if self._blocks is not None:
+            self._blocks.step(~still)
+            return
+        held = [(self._trained[number], self._trained[number].grad) for number in np.flatnonzero(still)]
+        for parameter, _ in held:
+            parameter.grad = None
         try:
-            yield
+            self._user.step()
         finally:
-            for block, gradient in reversed(held):
-                block.grad = gradient
+            for parameter, gradient in held:
+                parameter.grad = gradient
+
+    def restrict(self, part: Slices) -> None:
+        """As FlatOptimizer.restrict, without copies in NumPy: use another optimizer on the blocks of a slice."""
+        if self.part == part:
+            return
+        self.extend()
+        assert self._parameters is not None
+        tensors, dtype, parts = self._division[0] == TENSORS, str(self._parameters.dtype), self.layout.parts
+        slots = tuple(Slot(number, each.start, each.stop) for number, each in enumerate(parts))
+        most = largest_block(self._parameters.device.type, tensors)
+        held = held_by([Bucket(dtype, 0, self.layout.length, slots)], [slices_of(part)], [self._cuts], most)
+        memory = {dtype: self._parameters}, {dtype: self._gradients}
+        numbers = {name.removeprefix("optimizer.") for name in self._devices.keys() - set(self.elementwise)}
+        self._blocks = Blocks(self._user, self._trained, held, *memory, tensors=tensors, numbers=numbers)
+        self._blocks.load()
+        self._own, self._firsts = self._blocks.optimizer, self._blocks.firsts
+        self.part, self._parts = part, [*chain(*self._blocks.parts)]
 
     def entries(self, names: Collection[str]) -> dict[str, list[Any]]:
-        states = [[self._own.state.get(block, {}) for block in blocks] for blocks in self._blocks]
-        firsts = [self._own.state.get(first, {}) for first in self._firsts]
+        firsts = [self._own.state.get(each, {}) for each in self._firsts]
         found: dict[str, list[Any]] = {}
         for name in names:
             key = name.removeprefix("optimizer.")
             if name == PRESENT:
                 found[name] = [np.array([bool(each) for each in firsts], np.uint8)]
             elif name in self.elementwise:
-                arrays = [
-                    _zeros(block) if state.get(key) is None else state[key]
-                    for blocks, of_blocks in zip(self._blocks, states, strict=True)
-                    for block, state in zip(blocks, of_blocks, strict=True)
-                ]
+                states = ((each, self._own.state.get(each, {}).get(key)) for each in self._parts)
+                arrays = [_zeros(part) if state is None else state for part, state in states]
                 if self.part is not None:
                     none = self._trained[0].detach().reshape(-1)[:0]
                     arrays = [torch.cat([none, *(each.reshape(-1) for each in arrays)])]
@@ -140,71 +148,20 @@ class TorchOptimizer(FlatOptimizer):
 
     @torch.no_grad()
     def write(self, part: Slices | None, entries: Mapping[str, list[np.ndarray]]) -> None:
-        for parameter in self._trained:
+        assert part is None, "`restrict` makes the state of a slice"
+        self._take_all()
+        for number, (parameter, present) in enumerate(zip(self._trained, entries[PRESENT][0], strict=True)):
+            state = {}
+            for name, device in self._devices.items():
+                if name in self.elementwise:
+                    value = torch.empty_like(parameter, memory_format=torch.preserve_format)
+                    value.copy_(from_array(entries[name][number]).reshape(parameter.shape))
+                else:
+                    value = torch.tensor(float(entries[name][0][number]), device=device)
+                state[name.removeprefix("optimizer.")] = value
             self._user.state.pop(parameter, None)
-        self._set_part(part)
-        ends = np.cumsum([block.numel() for blocks in self._blocks for block in blocks])[:-1]
-        pieces = {
-            name: iter(np.split(np.concatenate([each.reshape(-1) for each in entries[name]]), ends))
-            for name in self.elementwise
-        }
-        for number, (blocks, first, present) in enumerate(
-            zip(self._blocks, self._firsts, entries[PRESENT][0], strict=True)
-        ):
-            for block in blocks or [first]:
-                state = {}
-                for name, device in self._devices.items():
-                    if name in self.elementwise and not blocks:
-                        value = torch.zeros_like(first)
-                    elif name in self.elementwise:
-                        value = torch.empty_like(block, memory_format=torch.preserve_format)
-                        value.copy_(torch.from_numpy(next(pieces[name])).reshape(block.shape))
-                    else:
-                        value = torch.tensor(float(entries[name][0][number]), device=device)
-                    state[name.removeprefix("optimizer.")] = value
-                if present:
-                    self._own.state[block] = state
-
-    def _set_part(self, part: Slices | None) -> None:
-        """Use the user's optimizer (part=None), or a new one without state on the blocks of a slice."""
-        self.part = part
-        if part is None:
-            self._own, self._blocks, self._firsts = self._user, [[each] for each in self._trained], list(self._trained)
-            return
-        assert self._parameters is not None
-        if self._division[0] == TENSORS:
-            self._take_tensors(self._parameters, part)
-        else:
-            self._take_slices(self._parameters, single(part))
-        self._firsts = [
-            blocks[0] if blocks else first for blocks, first in zip(self._blocks, self._firsts, strict=True)
-        ]
-        pairs = zip(self._trained, self._blocks, self._firsts, strict=True)
-        self._own = optimizer_on(self._user, {id(parameter): blocks or [first] for parameter, blocks, first in pairs})
-
-    def _take_slices(self, parameters: Tensor, part: slice) -> None:
-        """Make the blocks of a slice that may begin and end inside of tensors."""
-        self._blocks = []
-        for spans in _spans(self.layout.parts, part, block_on(parameters.device.type), self._cuts):
-            self._blocks.append([parameters[span] for span in spans])
-            for block, span in zip(self._blocks[-1], spans, strict=True):
-                block.grad = self._gradients[span]
-
-    def _take_tensors(self, parameters: Tensor, part: Slices) -> None:
-        """Make the blocks of a part of whole tensors, and for each other tensor a small one without gradient.
-
-        The optimizer updates the small ones too, so every rank has the numbers that it keeps for each tensor.
-        """
-        self._blocks, self._firsts, owned = [], [], slices_of(part)
-        for own, like in zip(self.layout.parts, self._trained, strict=True):
-            small = parameters.new_zeros([1] * like.dim())
-            small.grad = torch.zeros_like(small)
-            self._firsts.append(small)
-            self._blocks.append([])
-            if own.start < own.stop and any(each.start <= own.start and own.stop <= each.stop for each in owned):
-                block = parameters[own].view(like.shape)
-                block.grad = self._gradients[own].view(like.shape)
-                self._blocks[-1].append(block)
+            if present:
+                self._user.state[parameter] = state
 
     # The learning rates are in the user's groups
 
@@ -226,25 +183,6 @@ WHOLE_TENSORS = (
     "tensors, or is not known to update every element independently of the others. Use MirroredTrainer, or one of {}; "
     "add an elementwise class of your own with trainers.pytorch.ELEMENTWISE.add(YourClass)"
 )
-
-
-def block_on(device: str) -> int:
-    """Return the number of elements updated at a time: on a GPU a whole tensor, because each operation is a launch."""
-    return BLOCK if device == "cpu" else sys.maxsize
-
-
-def _spans(parts: list[slice], part: slice, block: int, cuts: Sequence[int]) -> list[list[slice]]:
-    """Return the blocks of each parameter in the slice, at least one (empty) block for each parameter.
-
-    A block is at most `block` elements long, and a cut is between two blocks.
-
-    So every rank has the entries that an optimizer keeps once per parameter, such as its number of steps.
-    """
-    spans = []
-    for each in parts:
-        start, stop = min(max(each.start, part.start), each.stop), min(each.stop, part.stop)
-        spans.append(split(slice(start, stop), cuts, block) or [slice(start, start)])
-    return spans
 
 
 def _zeros(like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainers.arguments import require
 from trainers.arrays.average import Spans
-from trainers.data import Data, Tree, as_arrays, leaves, mapped, row_count, sliced
+from trainers.data import Data, Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError, needing
 from trainers.replica import ALL, Slices, clipped, feeding, slices_of
 
@@ -23,7 +23,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainers.replicas import precision as precisions
 from trainers.replicas.flat import FlatReplica
-from trainers.replicas.mean_of_rows import check_mean_of_rows
 from trainers.replicas.pytorch import devices, graphs, row_losses
 from trainers.replicas.pytorch.division import foreign_error
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
@@ -104,7 +103,8 @@ class TorchReplica(FlatReplica):
         self.scores = "logits" if isinstance(loss, nn.CrossEntropyLoss) else ""
         self.shapes = {name: tuple(each.shape) for name, each in self._named.items()}
         self.counts, self._classes = row_losses.counts(loss), 0  # 0: not known before the first output
-        self.optional, self._compared = len(self._trained), False  # whether the loss of parts of a batch was compared
+        self.loss_name = "" if self.counts or row_losses.is_mean(loss) else row_losses.name_of(loss)
+        self.optional = len(self._trained)
         self.unused = self.still = np.zeros(self.optional, bool)
         self._parameters: Tensor | None = None  # the memory of `bind`, and the parameters there
         self._placed = Placed([], [])
@@ -324,15 +324,11 @@ class TorchReplica(FlatReplica):
     def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
         if batch:
             self._check_labels(y)
-            if weights is not None or self._compared or not isinstance(leaves(y)[0], np.ndarray) or row_count(x) < 2:
-                return
+            return
         training = self.module.training
         self.module.eval()
         try:
             with torch.no_grad(), feeding(type(self.module).__name__, x, y):
-                if batch:
-                    self._check_loss(x, y)
-                    return
                 rows = slice(1 if weights is None else row_losses.CHECKED)
                 self._check_frozen()
                 output = self._output(sliced(x, rows))
@@ -340,26 +336,12 @@ class TorchReplica(FlatReplica):
                     self._check_labels(y, output)
                     target = self._target(sliced(y, rows))
                     list(map(float, self._values(self._mean_loss(output, target, None), output, target)))
-                    if weights is None:
-                        self._check_loss(x, y)
-                    elif not self.counts or row_losses.class_weights(self.loss) is not None:
+                    if weights is not None and (not self.counts or row_losses.class_weights(self.loss) is not None):
                         row_losses.check_mean(self.loss, output, target)
         finally:
             self.module.train(training)
 
     # Inside
-
-    def _check_loss(self, x: Tree, y: Tree) -> None:
-        """Raise ArgumentError if batches are divided, and the loss is no mean over the rows."""
-        self._compared = row_count(x) > 1
-        if not self.divided or self.counts or row_losses.is_mean(self.loss):
-            return
-
-        def loss(x: Tree, y: Tree) -> float:
-            return float(self.loss(self._output(x), self._target(y)))
-
-        rough = bool(self._low) or self._dtype not in (torch.float32, torch.float64)
-        check_mean_of_rows(row_losses.name_of(self.loss), x, y, loss, rough)
 
     def _check_labels(self, y: Tree, output: Any = None) -> None:
         """Raise ArgumentError, which names the row, if a label is outside of the classes. output: of some rows."""

@@ -23,7 +23,7 @@ from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica, Slices, attach, changing_entries, check_divisible, sliced_entries, snapshot_of
 from trainers.replicas import malloc
-from trainers.state.adopt import Piece, complete, mirror, newest
+from trainers.state.adopt import Piece, complete, gathered, mirror
 from trainers.state.owners import Owners
 from trainers.strategies import alike
 from trainers.strategies.interface import EpochRun, Strategy, replica_error
@@ -321,9 +321,8 @@ class ServerStrategy(Strategy, Owners):
             sliced = {name: np.asarray(state[name])[part] for name in ("parameters", *sliced_entries(self.replica))}
             others = set(changing_entries(self.replica)) - sliced.keys() if self.group.rank == self.servers[0] else ()
             own = [Piece(0, 0, part.start, part.stop, sliced, {name: state[name] for name in sorted(others)})]
-        found = newest(self._messages, own, self._parameters.size)  # the group's communicator may be freed by now
-        assert found is not None
-        return {**state, **found.state}
+        # the group's communicator may be freed by now
+        return {**state, **gathered(self._messages, own, self._parameters.size)}
 
 
 @contextmanager
