@@ -1,8 +1,5 @@
 """CentralStorageTrainer: one rank holds the parameters and the optimizer, all ranks compute."""
 
-from typing import Any
-
-from allreduce.backend import AllReduce
 from allreduce.elastic.standby import JoiningRank
 from allreduce.topology import Topology
 from trainers.arguments import known_only
@@ -58,13 +55,3 @@ class CentralStorageTrainer(Trainer[FewOwners]):
     def storage(self) -> int:
         """The rank that holds the parameters now."""
         return self.strategy.servers[0]
-
-    @property
-    def allreduce(self) -> AllReduce:
-        """The backend that sums the gradients."""
-        return self.strategy.allreduce
-
-    @property
-    def buffer(self) -> Any:
-        """The array that is reduced in every step; None after `close`."""
-        return self.strategy.buffer

@@ -1,7 +1,5 @@
 """MirroredTrainer: averages the gradients; every replica applies the averages, so the replicas stay identical."""
 
-from typing import Any
-
 from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce
 from allreduce.topology import Topology
@@ -96,13 +94,3 @@ class MirroredTrainer(Trainer[Mirrored]):
             strategy = Mirrored(*given)
         ranks = allreduce.topology if isinstance(allreduce, AllReduce) else topology
         super().__init__(strategy, ranks, on_failure)
-
-    @property
-    def allreduce(self) -> AllReduce:
-        """The backend that reduces the gradients."""
-        return self.strategy.allreduce
-
-    @property
-    def buffer(self) -> Any:
-        """The array that is reduced in every step; None after `close`."""
-        return self.strategy.buffer

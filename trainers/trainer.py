@@ -14,6 +14,7 @@ from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TextIO, TypeV
 
 import numpy as np
 
+from allreduce.backend import AllReduce
 from allreduce.errors import ClosedError, CopyError
 from allreduce.topology import Topology
 from allreduce.tracing.recorder import Recorder, record
@@ -108,6 +109,16 @@ class Trainer(GroupOwner, Generic[StrategyT]):
     def steps(self) -> int:
         """The number of steps that the ranks have taken together."""
         return self.strategy.steps
+
+    @property
+    def allreduce(self) -> AllReduce:
+        """The backend that sums the gradients of all ranks; None if none does."""
+        return self.strategy.allreduce
+
+    @property
+    def buffer(self) -> Any:
+        """The array that is reduced in every step; None after `close`, and where ranks do not step together."""
+        return None if self.strategy.core is None else self.strategy.core.buffer
 
     @property
     def trace(self) -> Trace | None:

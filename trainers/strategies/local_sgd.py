@@ -302,7 +302,7 @@ class LocalMirrored(Mirrored):
         state["parameters"] = start.astype(state["parameters"].dtype)
         state |= {RATES: np.array(self.replica.learning_rates), **self.owners.shared_state()}
         state[MEASURED] = np.array([self.rounds.done, *self._met])
-        return [Piece(self.steps, self.steps, 0, len(self.buffer), {}, state, self.rounds.done)]
+        return [Piece(self.steps, self.steps, 0, len(self.core.buffer), {}, state, self.rounds.done)]
 
     def load_state(self, step: int, state: Arrays) -> None:
         momentum, outer = state.get(OUTER), self.rounds.momentum
@@ -316,7 +316,7 @@ class LocalMirrored(Mirrored):
     def _go_to(self, step: int, state: Arrays) -> None:
         kept = dict(state)
         done, *met = state.pop(MEASURED).tolist()
-        self.saved = [Piece(step, step, 0, len(self.buffer), {}, kept, int(done))]
+        self.saved = [Piece(step, step, 0, len(self.core.buffer), {}, kept, int(done))]
         self._added.clear()
         if step > self.steps and self.group.previous[self.group.rank] != JOINED:
             if self._batches.streams:

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -139,10 +138,6 @@ class Mirrored(Strategy):
         return Step(self, self.allreduce, None if self._no_overlap() else self._buckets)
 
     @property
-    def buffer(self) -> Any:
-        return None if self.core is None else self.core.buffer
-
-    @property
     def owners(self) -> StepOwners:
         owners: StepOwners = self.core.owners
         return owners
@@ -259,7 +254,7 @@ class Mirrored(Strategy):
         """Load the newest state that the ranks hold completely. Returns False if there is none. Collective."""
         if self.group.previous[self.group.rank] == JOINED:
             self.saved = []  # a rank that joins has nothing of this training
-        done = adopt(self, self.saved or [], len(self.buffer)) is not None
+        done = adopt(self, self.saved or [], len(self.core.buffer)) is not None
         if not done:
             self.steps = max(all_values(self.group.comm, self.steps, ADOPT))
         self.owners.set_steps(self.steps)
@@ -276,6 +271,6 @@ class Mirrored(Strategy):
         # the array may continue with statistics, and with metrics and flags
         trained = self.replica.state()["parameters"].size
         state["parameters"] = state["parameters"][:trained]
-        self.saved = [Piece(step, step, 0, len(self.buffer), {}, dict(state))]
+        self.saved = [Piece(step, step, 0, len(self.core.buffer), {}, dict(state))]
         self.steps, self._last = step, state.pop(MEASURED)
         self.core.measured[:] = self._last

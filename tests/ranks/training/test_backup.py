@@ -142,7 +142,7 @@ def test_the_state_from_before_an_edit_outlives_its_backups(
             strategy.edit(lambda: trainer.replica.parameters.fill(9.0))
         assert strategy.saved is not None
         own = strategy.saved if several.rank else []  # without rank 0, which has failed
-        found = newest(several, own, len(strategy.buffer))
+        found = newest(several, own, len(strategy.core.buffer))
         assert found is not None
         np.testing.assert_array_equal(found.state["parameters"][: parameters.size], parameters)
 

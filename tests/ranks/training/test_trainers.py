@@ -386,7 +386,7 @@ def test_the_memory_of_an_ended_trainer_is_free_at_once(
         kind = ParameterServerTrainer if "servers" in options else MirroredTrainer
         trainer = kind(mine, topology=flat, **options)
         trainer.fit(np.ones((8, 64), np.float32), np.zeros(8, int), epochs=1, batch_size=8, progress=False)
-        held = [weakref.ref(trainer.strategy.buffer)]
+        held = [weakref.ref(trainer.strategy.core.buffer)]
         if "update" in options and flat.size > 1:
             held.append(weakref.ref(mine.parameters.base))
         getattr(trainer, end)()
