@@ -1,11 +1,9 @@
-"""Buckets of gradients: the option, their plan, and the order in which they are reduced."""
+"""Buckets of gradients: the option, and their plan."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from allreduce.call.queue import Future
 from trainers.arguments import POSITIVE, Check, Checked, is_flag
 
 MIB = 1 << 20
@@ -35,10 +33,6 @@ class Buckets(Checked):
 
 
 DEFAULT_BUCKETS, AFTER_BACKWARD = Buckets(), Buckets(overlap=False)
-TWICE = (  # the error of a parameter for which `Submissions.arrived` returns False
-    "{} received its gradient twice in one backward, so it may be half reduced; use torch.utils.checkpoint "
-    "with use_reentrant=False, or buckets=Buckets(overlap=False)"
-)
 
 
 class Slot(NamedTuple):
@@ -99,62 +93,3 @@ def _complete(dtype: str, slots: list[Slot], lengths: dict[str, int], done: list
 def _aligned(start: int, itemsize: int) -> int:
     step = max(1, ALIGN_BYTES // itemsize)
     return -(-start // step) * step
-
-
-class Submissions(ABC):
-    """The reductions of the buckets of a backward, submitted in one order on all ranks: each when all of its gradients
-    are complete, after all buckets before it. buckets: the parameters of each.
-
-    bucket_of: the number of each parameter's bucket. futures: of the reductions that are submitted, in order.
-    """
-
-    def __init__(self, buckets: Iterable[Iterable[int]]) -> None:
-        self._buckets = [frozenset(each) for each in buckets]
-        self.bucket_of = {parameter: at for at, each in enumerate(self._buckets) for parameter in each}
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin another backward: no gradient is complete. Local."""
-        self._missing, self.futures = list(map(set, self._buckets)), list[Future]()
-
-    @abstractmethod
-    def submit(self, bucket: int) -> Future:
-        """Submit the reduction of a bucket. Local."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether all buckets are submitted."""
-        return len(self.futures) == len(self._buckets)
-
-    def arrived(self, parameter: int) -> bool:
-        """The gradient of a parameter is complete: submit the buckets that are, too. Returns False, and submits none,
-        if it has been complete before. Local."""
-        missing = self._missing[self.bucket_of[parameter]]
-        if parameter not in missing:
-            return False
-        missing.remove(parameter)
-        self.launch()
-        return True
-
-    def launch(self, rest: bool = False) -> None:
-        """Submit the buckets that are to be submitted now. rest: all that are left, complete or not. Local."""
-        while not self.ended and (rest or not self._missing[len(self.futures)]):
-            self.futures.append(self.submit(len(self.futures)))
-
-    def finish(self) -> None:
-        """Submit all other buckets, and return when all are reduced. Collective. Raises the first of their errors;
-        KeyboardInterrupt at once: another call waits for the rest."""
-        self.launch(rest=True)
-        errors = []
-        for future in self.futures:
-            try:
-                future.wait()
-            except Exception as error:  # the other buckets are still being reduced
-                errors.append(error)
-        self.finished()
-        if errors:
-            raise errors[0]
-
-    @abstractmethod
-    def finished(self) -> None:
-        """Called when all buckets are reduced, or have failed. Local."""

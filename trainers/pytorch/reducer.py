@@ -28,7 +28,7 @@ from allreduce.call.queue import Future, Queue
 from allreduce.transport import ulfm
 from allreduce.transport.control import everywhere, raise_together, together
 from trainers.checks import GradientCheck, SameData
-from trainers.options.buckets import TWICE, Submissions, plan_buckets
+from trainers.options.buckets import plan_buckets
 from trainers.pytorch.buckets import (
     DenseBucket,
     Gradient,
@@ -47,6 +47,7 @@ from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.tensors import DTYPES, version_of
 from trainers.state.dealing import Share, shares_of
 from trainers.state.sharded import Flat
+from trainers.strategies.overlap import TWICE, Submissions
 
 LOCAL, SCATTERED, AVERAGED = "local", "scattered", "averaged"  # the contents of the buffers; see Reducer.state
 

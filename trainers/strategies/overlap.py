@@ -1,6 +1,10 @@
-"""Sums gradients over the ranks in buckets, in a thread, while the replica still computes the other gradients."""
+"""Sums gradients over the ranks in buckets, in a thread, while the replica still computes the other gradients.
 
-from collections.abc import Mapping, Sequence
+Submissions is the order of the buckets, here and in trainers.pytorch.reducer; Overlap are those of a Step.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from allreduce import notices
@@ -9,8 +13,72 @@ from allreduce.backend import AllReduce
 from allreduce.call.queue import Future
 from allreduce.errors import UnavailableError
 from trainers.errors import ArgumentError
-from trainers.options.buckets import TWICE, Buckets, Submissions, plan_buckets
+from trainers.options.buckets import Buckets, plan_buckets
 from trainers.replica import Replica, parameter_slices
+
+TWICE = (  # the error of a parameter for which `Submissions.arrived` returns False
+    "{} received its gradient twice in one backward, so it may be half reduced; use torch.utils.checkpoint "
+    "with use_reentrant=False, or buckets=Buckets(overlap=False)"
+)
+
+
+class Submissions(ABC):
+    """The reductions of the buckets of a backward, submitted in one order on all ranks: each when all of its gradients
+    are complete, after all buckets before it. buckets: the parameters of each.
+
+    bucket_of: the number of each parameter's bucket. futures: of the reductions that are submitted, in order.
+    """
+
+    def __init__(self, buckets: Iterable[Iterable[int]]) -> None:
+        self._buckets = [frozenset(each) for each in buckets]
+        self.bucket_of = {parameter: at for at, each in enumerate(self._buckets) for parameter in each}
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin another backward: no gradient is complete. Local."""
+        self._missing, self.futures = list(map(set, self._buckets)), list[Future]()
+
+    @abstractmethod
+    def submit(self, bucket: int) -> Future:
+        """Submit the reduction of a bucket. Local."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all buckets are submitted."""
+        return len(self.futures) == len(self._buckets)
+
+    def arrived(self, parameter: int) -> bool:
+        """The gradient of a parameter is complete: submit the buckets that are, too. Returns False, and submits none,
+        if it has been complete before. Local."""
+        missing = self._missing[self.bucket_of[parameter]]
+        if parameter not in missing:
+            return False
+        missing.remove(parameter)
+        self.launch()
+        return True
+
+    def launch(self, rest: bool = False) -> None:
+        """Submit the buckets that are to be submitted now. rest: all that are left, complete or not. Local."""
+        while not self.ended and (rest or not self._missing[len(self.futures)]):
+            self.futures.append(self.submit(len(self.futures)))
+
+    def finish(self) -> None:
+        """Submit all other buckets, and return when all are reduced. Collective. Raises the first of their errors;
+        KeyboardInterrupt at once: another call waits for the rest."""
+        self.launch(rest=True)
+        errors = []
+        for future in self.futures:
+            try:
+                future.wait()
+            except Exception as error:  # the other buckets are still being reduced
+                errors.append(error)
+        self.finished()
+        if errors:
+            raise errors[0]
+
+    @abstractmethod
+    def finished(self) -> None:
+        """Called when all buckets are reduced, or have failed. Local."""
 
 
 class Overlap(Submissions):
