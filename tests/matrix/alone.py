@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.matrix.case import CLASSES, FEATURES, OPTIMIZER, Case
+from tests.matrix.case import CLASSES, FEATURES, IGNORED, OPTIMIZER, Case
 
 HIDDEN = 5
 RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 0.01}
@@ -100,52 +100,102 @@ class NumpyAlone(Alone):
 
 
 class TorchAlone(Alone):
-    """A module, its loss and its optimizer of PyTorch."""
+    """A module, its loss and its optimizers of PyTorch."""
 
     def __init__(self, case: Case) -> None:
         import torch
 
-        self.torch = torch
-        self.module, self.optimizer = torch_model(case)
+        self.torch, self.case = torch, case
+        self.module, self.optimizers = torch_model(case)
+        self.trained = [each for each in self.module.parameters() if each.requires_grad]
 
     def gradients(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, Arrays]:
-        self.optimizer.zero_grad()
-        output = self.module(self.torch.from_numpy(x))
-        rows = self.torch.nn.functional.cross_entropy(output, self.torch.from_numpy(y), reduction="none")
-        loss = (rows * self.torch.from_numpy(weights.astype(x.dtype))).mean()
+        self.module.zero_grad()
+        output, target = self.module(self.torch.from_numpy(x)), self.torch.from_numpy(y)
+        if not self.case.loss:
+            rows = self.torch.nn.functional.cross_entropy(output, target, reduction="none")
+            loss = (rows * self.torch.from_numpy(weights.astype(x.dtype))).mean()
+        elif (y == IGNORED).all():
+            loss = (output * 0).sum()
+        else:
+            loss = torch_loss(self.case)(output, target)
         loss.backward()
-        return loss.item(), [each.grad.numpy().copy() for each in self.module.parameters()]
+        return loss.item(), [each.grad.numpy().copy() for each in self.trained]
 
     def update(self, gradients: Arrays, fraction: float) -> None:
-        for parameter, gradient in zip(self.module.parameters(), gradients, strict=True):
+        for parameter, gradient in zip(self.trained, gradients, strict=True):
             parameter.grad = self.torch.from_numpy(gradient.astype(parameter.detach().numpy().dtype))
-        (group,) = self.optimizer.param_groups
-        before = group["lr"]
-        group["lr"] = before * fraction
-        self.optimizer.step()
-        group["lr"] = before
+        for optimizer in self.optimizers:
+            before = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] *= fraction
+            optimizer.step()
+            for group, rate in zip(optimizer.param_groups, before, strict=True):
+                group["lr"] = rate
 
     def parameters(self) -> Arrays:
-        return [each.detach().numpy().copy() for each in self.module.parameters()]
+        return [each.detach().numpy().copy() for each in self.trained]
 
     def load(self, parameters: Arrays) -> None:
         with self.torch.no_grad():
-            for parameter, array in zip(self.module.parameters(), parameters, strict=True):
+            for parameter, array in zip(self.trained, parameters, strict=True):
                 parameter.copy_(self.torch.from_numpy(array))
 
 
-def torch_model(case: Case) -> tuple[Any, Any]:
-    """Return a module, and an optimizer on its parameters."""
+def torch_model(case: Case) -> tuple[Any, list[Any]]:
+    """Return a module, and an optimizer on its parameters, or one for each layer."""
     import torch
 
+    class Scale(torch.nn.Module):
+        """A parameter without dimensions."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = torch.nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: Any) -> Any:
+            return x * self.factor
+
     torch.manual_seed(case.seed)
-    dtype = getattr(torch, case.dtype)
-    layers = torch.nn.Linear(FEATURES, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, CLASSES)
-    module = torch.nn.Sequential(*layers).to(dtype)
-    rate = RATES[case.update]
-    if case.update == "adam":
-        return module, torch.optim.Adam(module.parameters(), lr=rate)
-    return module, torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9 * (case.update == "momentum"))
+    first, last = torch.nn.Linear(FEATURES, HIDDEN), torch.nn.Linear(HIDDEN, CLASSES)
+    layers = [first, torch.nn.Tanh(), *[Scale()] * (case.layers == "scalar"), last]
+    module = torch.nn.Sequential(*layers).to(getattr(torch, case.dtype))
+    if case.layers == "frozen":
+        first.requires_grad_(False)
+    if case.way == "two":
+        return module, [torch_optimizer(case, layer.parameters()) for layer in (first, last)]
+    slower = {"params": first.parameters(), "lr": RATES.get(case.update, 0.01) / 2, "weight_decay": 0.1}
+    groups = [slower, {"params": last.parameters()}] if case.layers == "groups" else module.parameters()
+    return module, [torch_optimizer(case, groups)]
+
+
+def torch_loss(case: Case) -> Any:
+    """Return the loss of a trainer."""
+    import torch
+
+    if not case.loss:
+        plain = torch.nn.functional.cross_entropy
+        return (torch.nn.CrossEntropyLoss(), plain, lambda output, target: plain(output, target))[case.seed % 3]
+    if case.loss == "ignored":
+        return torch.nn.CrossEntropyLoss(ignore_index=IGNORED)
+    weights = torch.tensor([0.2, 1.0, 5.0], dtype=getattr(torch, case.dtype))
+    return torch.nn.CrossEntropyLoss(weight=weights, label_smoothing=0.1)
+
+
+def torch_optimizer(case: Case, parameters: Any) -> Any:
+    import torch
+
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "sgd": ("SGD", {}),
+        "momentum": ("SGD", {"momentum": 0.9}),
+        "nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}),
+        "amsgrad": ("Adam", {"amsgrad": True}),
+        "rmsprop": ("RMSprop", {"momentum": 0.5, "centered": True}),
+        **{name.lower(): (name, {}) for name in ("Adam", "AdamW", "Adagrad", "NAdam", "RAdam", "Adamax", "ASGD")},
+        "adadelta": ("Adadelta", {}),
+    }
+    name, options = kinds[case.update]
+    return getattr(torch.optim, name)(parameters, lr=RATES.get(case.update, 0.01), **options)
 
 
 class JaxAlone(Alone):
@@ -228,13 +278,16 @@ class KerasAlone(Alone):
             variable.assign(array)
 
 
-def keras_model(case: Case) -> tuple[Any, Any, Any]:
-    """Return a model, the loss, and the optimizer."""
+def keras_model(case: Case, inputs: str = "") -> tuple[Any, Any, Any]:
+    """Return a model, the loss, and the optimizer. inputs: as of a case."""
     import keras
 
     keras.utils.set_random_seed(case.seed)
-    layers = keras.layers.Dense(HIDDEN, activation="tanh"), keras.layers.Dense(CLASSES)
-    model = keras.Sequential([keras.Input((FEATURES,)), *layers], name="net")
+    first, rest = keras.Input((1,), name="first"), keras.Input((FEATURES - 1,), name="rest")
+    given: Any = {"dict": {"first": first, "rest": rest}, "tuple": (first, rest)}.get(inputs)
+    features = keras.layers.concatenate([first, rest]) if inputs else keras.Input((FEATURES,))
+    hidden = keras.layers.Dense(HIDDEN, activation="tanh")(features)
+    model = keras.Model(given if inputs else features, keras.layers.Dense(CLASSES)(hidden), name="net")
     rate = RATES[case.update]
     if case.update == "adam":
         optimizer = keras.optimizers.Adam(rate)
@@ -246,12 +299,19 @@ def keras_model(case: Case) -> tuple[Any, Any, Any]:
 ALONE: dict[str, type[Any]] = {"numpy": NumpyAlone, "torch": TorchAlone, "jax": JaxAlone, "keras": KerasAlone}
 
 
-def clipped(gradients: Arrays, most: float | None) -> tuple[float, Arrays]:
-    """Return the norm of gradients, and those of at most that norm, as torch.nn.utils.clip_grad_norm_ makes them."""
+def clipped(gradients: Arrays, most: float | None, parts: int = 1) -> tuple[float, Arrays]:
+    """Return the norm of gradients, and those of at most that norm, as torch.nn.utils.clip_grad_norm_ makes them.
+
+    parts: each part of the gradients has a norm of its own.
+    """
+    if parts > 1:
+        half = len(gradients) // 2
+        (one, first), (other, second) = (clipped(each, most) for each in (gradients[:half], gradients[half:]))
+        return max(one, other), first + second
     norm = float(np.sqrt(sum(float((each.astype(np.float64) ** 2).sum()) for each in gradients)))
     if most is None or norm <= most:
         return norm, gradients
-    return norm, [each * (most / (norm + 1e-6)) for each in gradients]
+    return norm, [np.asarray(each * (most / (norm + 1e-6))) for each in gradients]
 
 
 def train(case: Case, start: np.ndarray) -> Result:
@@ -261,9 +321,11 @@ def train(case: Case, start: np.ndarray) -> Result:
     decay = case.numbers["EMA"] if "EMA" in case.transforms else None
     average = start.astype("float64") if decay is not None else None
     losses, norms, total, taken = [], [], 0, np.zeros(len(models))
-    for batches in case.batches():
+    for batches in case.batches(classes=True):
         measured, lengths = [], []
-        for x, y, weights in batches:
+        for batch in batches:
+            left = case.left(len(batch[0]), total)
+            x, y, weights = (each[left] for each in batch)
             if len(models) != case.workers(total):
                 models, taken = beginners(case, models[0].flat(), case.workers(total)), np.zeros(case.workers(total))
             step = []
@@ -275,7 +337,7 @@ def train(case: Case, start: np.ndarray) -> Result:
                 if not rows:
                     continue
                 loss, gradients = model.gradients(x[own], y[own], weights[own])
-                norm, gradients = clipped(gradients, most)
+                norm, gradients = clipped(gradients, most, 2 if case.way == "two" else 1)
                 if not np.isfinite(norm):  # SkipNotFinite
                     continue
                 model.update(gradients, case.fraction(total))
@@ -296,6 +358,12 @@ def train(case: Case, start: np.ndarray) -> Result:
         norms.append(sum(lengths) / len(lengths) if lengths else np.nan)
     end = models[0].flat()
     return Result(end, average, losses, norms, float(np.linalg.norm(end - start)))
+
+
+def loss_of(case: Case, parameters: np.ndarray) -> float:
+    """Return the loss of all rows of a model with these parameters."""
+    (model,) = beginners(case, parameters, 1)
+    return float(model.gradients(*case.data, case.weights)[0])
 
 
 def beginners(case: Case, start: np.ndarray, count: int) -> list[Any]:

