@@ -91,7 +91,7 @@ if [ -n "$torch" ]; then
     cd "$checkout"
     export ALLREDUCE_TEST_TORCH=1
     run_tests "$checkout/.venv-torch-$torch" tests/test_ranks.py tests/torch_backend tests/pytorch \
-        tests/frameworks/test_horovod.py tests/elastic/test_lost_torch.py "$@"
+        tests/frameworks/test_horovod.py tests/elastic/test_lost_torch.py tests/faults/test_faults.py "$@"
     exit
 fi
 # --no-compile: tests compile the modules that they import, a small part of the installed ones.

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,29 +12,6 @@ from allreduce import Topology
 from allreduce.errors import RankLostError
 from tests.conftest import JobRunner
 from tests.faults import job_of
-
-PARTS = {
-    "local": 6,
-    "trainer": 5,
-    "replicated, in backward": 4,
-    "two optimizers": 3,
-    "sharded, kept twice": 2,
-    "sharded": 1,
-}
-
-
-@pytest.mark.jobs
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed in this environment")
-def test_seven_of_eight_ranks_die(mpirun: JobRunner, tmp_path: Path) -> None:
-    """In the loop of docs/programs/run_survive_torch.py, in local SGD, while a trainer sums buckets, in backward with
-    overlap, between optimizers, in the update of slices."""
-    job = mpirun(8, [*job_of("lost_torch"), tmp_path], ulfm=True, timeout=400)
-    lines = job.stdout.splitlines()
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert sum("rank 3 of 8 failed; 7 continue after step 100" in line for line in lines) == 1  # rank 0 prints it
-    for part, left in PARTS.items():
-        assert sum(line.startswith(f"{part}: rank ") and line.endswith(f"of {left}") for line in lines) == left, part
-    assert lines.count("done") == 1
 
 
 def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

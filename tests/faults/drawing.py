@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.backends import IN_TWO
-from tests.faults.plans import DISAGREEMENTS, EPOCHS, LOSSES, PROGRAMS, STEPS, Fault, Plan
+from tests.faults.plans import DISAGREEMENTS, EDITED, EPOCHS, LOSSES, PROGRAMS, STEPS, Fault, Plan
 from tests.random_calls import nodes_for
 
 # Places in the code of the rank that is lost: before, in the middle of, and after them. See `points`.
 REDUCE_POINTS = ("call", "reduce", "middle of a reduction", "end of a step")
 STEP_POINTS = ("compute", "update", *REDUCE_POINTS)
 SERVED_POINTS = ("compute", "push", "reply", "update", "end of a step")
-CALL_POINTS = ("evaluate", "predict", "mirror")
-REPAIR_POINTS = ("finished", "survivors", "rebuild")
+CALL_POINTS = ("evaluate", "predict", "mirror", "end of an epoch")
+REPAIR_POINTS = ("finished", "survivors", "rebuild", "meet")
 POINTS = {*STEP_POINTS, *SERVED_POINTS, *CALL_POINTS, *REPAIR_POINTS, "backward", "edit", "checkpoint"}
 
 DELAY_SECONDS = 0.01  # of a signal from outside, behind the step that it waits for: at most
@@ -25,8 +25,7 @@ WAYS = ("mixed", SEVERAL, HOST)
 PACE_SECONDS = 0.02  # of a step, so that a job is still training when the last rank is lost
 HOSTS = ((2, 2), (1, 2), (2, 1), (3, 1))
 HOLDERS_STAY = 0.85  # how often nobody is lost without whom the others can't go on
-COPIED = ("sharded", "central storage")  # programs whose slices another rank can keep too
-EDITED = ("mirrored", "sharded", "central storage", "spare ranks")
+COPIED = ("sharded", "central storage", "sharded optimizer")  # programs whose slices another rank can keep too
 
 
 def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int = 5, way: str = WAYS[0]) -> Plan:
@@ -40,7 +39,7 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
     ranks = max(kind.least, min(most_ranks, chance.choice((2, 3, 3, 4, 5))))
     hosts = chance.choice(HOSTS) if way == HOST else ()
     ranks = sum(hosts) or max(ranks, 3 * (way == SEVERAL))
-    nodes = () if program == "spare ranks" or hosts else nodes_for(chance, ranks)
+    nodes = () if program.startswith("spare ranks") or hosts else nodes_for(chance, ranks)
     names = tuple(name for name in kind.backends if name != "shared" or not (nodes or hosts))
     plan = Plan(
         number=number,
@@ -63,7 +62,11 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
     if program == "asynchronous servers":
         plan = replace(plan, ranks_per_worker=min(chance.choice((1, 1, 2, 2, 3)), ranks - plan.servers))
     if program.startswith("spare "):
-        plan = replace(plan, spares=chance.randrange(program == "spare ranks", ranks - 1))
+        plan = replace(plan, spares=chance.randrange(program.startswith("spare ranks"), ranks - 1))
+    if plan.trainer == "central storage":
+        plan = replace(plan, storage=chance.randrange(ranks - (plan.spares if plan.waits else 0)))
+    if kind.module == "training":
+        plan = replace(plan, rows=chance.choice(("", "", "", "whole", "whole", "divided" * (not plan.waits))))
     drawn = {SEVERAL: _several, HOST: _host}.get(way, _faults)(chance, plan)
     return replace(plan, faults=tuple(drawn))
 
@@ -111,7 +114,7 @@ def _pace(plan: Plan, victims: Sequence[int]) -> Fault:
 def _other(chance: random.Random, plan: Plan) -> Fault:
     """Return a fault other than a kill, which ends the job in order or is survived."""
     kind = chance.choice(OTHERS if plan.kind.module == "training" else ("stop", "raise", "exit"))
-    working = plan.ranks - (plan.spares if plan.program == "spare ranks" else 0)
+    working = plan.ranks - (plan.spares if plan.waits else 0)
     rank, turn = chance.randrange(working), chance.randrange(STEPS - 10)
     if kind == "stop":
         return Fault(kind, rank, turn=turn, delay=chance.random() * STOP_SECONDS)
@@ -122,18 +125,20 @@ def _other(chance: random.Random, plan: Plan) -> Fault:
 
 def _loss(chance: random.Random, plan: Plan, victim: int, first: bool) -> Fault:
     """Return a kill at a random instant, or at a point that the program reaches."""
-    waits = plan.program == "spare ranks" and victim >= plan.ranks - plan.spares
+    waits = plan.waits and victim >= plan.ranks - plan.spares
     if waits or chance.random() < 0.4:
         return Fault("kill", victim, turn=chance.randrange(STEPS), delay=chance.random() * DELAY_SECONDS)
     points = list(_points(plan))
     if not first:
-        points += REPAIR_POINTS * 2
+        points += [point for point in REPAIR_POINTS * 2 if point != "meet" or plan.kind.module == "training"]
     point = chance.choice(points)
     if point == "rebuild":
         return Fault("kill", victim, point, 2, after=chance.random() < 0.5)
     most = {
         "checkpoint": 8,
         "evaluate": EPOCHS + 1,
+        "end of an epoch": EPOCHS,
+        "edit": 2,
         **dict.fromkeys((*STEP_POINTS, *SERVED_POINTS), STEPS),
     }
     return Fault("kill", victim, point, 1 + chance.randrange(most.get(point, 1)), after=chance.random() < 0.5)
@@ -143,11 +148,11 @@ def _points(plan: Plan) -> tuple[str, ...]:
     """Return the points that this program reaches if no rank fails."""
     module = plan.kind.module
     points = {"calls": REDUCE_POINTS, "loop": (*STEP_POINTS, "backward")}.get(module, STEP_POINTS)
-    if not plan.kind.backends and plan.program not in ("central storage", "synchronous servers"):
+    if not plan.kind.backends and plan.trainer not in ("central storage", "synchronous servers"):
         points = SERVED_POINTS + REDUCE_POINTS * (plan.ranks_per_worker > 1)
     if module == "training":
         points += CALL_POINTS
-    if plan.program in EDITED:
+    if plan.trainer in EDITED:
         points += ("edit",)
     if plan.checkpoint:
         points += ("checkpoint",)

@@ -18,7 +18,8 @@ from tests.faults import notes
 from tests.faults.plans import OUTSIDE, Fault, Plan
 
 RANK = "tests.faults.rank"  # what each rank runs
-CHECK_SECONDS = 0.001
+CHECK_SECONDS = 0.001  # between two looks at a job whose ranks get signals; of other jobs:
+IDLE_SECONDS = 0.05
 STEP = re.compile(r'"step": (\d+),')
 LINE = 100  # characters of a note that may have been half written; steps that are read twice do not matter
 HALT_SECONDS = "5"  # the timeout of a job in which a rank is stopped for good
@@ -98,7 +99,7 @@ def _watch(job: "subprocess.Popen[bytes]", plan: Plan, folder: Path, limit: floa
             if (found := next(signals, None)) is not None:
                 sent.setdefault(number, time.monotonic())
                 _send(*found)
-        time.sleep(CHECK_SECONDS)
+        time.sleep(CHECK_SECONDS if coming else IDLE_SECONDS)
     return sent
 
 

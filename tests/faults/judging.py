@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.faults import notes
 from tests.faults.jobs import Ended
-from tests.faults.plans import BATCH, DISAGREEMENTS, EPOCHS, KINDS, LOSSES, ROWS, TOLD_SECONDS, Fault, Plan
+from tests.faults.plans import ALONE, BATCH, DISAGREEMENTS, EPOCHS, KINDS, LOSSES, ROWS, TOLD_SECONDS, Fault, Plan
 from tests.faults.programs import model
 
 SURVIVED, REFUSED, ORDERLY, HUNG, WRONG, OF_MPI, ENDED = OUTCOMES = (
@@ -22,6 +22,7 @@ QUIET, FOUND = "quiet", "found"  # no fault came to happen; one that makes the r
 GOOD = (SURVIVED, REFUSED, ORDERLY, QUIET, FOUND)
 TOLERANCE = 1e-5  # of parameters, which are about 0.1: one batch left out, or done twice, changes them by 1e-3 or more
 ACCURACY = 0.011  # two of the rows that are tested
+ALL = [{"epoch": number} for number in range(1, EPOCHS + 1)]
 WORSE = 0.15  # by which the accuracy may be, where the result depends on who is fast
 
 Notes = list[dict[str, Any]]
@@ -63,12 +64,14 @@ def judge(plan: Plan, ended: Ended, folder: Path) -> Judged:
     lost = {fault.rank for fault in happened if fault.kind in LOSSES}
     left = [rank for rank in range(plan.ranks) if rank not in lost]
     outcome, why = _outcome(plan, ended, folder, {rank: ranks[rank] for rank in left}, happened)
+    survivors = [ranks[rank] for rank in left]
+    redone = max((_redone(mine) for mine in survivors), default=0) if plan.kind.together else 0
+    if outcome == SURVIVED and plan.goes_on and plan.kind.again is not None and redone > plan.kind.again * len(lost):
+        outcome, why = WRONG, f"{redone} steps were done again after {len(lost)} losses"
     if outcome == SURVIVED and not when:
         outcome = QUIET
     if any(fault.kind == "spoil" for fault in happened):
         outcome = {WRONG: FOUND, SURVIVED: ENDED}.get(outcome, outcome)
-    survivors = [ranks[rank] for rank in left]
-    redone = max((_redone(mine) for mine in survivors), default=0) if plan.kind.together else 0
     return Judged(plan, outcome, why, ended.seconds, redone, _faults(plan, when, survivors, outcome))
 
 
@@ -134,7 +137,7 @@ def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
         left_alone = ""
     if plan.copies > 1 and len(lost) > 1 and not plan.checkpoint:  # one may have kept the other's slice
         return "RankLostError: a rank that failed in .* had the only copy of a part" + (left_alone and f"|{left_alone}")
-    if plan.program == "spare ranks" and set(range(plan.ranks - plan.spares)) <= lost:
+    if plan.waits and set(range(plan.ranks - plan.spares)) <= lost:
         return "RankLostError: (all working ranks have failed|a rank that failed in .* had the only copy of a part)"
     return left_alone
 
@@ -154,34 +157,55 @@ def _refused(left: dict[int, Notes], happened: Sequence[Fault]) -> tuple[str, st
 def _wrong(plan: Plan, folder: Path, ends: dict[int, dict[str, Any]]) -> str:
     """Return the defect in the results of the remaining ranks as text; "" if there is none."""
     ends = {rank: end for rank, end in ends.items() if not end.get("idle")}
-    right, accuracy = model.without_faults(plan)
+    right, alone = _right(plan, folder)
     found = {rank: np.load(folder / f"parameters.{rank}.npy") for rank in ends}
     first = next(iter(ends))
     for rank, end in ends.items():
         if not np.array_equal(found[rank], found[first]) or len(set(end.get("hashes", [""]))) > 1:
             return f"the parameters of rank {rank} and of rank {first} differ"
+        if end.get("lost") != ends[first].get("lost"):
+            return f"rank {rank} knows of the failures {end['lost']}, and rank {first} of {ends[first]['lost']}"
         if not set(ends) <= set(end["ranks"]):  # one that has died behind its last step may be there still
             return f"rank {rank} has ended among ranks {end['ranks']}, of {sorted(ends)}"
-        if end.get("epochs", EPOCHS) != EPOCHS:
-            return f"the history of rank {rank} has {end['epochs']} epochs, not {EPOCHS}"
-        if wrong := _accuracy(plan, end, accuracy) or _updates(plan, end):
+        if [epoch["epoch"] for epoch in end.get("history", ALL)] != [*range(1, EPOCHS + 1)]:
+            return f"the history of rank {rank} has other epochs: {end['history']}"
+        if wrong := _accuracy(plan, end, alone["accuracy"]) or _updates(plan, end):
             return wrong
-    if not plan.kind.exact:
+        if plan.exact and (wrong := _measured(end, alone)):
+            return f"rank {rank}: {wrong}"
+    if not plan.exact:
         return "" if np.isfinite(found[first]).all() else "parameters are no numbers"
-    shift = model.SHIFT if ends[first].get("shifted") else 0.0
-    apart = float(np.abs(found[first] - shift - right).max())
+    apart = float(np.abs(found[first] - right).max())
     return "" if apart < TOLERANCE else f"parameters are up to {apart:.2g} from those of a training without faults"
+
+
+def _right(plan: Plan, folder: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return the parameters, and the last note, of a training without faults on one rank: of the job itself, or of this
+    process."""
+    if (folder / ALONE).exists():
+        return np.load(folder / ALONE / "parameters.0.npy"), notes.read(folder / ALONE, 0)[-1]
+    right, accuracy = model.without_faults(plan)
+    return right, {"accuracy": accuracy}
+
+
+def _measured(end: dict[str, Any], alone: dict[str, Any]) -> str:
+    """Compare the epochs and the outputs of a rank with those of one rank alone."""
+    for one, other in zip(end.get("history", ()), alone.get("history", ()), strict=False):  # a loop has none
+        if not np.allclose([*one.values()], [*other.values()], rtol=1e-4):
+            return f"epoch {one}, and without faults {other}"
+    same = np.allclose(end.get("outputs", 0), alone.get("outputs", 0), rtol=1e-3, atol=1e-6)
+    return "" if same else f"outputs {end['outputs']}, and without faults {alone['outputs']}"
 
 
 def _accuracy(plan: Plan, end: dict[str, Any], right: float) -> str:
     found = end["accuracy"], end["predicted"]
-    worst = max(abs(each - right) for each in found) - ACCURACY if plan.kind.exact else right - min(found) - WORSE
+    worst = max(abs(each - right) for each in found) - ACCURACY if plan.exact else right - min(found) - WORSE
     return "" if worst <= 0 else f"accuracy {found[0]:.3f}, predicted {found[1]:.3f}, without faults {right:.3f}"
 
 
 def _updates(plan: Plan, end: dict[str, Any]) -> str:
     """Check that every part of every batch has updated the model once."""
-    if not plan.program.startswith("asynchronous"):
+    if not plan.program.startswith("asynchronous") or plan.rows == "divided":  # then those of a lost rank are missing
         return ""
     wanted = ROWS // BATCH * end["parts"]
     return "" if set(end["updates"]) == {wanted} else f"epochs of {end['updates']} updates, and not of {wanted}"

@@ -11,6 +11,10 @@ BETWEEN = "between two fits"  # the program does it itself
 
 ROWS, BATCH, EPOCHS = 480, 48, 6  # small, so that the losses and not the steps take the time
 STEPS = ROWS // BATCH * EPOCHS
+ROUND = 4  # steps between two averages of local SGD
+ALONE = "alone"  # the folder, among the files of a job, with the results of one rank alone
+IN_TURN = "each in turn"  # in calls, in the place of a backend: another one after each loss
+EDITED = ("mirrored", "sharded", "central storage")  # trainers whose model is edited, in the fit and after it
 
 
 class Program(NamedTuple):
@@ -20,6 +24,7 @@ class Program(NamedTuple):
     frameworks: of its model. checkpoints: possible numbers of steps between two checkpoints; 0: none are written.
     exact: whether the result equals that of one rank alone, to float rounding; otherwise only the accuracy does.
     together: whether the ranks take every step together, so that repeated steps can be counted.
+    again: the number of steps that a loss may cost, which are done again; None: as many as since a checkpoint.
     least: the number of ranks that it needs.
     """
 
@@ -30,20 +35,25 @@ class Program(NamedTuple):
     checkpoints: tuple[int, ...] = (0,)
     exact: bool = True
     together: bool = True
+    again: int | None = None
     least: int = 2
 
 
 PROGRAMS = {
-    "mirrored": Program(6, "training", ON_CPU, checkpoints=(0, 3, 7)),
+    "mirrored": Program(6, "training", ON_CPU, checkpoints=(0, 3, 7), again=0),
+    "local SGD": Program(2, "training", ON_CPU, exact=False, again=ROUND),
     "sharded": Program(4, "training", SHARDED, checkpoints=(3, 7)),
     "central storage": Program(3, "training", checkpoints=(3, 7)),
     "synchronous servers": Program(3, "training", checkpoints=(0, 7), least=3),
     "asynchronous servers": Program(3, "training", checkpoints=(0, 7), exact=False, together=False, least=3),
     "spare replicas": Program(3, "training", checkpoints=(0, 7), exact=False, together=False),
-    "spare ranks": Program(3, "training", ON_CPU, checkpoints=(0, 7), least=3),
-    "optimizer": Program(3, "loop", ON_CPU, ("torch",)),
+    "spare ranks": Program(3, "training", ON_CPU, checkpoints=(0, 7), again=0, least=3),
+    "spare ranks, central storage": Program(2, "training", checkpoints=(3, 7), least=3),
+    "spare ranks, local SGD": Program(1, "training", ON_CPU, exact=False, again=ROUND, least=3),
+    "optimizer": Program(3, "loop", ON_CPU, ("torch",), again=1),
     "sharded optimizer": Program(2, "loop", SHARDED, ("torch",), (3, 7)),
-    "calls": Program(5, "calls", ON_CPU),
+    "local SGD optimizer": Program(1, "loop", ON_CPU, ("torch",), exact=False, again=ROUND),
+    "calls": Program(5, "calls", (*ON_CPU, IN_TURN)),
     "disagreement": Program(4, "disagreeing", ON_CPU),
 }
 
@@ -80,7 +90,8 @@ class Plan:
     """A run. program: one of PROGRAMS. framework: of the model.
 
     goes_on: whether the remaining ranks continue after a failure; the launcher then lets them.
-    copies: the number of ranks that keep each slice of a sharded update.
+    copies: the number of ranks that keep each slice of a sharded update. storage: the rank of a central storage.
+    rows: of a loader that gives the batches, see trainers.Loader; empty for arrays.
     checkpoint: the number of steps between two checkpoints; 0 for none. servers: the number of servers, the last ranks.
     ranks_per_worker: the number of ranks of each of their workers.
     spares: the number of standby ranks, the last ones; or the number of ranks for which a step of spare replicas does
@@ -94,6 +105,8 @@ class Plan:
     framework: str = "numpy"
     backend: str = "auto"
     copies: int = 1
+    storage: int = 0
+    rows: str = ""
     checkpoint: int = 0
     servers: int = 0
     ranks_per_worker: int = 1
@@ -109,6 +122,8 @@ class Plan:
         parts += [f"nodes {'+'.join(map(str, self.nodes))}"] if self.nodes else []
         parts += [f"hosts {'+'.join(map(str, self.hosts))}"] if self.hosts else []
         parts += [f"copies {self.copies}"] if self.copies > 1 else []
+        parts += [f"storage {self.storage}"] if self.storage else []
+        parts += [f"{self.rows} rows of a loader"] if self.rows else []
         parts += [f"{self.servers} servers"] if self.servers else []
         parts += [f"{self.ranks_per_worker} ranks a worker"] if self.ranks_per_worker > 1 else []
         parts += [f"{self.spares} spare"] if self.spares else []
@@ -119,6 +134,21 @@ class Plan:
     @property
     def kind(self) -> Program:
         return PROGRAMS[self.program]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result equals that of one rank alone: not if the rows of a failed rank are missing."""
+        return self.kind.exact and self.rows != "divided"
+
+    @property
+    def waits(self) -> bool:
+        """Whether the last ranks stand by to replace failed ones."""
+        return self.program.startswith("spare ranks")
+
+    @property
+    def trainer(self) -> str:
+        """The kind of trainer: the name of a program without standby ranks."""
+        return "mirrored" if self.program == "spare ranks" else self.program.removeprefix("spare ranks, ")
 
     @property
     def holders(self) -> tuple[int, ...]:
@@ -218,48 +248,119 @@ DISAGREEMENTS = {
 # Faults that are not left to chance: one run of each kind, and of moments that a loss may come at.
 # tests/faults/test_faults.py runs those of SHORT; python -m tests.faults --scenarios all of them.
 
+
+def kills(*places: tuple[int, str, int] | tuple[int, str, int, bool]) -> tuple[Fault, ...]:
+    """Return the losses of ranks: each with its point, the number of the visit to it, and whether it comes after it."""
+    return tuple(Fault("kill", rank, point, turn, *after) for rank, point, turn, *after in places)
+
+
+DOWN_TO_ONE = kills((0, "compute", 13), (2, "end of a step", 40, True), (1, "end of an epoch", 5))
+TWO_OF_THREE = kills((1, "compute", 13), (0, "end of an epoch", 4))  # which two standby ranks replace
 SCENARIOS = {
     "stop": Plan(1, 2, goes_on=False, faults=(Fault("stop", 1, turn=10, delay=4.0),)),
     "slow": Plan(2, 2, goes_on=False, backend="ring", faults=(Fault("slow", 1, "compute", delay=0.01),)),
     "raise": Plan(3, 2, goes_on=False, faults=(Fault("raise", 1, "compute", 20),)),
     "nan": Plan(9, 2, goes_on=False, faults=(Fault("nan", 1, "compute", 20, after=True),)),
     "exit": Plan(4, 3, goes_on=False, faults=(Fault("exit", 2, "compute", 20),)),
-    "truncate": Plan(6, 2, goes_on=False, checkpoint=7, faults=(Fault("truncate", 0, BETWEEN),)),
+    "truncate": Plan(51, 2, goes_on=False, checkpoint=7, faults=(Fault("truncate", 0, BETWEEN),)),
     "alter": Plan(7, 2, goes_on=False, checkpoint=7, faults=(Fault("alter", 0, BETWEEN),)),
     "shm": Plan(8, 2, goes_on=False, backend="shared", faults=(Fault("shm", 0, START),)),
     "losses in calls": Plan(
-        10,
-        4,
-        program="calls",
-        backend="halving_doubling",
+        10, 8, "calls", backend=IN_TURN,
         faults=(
-            Fault("kill", 0, "middle of a reduction", 10),
-            Fault("kill", 2, "survivors", 1),
-            Fault("kill", 1, "reduce", 30, after=True),
+            *kills((7, "reduce", 10), (6, "middle of a reduction", 3), (5, "close", 2), (4, "agree in a call", 5)),
+            *kills((3, "make a communicator", 12), (2, "gather", 5), (1, "reduce", 80, True)),
         ),
     ),
-    "losses in shared": Plan(
-        11, 3, program="calls", backend="shared", faults=(Fault("kill", 1, "reduce", 20, after=True),)
+    "losses in calls on nodes": Plan(
+        11, 6, "calls", backend=IN_TURN, nodes=(2, 2, 2),
+        faults=(
+            *kills((0, "reduce", 10), (3, "agree in a call", 2), (2, "middle of a reduction", 3)),
+            *kills((1, "survivors", 3), (4, "part", 5, True)),
+        ),
+    ),
+    "losses in gathers": Plan(
+        50, 5, "calls", backend=IN_TURN,
+        faults=kills((0, "gather", 1), (1, "gather", 3), (2, "gather", 4), (3, "gather", 5)),
     ),
     "losses in a training": Plan(
-        12,
-        4,
-        backend="hierarchical_copy",
-        nodes=(2, 2),
-        checkpoint=7,
-        faults=(
-            Fault("kill", 0, turn=12, delay=0.001),
-            Fault("kill", 1, "checkpoint", 6),
-            Fault("kill", 3, "evaluate", 6),
-        ),
+        12, 4, backend="hierarchical_copy", nodes=(2, 2), checkpoint=7,
+        faults=(Fault("kill", 0, turn=12, delay=0.001), *kills((1, "checkpoint", 6), (3, "evaluate", 6))),
     ),
     "losses in a sharded training": Plan(
-        13,
-        3,
-        program="sharded",
-        backend="ring",
-        checkpoint=7,
-        faults=(Fault("kill", 0, "update", 30), Fault("kill", 1, "edit", 1)),
+        13, 3, "sharded", backend="ring", checkpoint=7, faults=kills((0, "update", 30), (1, "edit", 1)),
+    ),
+    "losses with a loader": Plan(22, 4, rows="whole", faults=DOWN_TO_ONE),
+    "losses of divided rows": Plan(23, 4, rows="divided", faults=DOWN_TO_ONE),
+    "losses in local SGD": Plan(24, 4, "local SGD", rows="whole", faults=DOWN_TO_ONE),
+    "losses while a trainer is made": Plan(
+        25, 4, "sharded", checkpoint=7, faults=kills((3, "mirror", 1), (1, "mirror", 2, True)),
+    ),
+    "losses in edits": Plan(26, 3, faults=kills((1, "edit", 1), (2, "edit", 2, True))),
+    "loss of a node that copies": Plan(
+        27, 4, "sharded", backend="ring", nodes=(2, 2), copies=2,
+        faults=kills((2, "back up an array", 100), (3, "back up an array", 100)),
+    ),
+    "losses of ranks with copies": Plan(
+        28, 4, "sharded", backend="shared", copies=2,
+        faults=kills((1, "update", 21, True), (0, "back up", 32), (2, "evaluate", 4, True)),
+    ),
+    "nobody has a part": Plan(
+        29, 3, "sharded", backend="shared", copies=2,
+        faults=kills((0, "wait for a backup", 90), (1, "wait for a backup", 90)),
+    ),
+    "losses beside a central storage": Plan(
+        30, 4, "central storage", storage=1, faults=kills((0, "compute", 15), (2, "end of a step", 31, True)),
+    ),
+    "loss of a central storage": Plan(
+        31, 4, "central storage", storage=2, checkpoint=7, faults=kills((2, "compute", 25), (3, "go back", 1)),
+    ),
+    "loss of a central storage with a copy": Plan(
+        32, 3, "central storage", copies=2, faults=kills((0, "back up an array", 100)),
+    ),
+    "losses in a recovery, central storage": Plan(
+        33, 4, "central storage", storage=3, faults=kills((0, "compute", 12), (1, "meet", 1)),
+    ),
+    "losses in a recovery, synchronous servers": Plan(
+        34, 4, "synchronous servers", servers=1, faults=kills((0, "compute", 12), (1, "meet", 1)),
+    ),
+    "losses in a recovery, asynchronous servers": Plan(
+        35, 4, "asynchronous servers", servers=1, faults=kills((0, "compute", 12), (1, "meet", 1)),
+    ),
+    "loss of a server with a copy": Plan(
+        36, 4, "synchronous servers", servers=2, copies=2, faults=kills((3, "update", 20, True)),
+    ),
+    "losses in workers of two ranks": Plan(
+        37, 5, "asynchronous servers", servers=1, ranks_per_worker=2,
+        faults=kills((1, "compute", 8), (2, "end of an epoch", 4)),
+    ),
+    "losses of spare replicas": Plan(38, 3, "spare replicas", faults=kills((2, "end of a step", 21, True))),
+    "nobody has the parameters": Plan(39, 3, "asynchronous servers", servers=1, faults=kills((2, "reply", 20))),
+    "a worker of whole rows is lost": Plan(
+        40, 4, "asynchronous servers", servers=1, rows="whole", faults=kills((1, "compute", 8)),
+    ),
+    "a worker of divided rows is lost": Plan(
+        41, 4, "synchronous servers", servers=1, rows="divided", faults=kills((0, "compute", 12)),
+    ),
+    "standby ranks": Plan(42, 6, "spare ranks", spares=3, faults=TWO_OF_THREE),
+    "standby ranks, central storage": Plan(
+        43, 5, "spare ranks, central storage", spares=2, storage=1, checkpoint=7, rows="whole", faults=TWO_OF_THREE,
+    ),
+    "standby ranks, local SGD": Plan(44, 5, "spare ranks, local SGD", spares=2, rows="whole", faults=TWO_OF_THREE),
+    "losses of optimizers": Plan(
+        45, 3, "optimizer", "torch", "ring", faults=kills((1, "backward", 8), (0, "update", 35)),
+    ),
+    "a loss of a sharded optimizer": Plan(
+        46, 2, "sharded optimizer", "torch", checkpoint=3, faults=kills((1, "update slices", 12)),
+    ),
+    "a loss of a sharded optimizer with copies": Plan(
+        47, 3, "sharded optimizer", "torch", copies=2, faults=kills((1, "share slices", 12)),
+    ),
+    "a loss of an optimizer in local SGD": Plan(
+        48, 2, "local SGD optimizer", "torch", faults=kills((1, "backward", 7)),
+    ),
+    "a loss in the backward of a trainer": Plan(
+        49, 2, framework="torch", backend="ring", faults=kills((1, "backward", 6)),
     ),
     "an alarm while a rank waits": Plan(
         17, 2, program="spare ranks", spares=1, faults=(Fault("revoke", 0, "compute", 20),)
@@ -274,10 +375,7 @@ SCENARIOS = {
     "halt": Plan(20, 2, goes_on=False, faults=(Fault("halt", 1, turn=20),)),
     "host": Plan(21, 4, hosts=(2, 2), faults=(Fault("kill", 2, turn=20), Fault("kill", 3, turn=20))),
     "term": Plan(5, 2, goes_on=False, checkpoint=7, faults=(Fault("term", 1, turn=20),)),
-}
-# Exceptions and SIGTERM have tests of their own, test_abort.py and test_terminating.py; so have losses in calls and in
-# a sharded training, test_losses.py and test_lost_ranks.py.
-SHORT = (
-    "stop", "exit", "truncate", "shm", "losses in a training", "an alarm while a rank waits", "a wrong summand",
-    "disagreement", "halt",
-)  # fmt: skip
+}  # fmt: skip
+# Exceptions and SIGTERM have tests of their own, test_abort.py and test_terminating.py.
+LONG = ("slow", "raise", "nan", "alter", "a wrong sum", "crash", "hold", "host", "term")
+SHORT = tuple(name for name in SCENARIOS if name not in LONG)

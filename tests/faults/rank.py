@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from allreduce import Topology, algorithms
+from tests.backends import ON_CPU
 from tests.faults import points
 from tests.faults.notes import Notes
 from tests.faults.plans import Plan
@@ -24,7 +25,7 @@ def main(folder: Path) -> None:
     plan = Plan.of_dict(json.loads((folder / "plan.json").read_text()))
     topology = Topology(ranks_per_node=plan.nodes or None)
     notes = Notes(folder, topology.rank)
-    for name in plan.backend, "native":  # so that all classes are there when points are patched
+    for name in ON_CPU:  # so that all classes are there when points are patched
         algorithms.class_of(name)
     program = importlib.import_module(f"{points.PROGRAMS}.{plan.kind.module}")
     points.install(plan, notes)

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,11 +28,20 @@ def test_nothing_leaks(mpirun: JobRunner, mpi: str) -> None:
     assert "nothing grew" in job.stdout
 
 
+SAID = {  # besides what the verdict looks for
+    "losses of divided rows": "the rows of the failed ranks are not trained on any more",
+    "a worker of divided rows is lost": "the rows of the failed ranks are not trained on any more",
+    **dict.fromkeys(("standby ranks", "standby ranks, local SGD"), r"rank 3 joined[\s\S]*rank 4 joined"),
+}
+
+
 @pytest.mark.jobs
 @pytest.mark.parametrize("name", plans.SHORT)
 def test_what_must_be_seen_of_a_fault_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault ends the job with a message, or is survived with the right result; tests.faults draws more of them."""
     plan = plans.SCENARIOS[name]
+    if plan.framework == "torch":
+        pytest.importorskip("torch")
     if any(fault.kind == "shm" for fault in plan.faults) and os.geteuid() != 0:
         pytest.skip("only root can mount a /dev/shm")
     try:
@@ -41,9 +51,12 @@ def test_what_must_be_seen_of_a_fault_is_seen(name: str, tmp_path: Path, monkeyp
     ended = jobs.run(plan, tmp_path, 60)
     judged = judging.judge(plan, ended, tmp_path)
     losses = [fault for fault in plan.faults if fault.kind == "kill"]
-    assert judged.outcome == wanted(plan), f"{judged.why}\n{ended.printed}"
+    assert judged.outcome == (judging.ORDERLY if name.startswith("nobody") else wanted(plan)), (
+        f"{judged.why}\n{ended.printed}"
+    )
     assert len(judged.faults) == len(plan.faults), "one did not come to happen"
-    assert not losses or any(fault.seconds is not None for fault in judged.faults)
+    assert re.search(SAID.get(name, ""), ended.printed), ended.printed
+    assert not losses or name.startswith("nobody") or any(fault.seconds is not None for fault in judged.faults)
 
 
 def wanted(plan: plans.Plan) -> str:
@@ -101,7 +114,7 @@ def test_a_wrong_result_is_seen(tmp_path: Path) -> None:
     """A batch that was left out, or done twice, changes the parameters more than rounding does."""
     plan = plans.Plan(1, 1)
     right, accuracy = model.without_faults(plan)
-    end = {"ranks": [0], "hashes": ["a"], "epochs": plans.EPOCHS, "accuracy": accuracy, "predicted": accuracy}
+    end = {"ranks": [0], "hashes": ["a"], "history": judging.ALL, "accuracy": accuracy, "predicted": accuracy}
     notes.Notes(tmp_path, 0).add("end", **end)
     found = {}
     for name, parameters in (("right", right), ("wrong", model.without_faults(plan, left_out=7)[0])):

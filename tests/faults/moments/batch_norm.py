@@ -16,12 +16,20 @@ import torch
 from mpi4py import MPI
 
 from allreduce import Topology
-from tests.faults.moments.copies import Dying
+from tests.faults import points
 from tests.faults.moments.training import BATCH, Deaths, data
 from trainers import CentralStorageTrainer, MirroredTrainer, Sharded
 from trainers.replicas.pytorch import TorchReplica
 
 EPOCHS = 3
+
+
+class Dying(Deaths):
+    """Makes this rank die at a moment, in the update of the parameters."""
+
+    def _come(self, event: str, batch: int = 0) -> None:
+        if (event, self.epoch, batch) == self.moment:
+            points.at("update", points.die, after=True)
 
 
 def trained(name: str, kind: Any, ranks: Topology, moment: tuple[str, int, int] | None, **options: Any) -> None:
@@ -32,7 +40,7 @@ def trained(name: str, kind: Any, ranks: Topology, moment: tuple[str, int, int] 
     replica = TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.SGD(module.parameters(), 0.1, momentum=0.9))
     with kind(replica, topology=ranks, **options) as trainer:
         twice = moment is not None and "update" in options
-        callbacks = [Dying("update") if twice else Deaths(moment)]
+        callbacks = [Dying(moment) if twice else Deaths(moment)]
         trainer.fit(*data(), EPOCHS, BATCH, callbacks=callbacks, progress=False)
         mean, batches = norm.running_mean.tolist(), int(norm.num_batches_tracked)
         if trainer.rank == 0:

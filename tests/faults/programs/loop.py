@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from allreduce import create
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from tests.faults.notes import Notes, members
-from tests.faults.plans import BATCH, STEPS, Plan
+from tests.faults.plans import BATCH, ROUND, STEPS, Plan
+from tests.faults.points import WrongResultError
 from tests.faults.programs import model
+from trainers import ClipNorm, LocalSGD, Sharded
 from trainers.data import Arrays, Batches
 from trainers.pytorch import MirroredOptimizer
 
@@ -19,28 +22,45 @@ FILE = "checkpoint.pt"
 
 
 class Loop:
-    """The model of one rank, and the steps of its loop."""
+    """The model of one rank, and the steps of its loop. Replicated, two optimizers train two copies of the model on one
+    backend, so that a loss may come between their steps."""
 
     def __init__(self, plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
-        self._plan, self._notes, self._folder = plan, notes, folder
+        self._notes, self._folder = notes, folder
         self._x, self._y, *_ = model.rows()
-        self.module = model.torch_module()
-        plain = model.torch_optimizer(plan, self.module)
-        update = "sharded" if plan.program.startswith("sharded") else "replicated"
-        self.optimizer = MirroredOptimizer(plain, self.module, plan.backend, topology=topology, update=update)
+        self.local = plan.program.startswith("local SGD")
+        options: dict[str, Any] = {"transforms": [] if self.local else [ClipNorm(1e6)]}
+        backend: Any = plan.backend
+        if self.local:
+            options["average"] = LocalSGD(ROUND, outer="diloco", fragments=2, delay=1)
+        elif plan.program.startswith("sharded"):
+            options["update"] = Sharded(copies=plan.copies)
+        else:
+            options["buckets"] = model.buckets(plan)
+            backend = create(plan.backend, topology)
+        self.modules = [model.torch_module() for _ in range(2 if "buckets" in options else 1)]
+        self.optimizers = [
+            MirroredOptimizer(model.torch_optimizer(plan, module), module, backend, topology=topology, **options)
+            for module in self.modules
+        ]
+        self.module, self.optimizer = self.modules[0], self.optimizers[0]
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that all optimizers have done."""
+        return min(optimizer.steps for optimizer in self.optimizers)
 
     def step(self, number: int) -> None:
         """Do one step with this rank's share of its batch. Collective; raises RankLostError."""
-        x, y = self._share(number)
-        self.optimizer.rows(len(x))
-        self.optimizer.zero_grad()
-        loss = forward(self.module, x, y)
-        hook = self.module[2].weight.register_hook(lambda _: backward())
-        try:
-            loss.backward()
-        finally:
-            hook.remove()
-        self.optimizer.step()
+        for module, optimizer in zip(self.modules, self.optimizers, strict=True):
+            if len(self.modules) > 1 and optimizer.steps > number:
+                continue
+            x, y = self._share(number)
+            if not self.local:
+                optimizer.rows(len(x))
+            optimizer.zero_grad()
+            forward(module, x, y).backward()
+            optimizer.step()
         self._notes.step(number, self.optimizer.topology)
 
     def _share(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,26 +91,29 @@ def forward(module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.
     return torch.nn.functional.cross_entropy(module(x), y)
 
 
-def backward() -> None:
-    """Called when backward is halfway; a named point."""
-
-
 def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
     loop = Loop(plan, notes, folder, topology)
-    (_go_back if plan.program.startswith("sharded") else _go_on)(loop, plan)
-    np.save(folder / f"parameters.{notes.rank}.npy", _flat(loop.module))
+    goes_back = plan.program.startswith("sharded") and plan.copies == 1
+    (_go_back if goes_back else _go_on)(loop, plan)
+    if loop.local:
+        loop.optimizer.synchronize()
+    parameters = [_flat(module) for module in loop.modules]
+    if not np.allclose(parameters[0], parameters[-1], atol=1e-5):  # other ranks may have done a step of the second one
+        raise WrongResultError("two optimizers of equal models have other parameters")
+    np.save(folder / f"parameters.{notes.rank}.npy", parameters[0])
     accuracy = _accuracy(loop.module)
     ranks = members(loop.optimizer.topology)
-    loop.optimizer.close()
+    for optimizer in loop.optimizers:
+        optimizer.close()
     loop.optimizer.topology.close()
     notes.add("end", ranks=ranks, accuracy=accuracy, predicted=accuracy)
 
 
 def _go_on(loop: Loop, plan: Plan) -> None:
-    """Continue from the optimizer's number of steps, which survives the failure."""
-    while loop.optimizer.steps < STEPS:
+    """Continue from the optimizers' number of steps, which survives the failure."""
+    while loop.steps < STEPS:
         try:
-            loop.step(loop.optimizer.steps)
+            loop.step(loop.steps)
         except RankLostError as lost:
             print(lost, flush=True)
 

@@ -16,7 +16,6 @@ SIZES = (64, 32, 10)
 RATES = {"momentum": 0.02, "adam": 0.002}
 TESTED = 200  # rows
 ONE_AT_A_TIME = threading.Lock()  # PyTorch has one seed for all threads
-SHIFT = 0.25  # of all parameters, by an edit at the end
 
 
 @functools.cache
@@ -45,7 +44,20 @@ def torch_module() -> Any:
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10))
+    module = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10))
+    module[2].weight.register_hook(lambda _: backward())
+    return module
+
+
+def backward() -> None:
+    """Called when backward is halfway; a named point."""
+
+
+def buckets(plan: Plan) -> Any:
+    """Return how the gradients of a PyTorch model are reduced: in several buckets, during backward or after it."""
+    from trainers.pytorch import Buckets
+
+    return Buckets(plan.number % 2 == 1, first_mb=0.001, mb=0.002)
 
 
 def torch_optimizer(plan: Plan, module: Any) -> Any:
