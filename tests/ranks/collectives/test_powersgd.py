@@ -94,6 +94,26 @@ def test_a_high_rank_is_exact(wide: int, flat: allreduce.Topology) -> None:
 
 
 @several
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_low_rank_sum_is_found(feedback: bool, flat: allreduce.Topology) -> None:
+    """Gradients of rank 2 are sent exactly, also by a random start and without error feedback."""
+    options = PowerSGD(2, start_powerSGD_iter=0, use_error_feedback=feedback, warm_start=False)
+    rng = np.random.default_rng(5)
+    basis = rng.normal(size=(2, 40))
+    with allreduce.create("shared", flat, compress=options) as reduce:
+        array = described(reduce)
+        for _ in range(3):
+            tables = [rng.normal(size=(60, 2)) @ basis for _ in range(size)]
+            array[:] = 0
+            array[3:2403] = tables[rank].ravel()
+            reduce(array, "mean")
+            np.testing.assert_allclose(array[3:2403], np.mean(tables, axis=0).ravel(), atol=1e-4)
+        array[:] = gradient(0)
+        reduce(array, "mean")
+        assert total(residual(reduce)).any() == feedback
+
+
+@several
 @pytest.mark.parametrize("name", ["ring", "shared"])
 def test_not_finite(name: str, flat: allreduce.Topology) -> None:
     with allreduce.create(name, flat, compress=PowerSGD(2, start_powerSGD_iter=0)) as reduce:

@@ -223,6 +223,14 @@ def test_reduce_scatter(dtype: torch.dtype, op: Op) -> None:
         same(output, total)
 
 
+def test_reduce_scatter_of_unequal_parts() -> None:
+    """Zero elements for rank 0, one for rank 1, ..."""
+    parts = [[of(10 * rank + to, to) for to in range(size())] for rank in range(size())]
+    output = torch.zeros(dist.get_rank())
+    dist.reduce_scatter(output, parts[dist.get_rank()], Op.AVG)
+    same(output, reduced([row[dist.get_rank()] for row in parts], Op.AVG))
+
+
 @pytest.mark.parametrize("backend", ["ring", "halving_doubling", "native"])
 def test_a_backend_chosen_by_name(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALLREDUCE_BACKEND", backend)
