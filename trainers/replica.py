@@ -71,7 +71,7 @@ class Replica(ABC):
     divided: set by the trainer if the rows of a batch are computed in parts, by several ranks or as micro-batches.
     loss_name: the name of the loss, if it may be no mean over the rows. The trainer then compares the losses of some
         rows and of their halves, by `evaluate`, before it divides batches. "": it is a mean, or it `counts`.
-    compared: set by the trainer: whether it has done so.
+    compared: set by the trainer: whether it has compared these losses.
     cuts: set by the trainer: where ranks' slices of the parameters begin. An update whose bits depend on the ends of an
         array (PyTorch's fused kernels) is split there, so that nodes that divide unevenly compute the same bits.
     hold: set by the trainer that uses the replica.
@@ -624,8 +624,8 @@ def check_rows(replica: Replica, data: Data, batch: bool = False) -> None:
 
 
 def compare_losses(replica: Replica, x: Tree, y: Tree | None) -> None:
-    """Raise ArgumentError if the loss of these rows is no mean over them. Does nothing where no rows can be compared,
-    as on a GPU."""
+    """Raise ArgumentError if the loss of these rows is no mean over them. Compares nothing if there are fewer than two
+    rows, or if they lie in memory of a GPU."""
     if y is None or row_count(x) < 2 or not isinstance(leaves(y)[0], np.ndarray):
         return
     replica.compared = True

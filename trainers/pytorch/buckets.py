@@ -214,9 +214,8 @@ class DenseBucket:
     def overflowed(self, comm: MPI.Intracomm) -> int:
         """The first element whose average is not finite on some rank; -1 for none. Collective."""
         array, parts = self.memory.array, self.share.parts
-        places = np.concatenate([np.arange(0), *(np.arange(part.start, part.stop) for part in parts)])
         averages = array[parts[0]] if len(parts) == 1 else np.concatenate([array[:0], *(array[part] for part in parts)])
-        return checks.overflowed(comm, averages, lambda index: int(places[index]))
+        return checks.overflowed(comm, averages, lambda index: int(np.r_[parts][index]))
 
 
 class Marks:

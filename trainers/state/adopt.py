@@ -28,7 +28,7 @@ log = logging.getLogger("trainers")
 # optional entries of a state: the learning rates, and the momentum of local SGD's outer optimizer
 RATES, OUTER = "trainer.learning_rates", "trainer.outer_momentum"
 ADOPT = "load a state"
-TAG = 3  # of the parts that rank 0 gathers
+TAG = 3  # of the parts that rank 0 gathers; see backup.TAG
 
 
 class Piece(NamedTuple):
@@ -155,7 +155,8 @@ def fetch_pieces(comm: MPI.Intracomm, selection: Selection, piece: Callable[[int
 
 
 def gathered(comm: MPI.Intracomm, own: Sequence[Piece], length: int) -> Arrays:
-    """Return on all ranks the whole arrays of which their pieces are parts. Collective. own, length: see `newest`."""
+    """Return on all ranks whole arrays, from the pieces of all ranks, which cover them. Collective. own, length: see
+    `newest`."""
     found = newest(comm, own, length)
     assert found is not None
     return together(comm, lambda: found.state)

@@ -19,7 +19,7 @@ from allreduce.errors import UnavailableError
 from allreduce.transport.chunked import exchange
 from allreduce.transport.control import all_values
 
-TAG = 3  # of the messages of a transfer; see backup.TAG
+TAG = 4  # of the messages of a transfer; see backup.TAG
 GOOD = 1.2  # the largest share, in multiples of the mean, that is good enough
 ROOM = 1.1  # the largest share, in multiples of the mean, up to which a rank takes tensors of its own chunk first
 

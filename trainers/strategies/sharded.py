@@ -195,13 +195,14 @@ class SliceOwners(StepOwners):
 
     def gather_state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return `state` with every array of `elementwise` gathered from the ranks that own its slices. Collective."""
-        names, world = sliced_entries(self._replica), self._backend.topology.world  # `close` has freed the group's
-        if not names:
-            return dict(state)
+        names = sliced_entries(self._replica)
         count = self._replica.parameter_count
+        if not names or not count:
+            return dict(state)
         parts = slices_of(clipped(self.own_part, 0, count)) if self.shards.tells else ()
         own = [Piece(0, 0, each.start, each.stop, {name: state[name][each] for name in names}, {}) for each in parts]
-        return {**state, **gathered(world, own, count)}
+        # not the group's communicator, which is freed before `close` calls this
+        return {**state, **gathered(self._backend.topology.world, own, count)}
 
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
         """As StepOwners.snapshot. Slices are received directly into rank 0's arrays. Collective."""

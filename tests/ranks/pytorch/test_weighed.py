@@ -213,6 +213,23 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused(loss: Any, loader: bool, fl
                     trainer.fit(**given, epochs=1, progress=False, **options)
 
 
+def test_a_loss_that_is_set_later_is_refused_if_it_is_no_mean_over_rows(flat: allreduce.Topology) -> None:
+    x, y = rows(True)
+    replica = made(nn.MSELoss())  # a mean: not compared
+    replica.loss = masked
+    with (
+        MirroredTrainer(replica, "ring", flat) as trainer,
+        pytest.raises(ArgumentError, match="the loss masked is no mean over the rows"),
+    ):
+        trainer.fit(x, y, 1, 40, progress=False, transforms=[Accumulate(2)])
+
+
+def test_a_replica_without_a_loss_predicts(flat: allreduce.Topology) -> None:
+    x, _ = rows(False)
+    with MirroredTrainer(made(None), "ring", flat) as trainer:
+        assert trainer.predict(x).shape == (len(x), 3)
+
+
 def test_a_mean_of_the_users_is_accepted(flat: allreduce.Topology) -> None:
     x, y = rows(False)
     loss = lambda output, target: functional.cross_entropy(output, target, reduction="none").mean()  # noqa: E731

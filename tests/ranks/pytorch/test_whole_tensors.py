@@ -61,6 +61,17 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [each for each in model.parameters() if each.dim() == 2]
 
 
+class Tried(torch.optim.Adam):
+    """A class that is tried on small tensors, because it is not known."""
+
+
+def test_a_parameter_without_dimensions_has_no_uneven_numbers() -> None:
+    model = nn.Linear(3, 2)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    replica = TorchReplica(model, functional.mse_loss, Tried(model.parameters()))
+    assert len(replica.whole_tensors) == 3
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "muon": lambda model: torch.optim.Muon(matrices(model), lr=0.02),
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.02),

@@ -97,7 +97,7 @@ class Blocks:
         tensors: bool,
         numbers: Collection[str] | None = None,
     ) -> None:
-        self._user, self._parameters, self._tensors, self.held = user, parameters, tensors, held
+        self._user, self._parameters, self._tensors = user, parameters, tensors
         self._numbers = SCALARS if numbers is None else numbers
         self.parts = [self._of(flats, each) for each in held]
         self.grads = [self._of(gradients, each) for each in held]

@@ -135,7 +135,8 @@ class Trial:
         for number, tensor in tensors.items():
             first = optimizer.state[tensors[number - number % PER_GROUP]]
             for key, value in optimizer.state[tensor].items():
-                if _is_number(value) and float(value) != float(first[key]):
+                # of a tensor without dimensions each entry is a number
+                if tensor.dim() and _is_number(value) and float(value) != float(first[key]):
                     return key
         return ""
 

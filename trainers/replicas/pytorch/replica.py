@@ -103,7 +103,6 @@ class TorchReplica(FlatReplica):
         self.scores = "logits" if isinstance(loss, nn.CrossEntropyLoss) else ""
         self.shapes = {name: tuple(each.shape) for name, each in self._named.items()}
         self.counts, self._classes = row_losses.counts(loss), 0  # 0: not known before the first output
-        self.loss_name = "" if self.counts or row_losses.is_mean(loss) else row_losses.name_of(loss)
         self.optional = len(self._trained)
         self.unused = self.still = np.zeros(self.optional, bool)
         self._parameters: Tensor | None = None  # the memory of `bind`, and the parameters there
@@ -111,6 +110,11 @@ class TorchReplica(FlatReplica):
         self._use(torch.zeros(self.gradient_length, dtype=self._dtype, device=self._device.device))
 
     # Methods of Replica
+
+    @property
+    def loss_name(self) -> str:  # type: ignore[override]
+        """As Replica.loss_name, of the attribute `loss`, which the user may change."""
+        return "" if self.counts or row_losses.is_mean(self.loss) else row_losses.name_of(self.loss)
 
     def bind(self, parameters: Any, gradients: Any) -> None:
         flat = None if parameters is None else self._tensor(parameters)

@@ -59,10 +59,8 @@ def class_weights(loss: Any) -> Tensor | None:
 
 def is_mean(loss: Any) -> bool:
     """Whether a loss is one of PyTorch's that are means over all elements."""
-    return (type(loss) if isinstance(loss, nn.Module) else loss).__module__ in (
-        "torch.nn.modules.loss",
-        "torch.nn.functional",
-    )
+    module = getattr(type(loss) if isinstance(loss, nn.Module) else loss, "__module__", None)
+    return module in ("torch.nn.modules.loss", "torch.nn.functional")
 
 
 def counted(loss: Any, target: Tensor) -> float:
