@@ -67,7 +67,8 @@ def rounded(value: Fraction, digits: int, least: int) -> Fraction:
 
 
 def reference(terms: list[np.ndarray], edges: np.ndarray, mean: bool, count: int) -> dict[int, Fraction]:
-    """What the module's docstring says, in fractions; of finite terms. By the index of every third element."""
+    """The sums by the rule of the module's docstring, in fractions, by the index of every third element. The terms are
+    finite."""
     digits, least = DIGITS[terms[0].dtype.name]
     form: Format = FORMATS[terms[0].dtype]
     results: dict[int, Fraction] = {}

@@ -28,7 +28,7 @@ def test_nothing_leaks(mpirun: JobRunner, mpi: str) -> None:
     assert "nothing grew" in job.stdout
 
 
-SAID = {  # besides what the verdict looks for
+SAID = {  # texts that a job must print
     "losses of divided rows": "the rows of the failed ranks are not trained on any more",
     "a worker of divided rows is lost": "the rows of the failed ranks are not trained on any more",
     **dict.fromkeys(("standby ranks", "standby ranks, local SGD"), r"rank 3 joined[\s\S]*rank 4 joined"),

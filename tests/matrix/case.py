@@ -48,8 +48,8 @@ class Case:
     node; 0 for the real node. bad: the row whose features are not finite, with SkipNotFinite. weighs, classes: whether
     rows, and classes, have weights. uneven: whether the ranks' parts of divided rows have any lengths, 0 too. buckets:
     gradients are summed in buckets during backward. way: how a PyTorch loop uses MirroredOptimizer, see WAYS. layers:
-    what is special in a PyTorch module, see LAYERS. inputs: how a model gets the features, see INPUTS. loss: what a
-    PyTorch loss counts, see LOSSES."""
+    the peculiarity of a PyTorch module, see LAYERS. inputs: how a model gets the features, see INPUTS. loss: the kind
+    of a PyTorch loss, see LOSSES."""
 
     framework: str = "numpy"
     owner: str = "replicated"
@@ -165,7 +165,7 @@ class Case:
         return [[(x[rows], y[rows], weights[rows]) for rows in epoch] for epoch in parts]
 
     def left(self, rows: int, step: int) -> np.ndarray:
-        """Return which rows of a batch are trained on: a rank that dies takes its part of divided rows with it."""
+        """Return the rows of a batch that are trained on: a rank that dies takes its part of divided rows with it."""
         gone = self.killed >= 0 and self.loader == "divided" and self.owner not in OPTIMIZER and step >= self.stop
         part = self.share(rows, self.ranks, self.killed) if gone else slice(0)
         return np.delete(np.arange(rows), part)
@@ -281,7 +281,7 @@ def draw_case(seed: int, number: int) -> Case:
 
 
 def _more(case: Case, draw: random.Random) -> Case:
-    """Draw what not every framework, owner or loader has."""
+    """Draw the features that not every framework, owner or loader has."""
     torch, loops = case.framework == "torch", case.owner in OPTIMIZER
     if torch and not case.compress:
         case = replace(case, update=draw.choice([*UPDATES, *MORE_UPDATES]), layers=draw.choice(LAYERS))

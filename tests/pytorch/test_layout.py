@@ -2,15 +2,20 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from mpi4py import MPI
 
 pytest.importorskip("torch")
 
 from allreduce.arrays.chunks import chunk
 from trainers.options.buckets import plan_buckets
+from trainers.pytorch.buckets import DenseBucket
 from trainers.replicas.pytorch.blocks import held_by, split
 from trainers.state.adopt import select
+from trainers.state.dealing import Share
 
 SINGLE, DOUBLE = ("float32", 4), ("float64", 8)
 SIZES = [(5, *SINGLE), (0, *SINGLE), (100, *DOUBLE), (1000, *SINGLE), (1, *SINGLE), (7, *DOUBLE)]
@@ -107,3 +112,12 @@ def test_pieces_of_nodes_of_different_sizes_fit_together() -> None:
     assert found.pieces == [(0, 0), (1, 0), (1, 1), (2, 0)]
     assert select(offers([halves[0], *thirds[2:]]), 12) is None
     assert select(offers(halves[1:]), 12) is None
+
+
+@pytest.mark.parametrize("parts", [[slice(4, 9)], [slice(0, 2), slice(5, 9)], []], ids=str)
+def test_an_average_that_is_not_finite_is_found_by_its_place_in_the_bucket(parts: list[slice]) -> None:
+    """Only among the elements that this rank owns."""
+    array = np.zeros(9)
+    array[[2, 6, 8]] = np.nan
+    bucket = SimpleNamespace(memory=SimpleNamespace(array=array), share=Share(parts))
+    assert DenseBucket.overflowed(bucket, MPI.COMM_SELF) == (6 if parts else -1)  # type: ignore[arg-type]

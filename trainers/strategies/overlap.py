@@ -1,6 +1,7 @@
 """Sums gradients over the ranks in buckets, in a thread, while the replica still computes the other gradients.
 
-Submissions is the order of the buckets, here and in trainers.pytorch.reducer; Overlap are those of a Step.
+`Submissions` submits buckets in one order on all ranks; `Overlap` does so for a Step, and trainers.pytorch.reducer for
+MirroredOptimizer.
 """
 
 from abc import ABC, abstractmethod

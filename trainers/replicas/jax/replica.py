@@ -172,7 +172,7 @@ class JaxReplica(FlatReplica):
                 own = self._wide(None if weights is None else weights[:1])
                 jax.eval_shape(self._gradients, *model, *self._inputs(*sliced((x, y), slice(1))), own, 1.0)
         if y is not None and weights is not None:
-            compare_losses(self, x, y)  # it is called for each row
+            compare_losses(self, x, y)  # rows with weights: JAX calls the loss for each row
 
     # Inside
 

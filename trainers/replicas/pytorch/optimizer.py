@@ -57,9 +57,8 @@ class TorchOptimizer(FlatOptimizer):
         """Use the user's optimizer."""
         self.part, self._own = None, self._user
         self._blocks: Blocks | None = None
-        # all blocks with state; for each parameter a tensor that has its state of numbers, such as the step
-        self._parts: Sequence[Tensor] = self._trained
-        self._firsts: Sequence[Tensor] = self._trained
+        self._parts: Sequence[Tensor] = self._trained  # the tensors that have state: parameters, or blocks of them
+        self._firsts: Sequence[Tensor] = self._trained  # for each parameter the tensor that has its step
 
     def bind(self, parameters: Tensor | None, gradients: Tensor, cuts: Sequence[int]) -> None:
         """Set the memory of the trained parameters and their gradients. parameters: None for their own memory.
