@@ -49,8 +49,9 @@ def _code(name: str) -> str:
 
 
 def _shown(why: str) -> str:
-    """Return an error for a cell of a table."""
-    return re.sub(r"^(\w+): ", r"`\1`: ", why.splitlines()[0]).replace("|", r"\|")
+    """Return an error for a cell of a table, without the matrix' sizes of buckets."""
+    line = re.sub(r", (?:first_)?mb=[\d.e-]+", "", why.splitlines()[0])
+    return re.sub(r"^(\w+): ", r"`\1`: ", line).replace("|", r"\|")
 
 
 def listed(path: Path = PAGE) -> list[set[str]]:
