@@ -332,6 +332,7 @@ def every_callback(folder: Path) -> list[Callback]:
     ]
 
 
+@pytest.mark.skipif(SIZE == 1, reason="takes long, and one rank does a part of what two do")
 @pytest.mark.parametrize("strategy", ["replicated", "sharded"])
 def test_every_shipped_callback_goes_on(
     strategy: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm
