@@ -160,14 +160,16 @@ def test_zeros_and_nans_have_the_same_bits_on_all_ranks(reduce: AllReduce, world
     }
     by_mpich = MPI.get_vendor()[0] == "MPICH" and reduce.name in ("native", "auto")
     digests = {}
-    for name, length, op in itertools.product(own, (1, SIZE + 1, 1001), ("sum", "max", "min")):
+    wanted = (1, SIZE + 1, 1001)
+    memories = {"allocated": [reduce.allocate(length, "float32") for length in wanted]}
+    memories["foreign"] = [np.empty(length, "float32") for length in wanted]
+    for name, kind, op in itertools.product(own, memories, ("sum", "max", "min")):
         if by_mpich and op == "sum" and name == "nans":
             continue
-        arrays = {"allocated": reduce.allocate(length, "float32"), "foreign": np.empty(length, "float32")}
-        for kind, array in arrays.items():
+        for array in memories[kind]:
             array[:] = own[name]
             reduce(array, op)
-            digests[f"{kind}, length {length}, {op}, {name}"] = zlib.adler32(array.view(np.uint8))
+            digests[f"{name}, {kind}, {op}, length {array.size}"] = zlib.adler32(array.view(np.uint8))
     compare(digests, world)
 
 
