@@ -477,6 +477,7 @@ class Executor:
         try:
             check = checking(self._topology.detector, self.wait)
             wait_until(done, meanwhile=check, pause=Pause() if self.sleeps else pause)
+            self.wait.error = None  # the others came at the last moment, and the call goes on
         finally:
             self.wait.raises = raises
 

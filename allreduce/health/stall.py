@@ -260,6 +260,8 @@ class StallDetector:
     # Judgement
 
     def _judge(self, wait: WaitRecord, call: DescribedCall, now: float) -> None:
+        if wait.error is not None:  # this error ends the call, which may still tell the other ranks
+            return
         waited = now - wait.since
         error: AllReduceError | None = None
         patience = min(LEFT_SECONDS, self.timeout / 2)

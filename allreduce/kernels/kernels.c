@@ -79,7 +79,7 @@ SUM(portable_sum_float16, from_float16, to_float16)
 #include <immintrin.h>
 #define BY_VECTORS(known, name) ((known) ? name(parts, count, outs, copies, size, factor) : 0)
 #define HALVES(array) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((array) + i)))
-#define AHEAD 2048 /* elements; memory that another core has just written comes late, and processors fetch less far ahead */
+#define AHEAD 2048 /* elements; hardware loads fewer ahead, too few where another core has just written the memory */
 #define FETCH(array) _mm_prefetch((const char *)((array) + i + AHEAD), _MM_HINT_T0) /* never faults */
 
 __attribute__((target("avx,f16c"))) static size_t sum_float16_by_eights(ARGUMENTS)

@@ -51,7 +51,8 @@ class WaitRecord:
 
     number: the user's number, equal on all ranks. call: the running call, or None. count: how many calls the user has
         made. begun: when the last one began, by time.perf_counter(). A call sets the three and clears `error`. error:
-        set by the watcher, for the user to raise. raises: True if the user checks `error` while it waits; False if it
+        set by the watcher, for the user to raise; it has ended the wait, so the watcher judges the call no more until it
+        waits again. raises: True if the user checks `error` while it waits; False if it
         waits inside MPI. final: the error of all further waits. ranks: names the topology's ranks, for dumps.
     """
 
@@ -92,6 +93,8 @@ class WaitRecord:
             return False
         self._seen = -1 if self.call is None else self.count  # not the call, which holds its backend
         self.since, self.warned = now, False
+        if self.call is not None:
+            self.error = None  # of an earlier call
         return True
 
 
@@ -183,6 +186,7 @@ class _Recorded:
         self._begins = wait.call is None
         if self._begins:
             wait.begin(NamedCall(self._what))
+        wait.error = None  # of an earlier wait in this call
         self._inside, wait.raises = wait.raises, self._raises
         return pair
 

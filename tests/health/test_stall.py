@@ -5,8 +5,8 @@ import time
 import pytest
 from mpi4py import MPI
 
-from allreduce.errors import RankLeftError
-from allreduce.health import dump
+from allreduce.errors import CollectiveTimeoutError, RankLeftError
+from allreduce.health import abort, dump
 from allreduce.health.stall import StallDetector
 from allreduce.health.status import LEFT, Fact, RankFacts
 from allreduce.health.status_messages import KnownFacts
@@ -28,6 +28,33 @@ def test_a_rank_leaves_one_place_or_all(number: int, ends: bool) -> None:
     wait.since = time.monotonic()
     detector._judge(wait, wait.call, time.monotonic())
     assert isinstance(wait.error, RankLeftError) == ends
+    detector.abandon()
+
+
+def test_a_call_that_ends_in_an_error_is_judged_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it tells the others it does not look for errors, like a call inside MPI, whose time-out ends the job."""
+    ended = []
+    monkeypatch.setattr(abort, "end_job", lambda text, code: ended.append(text))
+    detector = StallDetector(MPI.COMM_SELF, 0.01)
+    detector.active = True
+    wait = detector.wait_record(7, raises=True)
+
+    def check_twice() -> None:  # the first time a call is new
+        for _ in range(2):
+            detector.check_waits()
+            time.sleep(0.6)
+
+    wait.begin(NamedCall("all_reduce"))
+    check_twice()
+    detector.check_waits()
+    assert isinstance(wait.error, CollectiveTimeoutError)
+    wait.raises = False
+    detector.check_waits()
+    assert not ended
+    wait.call, wait.count = NamedCall("the next one, inside MPI"), wait.count + 1
+    check_twice()
+    detector.check_waits()
+    assert "the next one" in ended[0]
     detector.abandon()
 
 

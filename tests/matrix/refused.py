@@ -49,7 +49,7 @@ def _code(name: str) -> str:
 
 
 def _shown(why: str) -> str:
-    """Return an error for a cell of a table, without the matrix' sizes of buckets."""
+    """Return an error for a cell of a table, without the sizes of buckets, which the matrix chooses."""
     line = re.sub(r", (?:first_)?mb=[\d.e-]+", "", why.splitlines()[0])
     return re.sub(r"^(\w+): ", r"`\1`: ", line).replace("|", r"\|")
 

@@ -239,7 +239,6 @@ def test_same_bits_as_allocated(op: str, topology_of: Callable[..., allreduce.To
 
 
 @several
-@pytest.mark.skipif(SIZE > 3, reason="many ranks take long, and test_short_sums_of_many_ranks calls it for one dtype")
 @pytest.mark.parametrize("dtype", SUMMED)
 def test_short_sums(dtype: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     """Arrays that are copied, summed in place, and too long for one call of C; one rank after the other is late."""

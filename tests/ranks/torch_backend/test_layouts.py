@@ -504,7 +504,6 @@ def test_derivatives() -> None:
 # Large tensors, whose memory the program changes as soon as a call has ended
 
 
-@pytest.mark.skipif(MPI.COMM_WORLD.size == 3, reason="takes long, and 2 ranks see memory that is used again")
 @pytest.mark.parametrize("backend", ["auto", "ring", "halving_doubling", "shared", "hierarchical_copy", "native"])
 def test_large_reductions_of_memory_that_is_reused(backend: str) -> None:
     """The case of JAX's issue 40830: reduce_scatter of 4 MiB for each rank, in several groups at a time, again and
