@@ -244,7 +244,8 @@ class StallDetector:
         if long:
             liveness.look() if self._isolated else self.messages.look_for_gone_processes()
         for wait, call in long:
-            self._judge(wait, call, now)
+            if wait.error is None:  # else it ends the call, which may still tell the other ranks
+                self._judge(wait, call, now)
         if dump.enabled():
             dump.restart_timer(self.stall)
         while self.messages.dump_requests:
@@ -260,8 +261,6 @@ class StallDetector:
     # Judgement
 
     def _judge(self, wait: WaitRecord, call: DescribedCall, now: float) -> None:
-        if wait.error is not None:  # this error ends the call, which may still tell the other ranks
-            return
         waited = now - wait.since
         error: AllReduceError | None = None
         patience = min(LEFT_SECONDS, self.timeout / 2)
