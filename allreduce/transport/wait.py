@@ -51,9 +51,9 @@ class WaitRecord:
 
     number: the user's number, equal on all ranks. call: the running call, or None. count: how many calls the user has
         made. begun: when the last one began, by time.perf_counter(). A call sets the three and clears `error`. error:
-        set by the watcher, for the user to raise; it has ended the wait, so the watcher judges the call no more until it
-        waits again. raises: True if the user checks `error` while it waits; False if it
-        waits inside MPI. final: the error of all further waits. ranks: names the topology's ranks, for dumps.
+        set by the watcher, for the user to raise. It ends the wait: the watcher judges the call no more until it waits
+        again. raises: True if the user checks `error` while it waits; False if it waits inside MPI. final: the error of
+        all further waits. ranks: names the topology's ranks, for dumps.
     """
 
     def __init__(self, number: int, raises: bool = False, ranks: str = "") -> None:
