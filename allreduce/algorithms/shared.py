@@ -38,6 +38,10 @@ CACHED_BYTES, ALL_CACHED_BYTES = 2 * 1024 * 1024, 8 * 1024 * 1024
 # Short arrays, which C sums when the ranks have met. The longest array from `allocate` that is summed in place; the
 # longest one that is copied nevertheless, which spares a fence; the bytes of the copies of all ranks.
 IN_PLACE_BYTES, COPIED_BYTES, STAGED_BYTES = 1024 * 1024, 16 * 1024, 2 * 1024 * 1024
+# The longest other array that C copies where each rank has a core. A rank writes its copy where another rank has read
+# last, which takes five times as long if their cores have no cache in common. In the staging buffer it writes where it
+# has read itself last; that takes more fences, which are cheap for a rank with a core.
+NEAR_BYTES = 64 * 1024
 BY_C, IN_CACHE = 5e-7, 1 / 3  # seconds of such a call; a byte in the caches takes this part of the time
 # Arrays tend to begin at the start of a page. Copies between equal offsets in pages are slow on many processors (AMD's
 # Zen 4: twice as slow), so a staging buffer begins in the middle of a page.
@@ -66,6 +70,7 @@ class Shared(TwoPhase):
         self._may_grow = True
         by_c = context.executor.orders and kernels.status() == "C"
         self._by_c = self.size > 1 and on_all(self.comm, by_c, "sum by C")
+        self._crowded = context.topology.sharing > context.topology.cores
         if self._by_c:
             try:
                 self._copies = self._make_staging(2 * STAGED_BYTES)
@@ -78,7 +83,7 @@ class Shared(TwoPhase):
         that are not from `allocate` are copied, too: up to 2 MiB there and back in the caches, with 3 fences. Short
         arrays: 1 fence; each rank copies S and adds n S, by C."""
         at, k, share = layout, machine, (layout.ranks - 1) / layout.ranks
-        if at.by_c and _is_copied(nbytes, at.allocated, at.ranks):
+        if at.by_c and _is_copied(nbytes, at.allocated, at.ranks, at.per_core > 1):
             return BY_C + cost.fences(1, at, k) + IN_CACHE * nbytes * (k.copy + at.ranks * k.gamma) * at.per_core
         if not at.allocated and _stays_cached(nbytes, at.ranks):
             return k.call + cost.fences(3, at, k) + IN_CACHE * share * nbytes * (2 * k.copy + k.gamma) * at.per_core
@@ -112,7 +117,7 @@ class Shared(TwoPhase):
         place = self.context.allocations.place
         nbytes = call.length * call.dtype.itemsize
         if self._by_c and call.kind == "all_reduce" and kernels.sums(call.dtype, op.adds):
-            if _is_copied(nbytes, call.memory == ALLOCATED, self.size):
+            if _is_copied(nbytes, call.memory == ALLOCATED, self.size, self._crowded):
                 compared = place if call.memory == ALLOCATED else None
                 return Work(do_nothing, quiet=True, place=compared, in_c=lambda _: self._copied(call, op))
             if call.memory == ALLOCATED and nbytes <= IN_PLACE_BYTES:
@@ -303,9 +308,10 @@ def _sum(
     return CWork("meet_and_sum", [*words, *outs, *parts], copies)
 
 
-def _is_copied(nbytes: float, allocated: bool, ranks: int) -> bool:
-    """Return whether the ranks copy an array that C sums, and add the copies."""
-    return nbytes <= min(COPIED_BYTES if allocated else STAGED_BYTES, STAGED_BYTES // ranks)
+def _is_copied(nbytes: float, allocated: bool, ranks: int, crowded: bool) -> bool:
+    """Return whether the ranks copy an array that C sums, and add the copies. crowded: ranks outnumber cores."""
+    most = COPIED_BYTES if allocated else STAGED_BYTES if crowded else NEAR_BYTES
+    return nbytes <= min(most, STAGED_BYTES // ranks)
 
 
 def _stays_cached(nbytes: float, ranks: int) -> bool:

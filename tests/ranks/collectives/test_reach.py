@@ -244,7 +244,7 @@ def test_short_sums(dtype: str, flat: allreduce.Topology, world: MPI.Intracomm) 
     """Arrays that are copied, summed in place, and too long for one call of C; one rank after the other is late."""
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     with allreduce.create("shared", flat) as reduce:
-        limits = shared.COPIED_BYTES, shared.STAGED_BYTES // SIZE, shared.IN_PLACE_BYTES
+        limits = shared.COPIED_BYTES, shared.NEAR_BYTES, shared.STAGED_BYTES // SIZE, shared.IN_PLACE_BYTES
         for length in (1, SIZE + 1, 1025, *(limit // kind.itemsize + more for limit in limits for more in (0, 1))):
             for array in (reduce.allocate(length + 3, kind)[3:], np.empty(length, kind)):
                 other, bound = np.empty_like(array), reduce.bind(array, "sum")
