@@ -406,6 +406,40 @@ def divides(tree: ast.Module) -> bool:
     return any(name == "Backup" for name, _ in calls(tree))
 
 
+def averages(tree: ast.Module) -> bool:
+    """Whether a function has the order of a step: the owners update the parameters, then share them."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return any({"update", "share"} <= {name for name, _ in calls(each)} for each in functions)
+
+
+def loads(tree: ast.Module) -> bool:
+    """Whether a generator yields the batches of an epoch, one a step."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.returns is not None]
+    yielding = [each for each in functions if any(isinstance(node, ast.Yield) for node in ast.walk(each))]
+    return any(re.match(r"\w+\[Batch\b", ast.unparse(each.returns or each)) for each in yielding)
+
+
+def places(tree: ast.Module) -> bool:
+    """Whether a class represents the position of a training: it has an epoch and a step."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return any({"epoch", "step"} <= set(fields(each)) for each in classes)
+
+
+def fields(of: ast.ClassDef) -> Iterator[str]:
+    """Return the names of the attributes of a class that it declares, or sets in itself, without an underscore."""
+    for node in ast.walk(of):
+        if isinstance(node, ast.AnnAssign) and node in of.body:
+            yield ast.unparse(node.target).removeprefix("_")
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr.removeprefix("_")
+
+
+def encodes(tree: ast.Module) -> bool:
+    """Whether a table has the names by which values are written, and the types that read them."""
+    tables = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+    return any({"list", "tuple"} <= set(map(ast.unparse, table.values)) for table in tables)
+
+
 ONE = [
     (orders, ["allreduce/call/queue.py"]),
     # of a rendezvous, and of the message by which all others agree
@@ -414,6 +448,10 @@ ONE = [
     (retries, ["allreduce/elastic/retry.py"]),
     (keeps_memory, ["allreduce/memory/allocations.py"]),
     (divides, ["trainers/state/sharded.py"]),
+    (averages, ["trainers/state/owners.py"]),
+    (loads, ["trainers/data.py"]),
+    (places, ["trainers/files/checkpoint.py"]),
+    (encodes, ["trainers/files/values.py"]),
 ]
 
 
@@ -434,6 +472,11 @@ def test_one_of_each(does: Any, where: list[str]) -> None:
         (retries, "while not topology.finished(ok): topology = topology.survivors()"),
         (keeps_memory, "weakref.finalize(tensor, self._known.pop, key, None)"),
         (divides, "self.backup = backup.Backup(comm, 0, [[0, 5]])"),
+        (averages, "def step(self):\n  self.owners.update()\n  self.share()"),
+        (loads, "def epoch(self) -> Iterator[Batch]:\n  yield self.batch(0)"),
+        (places, "class Position(NamedTuple):\n  epoch: int\n  step: int"),
+        (places, "class Fit:\n  def __init__(self): self._epoch, self._step = 0, 0"),
+        (encodes, "KINDS = {'list': list, 'tuple': tuple}"),
     ],
 )
 def test_a_second_one_is_seen(does: Any, text: str) -> None:

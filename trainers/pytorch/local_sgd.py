@@ -158,8 +158,9 @@ class LocalSteps(TorchOwners):
         self._prepare()
         return loss
 
-    def reduce(self) -> None:
+    def reduce(self) -> bool:
         """Do nothing: gradients are this rank's own."""
+        return True
 
     def _check_memory(self) -> None:
         """Keep an error for the end of the round if the memory of a parameter was replaced. Local."""

@@ -106,29 +106,19 @@ class TorchOwners(Owners):
         """Average and update; return the loss of the closure, which averages its gradients itself. Collective."""
         if closure is not None:
             return self.plain.step(partial(self._transformed, closure))
-        self._apply()
+        self.apply()
         return None
 
-    def _apply(self) -> None:
-        """Average, and update unless all ranks leave out this step. Collective."""
-        self.reduce()
-        if not self.reducer.leaves_out():
-            self.reducer.clock.update(self._update_and_share)
-
-    def _update_and_share(self) -> None:
-        self.update()
-        self.share()
-
-    def reduce(self) -> None:
-        """Average the gradients, unless backward has done so. Every step comes here before it updates. Collective."""
+    def reduce(self) -> bool:
+        """As Owners.reduce, unless backward has averaged. Every step comes here before it updates. Collective."""
         self.reducer.average()
+        return not self.reducer.leaves_out()
 
     def update(self) -> None:
-        self._transform()
-        self.plain.step()
+        self.reducer.clock.update(self.plain.step)
 
-    def _transform(self) -> None:
-        """Let the transforms change the averages; all ranks raise the error of one. Collective."""
+    def transform(self) -> None:
+        """As Owners.transform; all ranks raise the error of one. Collective."""
         if self.transforms.applied:
             error = self._changed_by(self.transforms)
             self._agreed("transforms gradients", partial(raise_together, self.reducer.comm, error))
@@ -146,7 +136,7 @@ class TorchOwners(Owners):
     def _transformed(self, closure: Closure) -> Any:
         """Call a closure that averages its gradients, and let the transforms change these. Collective."""
         loss = closure()
-        self._transform()
+        self.transform()
         return loss
 
     @torch.no_grad()
@@ -263,9 +253,8 @@ class TorchOwners(Owners):
 
     def _follow(self) -> None:
         """Take part in a step without batches. Collective."""
-        self.reduce()
-        if not self.reducer.leaves_out():
-            self._transform()
+        if self.reduce():
+            self.transform()
 
     def _catch_up(self, mine: int) -> None:
         """Load the replica of a rank that has done the most steps; this rank did `mine`. Runs in the queue."""

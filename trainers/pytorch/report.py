@@ -60,20 +60,24 @@ class Clock:
     def communicate(self, work: Callable[[], ResultT]) -> ResultT:
         """Call `work`, communication that overlaps with nothing, and count its time."""
         begin = self.now()
+        self._computed(begin)
         result = work()
         took = self.now() - begin
         self.communication += took
         self.exposed += took
         if self._recorder is not None:
             self._recorder.waited(_ns(begin))
+        self._since = self.now()
         return result
 
     def wait(self, work: Callable[[], ResultT]) -> ResultT:
         """Call `work`, which only waits for other ranks, and count its time."""
         begin = self.now()
+        self._computed(begin)
         result = work()
         self.waiting += self.now() - begin
         self._note("wait", begin)
+        self._since = self.now()
         return result
 
     def _computed(self, until: float) -> None:

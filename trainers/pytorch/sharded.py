@@ -72,6 +72,7 @@ class ShardedOptimizer(TorchOwners):
         self._runs = self._joined()
         self.blocks = Blocks(plain, reducer.parameters, self._held, flats, reducer.flats, tensors=tensors)
         self.optimizer = self.blocks.optimizer
+        self._error: Exception | None = None  # of a transform in this step
         self._updated: set[int] = set()  # indices of parameters that any rank has updated before
         self._dtypes: list[set[torch.dtype]] = [set() for _ in plain.param_groups]  # of the averaged parameters
         for group, parameter in zip(self._groups, reducer.parameters, strict=True):
@@ -125,14 +126,18 @@ class ShardedOptimizer(TorchOwners):
     def _step_with(self, closure: Closure | None) -> Any:
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        self._apply()
+        self.apply()
         return loss
 
     def _follow(self) -> None:
-        self._apply()
+        self.apply()
 
     def _catch_up(self, mine: int) -> None:
         """Do nothing: every rank has updated its part in each step."""
+
+    def transform(self) -> None:
+        """As Owners.transform. An error is kept for `update`, in which the ranks agree. Collective."""
+        self._error = self._changed_by(self.transforms)
 
     def update(self) -> None:
         """Update this rank's blocks, from gradients that are averaged at least there. Collective."""
@@ -141,9 +146,8 @@ class ShardedOptimizer(TorchOwners):
         call = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self.plain.param_groups)}"
         if moved:
             call += f" after {', '.join(moved)} got other memory"
-        error = self._changed_by(self.transforms)
-        begin = partial(self._begin_update, bool(moved), error or reducer.take_edits())
-        self.update_blocks(self._agreed(call, begin))
+        begin = partial(self._begin_update, bool(moved), self._error or reducer.take_edits())
+        reducer.clock.update(partial(self.update_blocks, self._agreed(call, begin)))
 
     def _begin_update(self, moved: bool, error: Exception | None) -> np.ndarray:
         """Check that all ranks may update. Returns, for each parameter, whether any rank has a gradient of it.
@@ -168,7 +172,7 @@ class ShardedOptimizer(TorchOwners):
         if self.sparse_parameters:
             for parameter in reducer.parameters:
                 parameter.grad = None  # already updated in slices
-            self.plain.step()
+            reducer.clock.update(self.plain.step)
         if self.shards.backup is not None:
             work = partial(self.keep, reducer.steps + 1)  # `end_step` counts this step later
             reducer.clock.communicate(partial(reducer.run_in_queue, "backs up slices", work))

@@ -25,7 +25,7 @@ INNER = "inner."  # prefix, in a rank's local state, of the entries that owners 
 class Owners:
     """The ranks that hold and update the parameters: here every rank holds and updates all of them.
 
-    In a step (trainers.strategies.step) they are called in this order: begin_batch, reduce, squares, update, share.
+    `apply` is the step of every synchronous training: a trainer's (trainers.strategies.step) and MirroredOptimizer's.
 
     kind: the update, for checkpoints. any_rank_may_fail: whether the remaining ranks have the complete state, whichever
         rank fails. shares_parameters: whether the ranks of a node share one copy of the parameters.
@@ -40,8 +40,21 @@ class Owners:
     def begin_batch(self) -> None:
         """Called before a batch is computed, because that may change entries of the state (statistics). Local."""
 
-    def reduce(self) -> None:
-        """Bring the sums of the gradients to the ranks that need them, and `Step.measured` to all. Collective."""
+    def apply(self) -> None:
+        """Average the gradients of all ranks, and update the parameters by them. A transaction: all ranks make the
+        update, or none. Collective."""
+        if self.reduce():
+            self.transform()
+            self.update()
+            self.share()
+
+    def reduce(self) -> bool:
+        """Bring the averages of the gradients to the ranks that need them. Return whether the ranks are to update, the
+        same on all. Collective."""
+        raise NotImplementedError
+
+    def transform(self) -> None:
+        """Let the transforms of the training change the averages. Collective."""
         raise NotImplementedError
 
     def squares(self) -> Any:
@@ -49,7 +62,7 @@ class Owners:
         raise NotImplementedError
 
     def update(self) -> None:
-        """Update this rank's part of the parameters. Local."""
+        """Update this rank's part of the parameters."""
         raise NotImplementedError
 
     def share(self) -> None:

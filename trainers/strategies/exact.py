@@ -111,7 +111,7 @@ class ExactStep(Step):
         """False if a transform needs a norm: the bits of one of slices would depend on the number of ranks."""
         return not self.rule.needs_squares
 
-    def reduce(self, kind: str) -> None:
+    def sum(self, kind: str) -> None:
         kind = kind if self.scatters else "all_reduce"
         self.clock.start()
         self.backend.sum_terms(self._terms, self.buffer, "sum", self._count, kind)

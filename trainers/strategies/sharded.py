@@ -101,9 +101,9 @@ class SliceOwners(StepOwners):
             without = ("parameters", *sliced_entries(self._replica))
             self.shards.backup.save_rest(partial(snapshot_of, self._replica, without=without))
 
-    def reduce(self) -> None:
+    def sum_up(self) -> None:
         self._changing = False
-        self._step.reduce("reduce_scatter")
+        self._step.sum("reduce_scatter")
         if self._share.sends:
             with self._communicating():
                 self._share.deliver(self._buffer)

@@ -1,7 +1,7 @@
 """The step of a synchronous training: it averages the gradients, and the owners of the parameters update them.
 
-`Step` is the only averaging loop. `StepOwners` are the ranks that update: here all of them, each its whole replica.
-trainers.strategies.sharded has ranks that update slices of them.
+`Step` has the buffer of the gradients, and sums it over the ranks. `StepOwners` are the ranks that update: here all of
+them, each its whole replica. trainers.strategies.sharded has ranks that update slices of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -138,18 +138,16 @@ class Step:
         the same bits on all ranks. `clock` runs while this rank waits for others.
         """
         gpu.write(self.measured[len(self.replica.metrics) :], flags)
+        self.owners.apply()
+
+    def reduce(self, sum_up: Callable[[], object]) -> bool:
+        """Sum `measured` and, by `sum_up`, the gradients over the ranks. See Owners.reduce. Collective."""
         if self._ahead:
             self.run("all_reduce", self.measured, lossless=True)
             if not self._begin_update(self._weighed()):
-                return
-        self.owners.reduce()
-        if not self._ahead and not self._begin_update(self.trained(self.owners.own_part)):
-            return
-        part = self.owners.own_part if self.scatters else None
-        self.rule.transform(self.trained(part), part, self.owners.squares)
-        with self.span("update"):
-            self.owners.update()
-        self.owners.share()
+                return False
+        sum_up()
+        return self._ahead or self._begin_update(self.trained(self.owners.own_part))
 
     def _begin_update(self, gradients: Sequence[Any]) -> bool:
         """Return whether the step is to be applied, now that `measured` is known; then weigh these gradients by it.
@@ -167,10 +165,10 @@ class Step:
 
     @property
     def scatters(self) -> bool:
-        """Whether `reduce("reduce_scatter")` may leave a rank the sums of its chunk alone."""
+        """Whether `sum("reduce_scatter")` may leave a rank the sums of its chunk alone."""
         return True
 
-    def reduce(self, kind: str) -> None:
+    def sum(self, kind: str) -> None:
         """Sum the gradients over the ranks. kind: "all_reduce" or "reduce_scatter". Collective."""
         if self._overlap is not None:
             self.clock.start()
@@ -216,15 +214,25 @@ class StepOwners(Owners):
         self._step, self._replica, self._comm = step, step.replica, step.comm
         self._steps = self._since = steps  # the number of steps taken, and that number at the last update
 
-    def reduce(self) -> None:
-        self._step.reduce("all_reduce")
+    def reduce(self) -> bool:
+        return self._step.reduce(self.sum_up)
+
+    def sum_up(self) -> None:
+        """Bring the sums of the gradients to the ranks that need them, and `Step.measured` to all. Collective."""
+        self._step.sum("all_reduce")
+
+    def transform(self) -> None:
+        step = self._step
+        part = self.own_part if step.scatters else None
+        step.rule.transform(step.trained(part), part, self.squares)
 
     def squares(self) -> Any:
         return sum(map(sum_of_squares, self._step.trained()))
 
     def update(self) -> None:
         """As Owners.update, and count the step. Local."""
-        self._step.rule.update(self.own_part)
+        with self._step.span("update"):
+            self._step.rule.update(self.own_part)
         self._steps = self._since = self._steps + 1
 
     def set_steps(self, steps: int) -> None:
