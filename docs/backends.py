@@ -44,3 +44,7 @@ class Backends(SphinxDirective):
 def setup(app: Any) -> dict[str, bool]:
     app.add_directive("backends", Backends)
     return {"parallel_read_safe": True}
+
+
+if __name__ == "__main__":
+    print(table())

@@ -153,7 +153,7 @@ class Auto(TwoPhase):
         least = min(costs.values())
         name = next(name for name in costs if costs[name] <= NEAR * least)
         shown = ", ".join(f"{each} {1e6 * costs[each]:.3g} us" for each in sorted(costs, key=lambda each: costs[each]))
-        rule = "" if costs[name] == least else f", within {NEAR - 1:.0%} of the lowest, and preferred"
+        rule = "" if costs[name] == least else f"; {name} is within {NEAR - 1:.0%} of the lowest, and preferred"
         return name, f"cost {shown}{rule}; constants {self._constants.source}"
 
     # Calls

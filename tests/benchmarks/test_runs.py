@@ -318,4 +318,4 @@ def test_the_cost_of_second_copies(mpirun: JobRunner) -> None:
     options = ["--models", "conv", "--batch", "4", "--steps", "4", "--verify", "0", "--no-memory"]
     job = mpirun(2, ["-m", "benchmarks.training_step", *options, "--variants", "sharded; sharded, copies=2"], ulfm=True)
     assert job.returncode == 0, job.stderr
-    assert re.search(r"^sharded, copies=2 +4 +\d", job.stdout, re.MULTILINE), job.stdout
+    assert re.search(r"^ +sharded, copies=2 +4 +\d", job.stdout, re.MULTILINE), job.stdout
