@@ -47,6 +47,9 @@ class Hold:
 class Replica(ABC):
     """One rank's copy of a model, with its loss and its optimizer.
 
+    Most replicas set `metrics`, `gradient_length`, `gradient_dtype`, `shapes`, `elementwise` and `updated`, and leave
+    the other attributes as they are here.
+
     device: "cpu" or "cuda", where the gradients are.
     metrics: the names of the values that `gradients` and `evaluate` return; the loss comes first.
     gradient_length, gradient_dtype: of the buffers that `bind` takes.

@@ -8,12 +8,20 @@ import pytest
 from tests import launch
 from tests.conftest import lacking
 from tests.matrix import refused
-from tests.matrix.case import FIXED, FOUND, MOST_RANKS, case_of
+from tests.matrix.case import FIXED, FOUND, MOST_RANKS, TRANSFORMS, case_of
 from tests.matrix.jobs import outcomes, ranks_of
+from trainers.strategies.transforms import chosen
 
 SEED = 1
 FEW = {"jax": 3, "keras": 3}  # ranks: the import of these takes each rank seconds
 CASES = [each for each in range(100) if ranks_of(case := case_of(SEED, each)) <= FEW.get(case.framework, MOST_RANKS)]
+
+
+def test_every_transform_is_drawn() -> None:
+    names = [kind.__name__ for kind in chosen.TRANSFORMS]
+    assert sorted(TRANSFORMS) == sorted(names)
+    table = (launch.ROOT / "docs/run/loop.md").read_text()
+    assert [name for name in names if f"\n| `{name}(" not in table] == []
 
 
 @pytest.mark.jobs

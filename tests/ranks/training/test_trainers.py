@@ -572,14 +572,15 @@ def test_a_replica_of_a_user_restores_a_model_before_a_trainer_binds_it(tmp_path
     np.testing.assert_array_equal(second.momentum, 2)
 
 
-def example() -> Any:
-    """Return the class of the example on the page of Replica."""
+def example(name: str) -> Any:
+    """Return the class of an example on the page of Replica."""
     page = (launch.ROOT / "docs" / "api" / "replica.md").read_text()
-    text = page[page.index("class Line(Replica):") : page.index("\n\n\nx = np.random")]
-    assert text.count("\n") <= 60
+    texts = re.findall(r"^class Line.*?(?=\n\n\nx = np.random|\n```)", page, re.MULTILINE | re.DOTALL)
+    assert [text.count("\n") <= 60 for text in texts] == [True, True]
     names: dict[str, Any] = {"np": np, "Replica": Replica, "__name__": "own_replica"}
-    exec(text, names)
-    return names["Line"]
+    for text in texts:
+        exec(text, names)
+    return names[name]
 
 
 @pytest.mark.parametrize(
@@ -603,12 +604,32 @@ def test_the_example_of_a_replica_needs_no_line_for_any_option(
     y, wanted = x @ np.arange(7, dtype="float32"), np.ones(7)
     for _ in range(4):
         wanted -= 0.1 * 2 * x.T @ (x @ wanted - y) / len(x)
-    with MirroredTrainer(example()(7), "ring", flat, **options) as trainer:
+    with MirroredTrainer(example("Line")(7), "ring", flat, **options) as trainer:
         trainer.edit(lambda: trainer.replica.w.fill(1.0))
         trainer.fit(x, y, 4, 60, shuffle=False, progress=False, **fit)
         np.testing.assert_allclose(trainer.replica.w, wanted, rtol=1e-4, atol=1e-5)
         averages = any(isinstance(each, EMA) for each in fit["transforms"])
         assert (trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)) != averages
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"update": "sharded"}, {"average": Exact(micro_batch=4)}],
+    ids=["replicated", "sharded", "exact"],
+)
+def test_the_example_of_a_replica_with_a_momentum(options: dict[str, Any], flat: allreduce.Topology) -> None:
+    x = np.random.default_rng(0).normal(size=(60, 7)).astype("float32")
+    y, alone = x @ np.arange(7, dtype="float32") + 3, example("LineWithMomentum")(7)
+    alone.bind(np.zeros(8, "float32"), np.zeros(8, "float32"))
+    for _ in range(6):
+        alone.gradients(x, y, 1.0)
+        alone.update()
+    with MirroredTrainer(example("LineWithMomentum")(7), "ring", flat, **options) as trainer:
+        trainer.fit(x, y, 6, 60, shuffle=False, progress=False)
+        assert trainer.evaluate(x, y)["loss"] == pytest.approx(alone.evaluate(x, y)[0] / 60, rel=1e-3)
+    state = trainer.replica.state()
+    np.testing.assert_allclose(state["parameters"], alone.flat, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(state["momentum"], alone.momentum, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "servers"])
