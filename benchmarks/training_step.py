@@ -41,6 +41,7 @@ except ImportError as error:
 
 from allreduce.errors import OptionError
 from allreduce.machine import identify
+from allreduce.process import malloc
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all, on_all_ranks
 from benchmarks.lib import cli, timing
@@ -52,7 +53,6 @@ from benchmarks.lib.outputs import Screen
 from benchmarks.lib.peers import join
 from trainers import Sharded
 from trainers.pytorch import Buckets, MirroredOptimizer
-from trainers.replicas import malloc
 
 PLAIN, DDP_GLOO, DDP_OURS = "no communication", "DDP + gloo", "DDP + allreduce"
 DDP_GLOO_HALF, DDP_OURS_HALF = "DDP + gloo, float16", "DDP + allreduce, float16"  # by PyTorch's hook

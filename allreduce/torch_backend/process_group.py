@@ -20,6 +20,7 @@ from allreduce import notices
 from allreduce.arrays import compression as compressions
 from allreduce.arrays.parts import Part
 from allreduce.errors import CollectiveTimeoutError, OptionError, RankLeftError, RankLostError, UnavailableError
+from allreduce.process import malloc
 from allreduce.topology import Topology
 from allreduce.torch_backend import checks
 from allreduce.torch_backend.checks import NAME, Tensors, not_offered, operation, single_list, single_tensor
@@ -451,6 +452,7 @@ def create_group(request: Any, pg_options: Any) -> AllReduceProcessGroup:
     request: PyTorch's store, rank, size, timeout, name and global ranks of the group (none for the world).
     """
     options = Options.parse(pg_options)
+    malloc.keep_freed_memory()
     members = list(request.global_ranks_in_group)
     # No topology timeout: operations have their own, and the program may continue after a time-out.
     topology = Topology.of_ranks(members, request.group_id, math.inf) if members else Topology(timeout=math.inf)

@@ -25,6 +25,24 @@ trainer.fit(x, y, 1, 10, progress=False)
 print("FAULTS", (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 8)
 trainer.close()
 """
+LOOP = """
+import resource
+import torch
+from torch import distributed, nn
+import allreduce.torch_backend
+
+torch.set_num_threads(1)
+distributed.init_process_group("allreduce")
+wide = [layer for _ in range(2) for layer in (nn.Linear(2048, 2048), nn.ReLU())]
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), *wide, nn.Linear(2048, 10)))
+for step in range(16):
+    if step == 8:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    model.zero_grad()
+    model(torch.ones(10, 784)).sum().backward()
+print("FAULTS", (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 8)
+distributed.destroy_process_group()
+"""
 
 
 def python(program: str, environment: dict[str, str]) -> str:
@@ -35,20 +53,16 @@ def python(program: str, environment: dict[str, str]) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
-def faults() -> float:
-    """Return the page faults of a PyTorch step on one rank."""
-    return float(python(STEPS, {}).split("FAULTS")[1])
-
-
-def test_freed_memory_is_kept_in_a_fit() -> None:
+@pytest.mark.parametrize("program", [STEPS, LOOP], ids=["fit", "DDP"])
+def test_freed_memory_is_kept(program: str) -> None:
     """Every step frees gradients of 40 MiB; a malloc that returns them to the system causes 10,000 page faults in the
     next."""
     pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-    assert faults() < 2500  # those of the fit itself
+    assert float(python(program, {}).split("FAULTS")[1]) < 2500  # those of the fit itself
 
 
 @pytest.mark.parametrize(
     ("environment", "kept"), [({}, True), ({"ALLREDUCE_MALLOC": "default"}, False), ({"MALLOC_ARENA_MAX": "2"}, False)]
 )
 def test_settings_of_the_users_own_are_left_alone(environment: dict[str, str], kept: bool) -> None:
-    assert python("from trainers.replicas import malloc; print(malloc.keep_freed_memory())", environment) == f"{kept}\n"
+    assert python("from allreduce.process import malloc; print(malloc.keep_freed_memory())", environment) == f"{kept}\n"

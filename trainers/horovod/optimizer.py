@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from allreduce.process import malloc
 from trainers.horovod import session
 from trainers.horovod.arguments import check_reduction, operation
 from trainers.horovod.calls import fusion_bytes, synchronize
@@ -66,6 +67,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise ArgumentError(f"DistributedOptimizer takes an optimizer of torch.optim, not {type(optimizer).__name__}")
     if num_groups:
         warn_deprecated("num_groups= is deprecated: use groups=")
+    malloc.keep_freed_memory()
     averaging = Averaging(
         optimizer.param_groups,
         named_parameters,

@@ -10,11 +10,11 @@ import numpy as np
 
 from allreduce.backend import AllReduce
 from allreduce.errors import OptionError
+from allreduce.process import malloc
 from allreduce.topology import Topology
 from allreduce.transport.control import everywhere
 from trainers.backends import backend_for
 from trainers.checks import LEAST_LENGTH, SameData
-from trainers.replicas import malloc
 
 Average = Callable[[Sequence[Any]], list[Any]]
 _SCALED = (

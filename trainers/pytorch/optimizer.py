@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce
 from allreduce.errors import CopyError, OptionError
+from allreduce.process import malloc
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from trainers.arguments import is_number, known_only
@@ -23,7 +24,6 @@ from trainers.pytorch.options import GROUP_ADDED, Options
 from trainers.pytorch.report import Report
 from trainers.pytorch.state import broadcast_tensors
 from trainers.pytorch.transforms import Listed
-from trainers.replicas import malloc
 
 
 class MirroredOptimizer(Optimizer):

@@ -13,6 +13,7 @@ from allreduce.backend import AllReduce, Config
 from allreduce.elastic.retry import attempt
 from allreduce.elastic.standby import JOINED
 from allreduce.errors import RankLostError
+from allreduce.process import malloc
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, each_on_all, together
 from trainers.backends import LOST_RESIDUALS, backend_for, bind_own, compress_error
@@ -21,7 +22,6 @@ from trainers.group import RankGroup
 from trainers.options.average import AUTO, REPLICATED, SHARDED, Average, Exact, Sharded, choice_error, sharded_of
 from trainers.options.buckets import Buckets
 from trainers.replica import Replica, parameter_slices
-from trainers.replicas import malloc
 from trainers.state import backup
 from trainers.state.adopt import ADOPT, RATES, Arrays, Piece, adopt, mirror
 from trainers.strategies.interface import Strategy, outlives_ranks, replica_error

@@ -12,6 +12,7 @@ from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
 from allreduce.call.queue import Future, Queue, Worker
 from allreduce.errors import RankLostError, UnavailableError
+from allreduce.process import malloc
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
 from allreduce.transport.control import combine, on_all_ranks, root_value, together
@@ -22,7 +23,6 @@ from trainers.data import BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.replica import Replica, Slices, attach, changing_entries, check_divisible, sliced_entries, snapshot_of
-from trainers.replicas import malloc
 from trainers.state.adopt import Piece, complete, gathered, mirror
 from trainers.state.owners import Owners
 from trainers.strategies import alike
