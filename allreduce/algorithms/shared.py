@@ -38,10 +38,9 @@ CACHED_BYTES, ALL_CACHED_BYTES = 2 * 1024 * 1024, 8 * 1024 * 1024
 # Short arrays, which C sums when the ranks have met. The longest array from `allocate` that is summed in place; the
 # longest one that is copied nevertheless, which spares a fence; the bytes of the copies of all ranks.
 IN_PLACE_BYTES, COPIED_BYTES, STAGED_BYTES = 1024 * 1024, 16 * 1024, 2 * 1024 * 1024
-# The longest other array that C copies where each rank has a core. A rank writes its copy where another rank has read
-# last, which takes five times as long if their cores have no cache in common. In the staging buffer it writes where it
-# has read itself last; that takes more fences, which are cheap for a rank with a core.
-NEAR_BYTES = 64 * 1024
+# Where each rank has a core, longer arrays that are not from `allocate` are staged, not copied. A rank writes its copy
+# where another rank has read last, which takes five times as long if their cores have no cache in common. Where it
+# stages an array it writes where it has read itself last; that takes a fence more.
 BY_C, IN_CACHE = 5e-7, 1 / 3  # seconds of such a call; a byte in the caches takes this part of the time
 # Arrays tend to begin at the start of a page. Copies between equal offsets in pages are slow on many processors (AMD's
 # Zen 4: twice as slow), so a staging buffer begins in the middle of a page.
@@ -74,19 +73,23 @@ class Shared(TwoPhase):
         if self._by_c:
             try:
                 self._copies = self._make_staging(2 * STAGED_BYTES)
+                row = self._copies.shape[1]
+                # of the copies of a call; then the room to stage longer arrays
+                self._half = row // 2 if self._crowded else min(row // 2, COPIED_BYTES)
             except UnavailableError:  # on all ranks: shared memory is almost full
                 self._by_c = False
 
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
         """2 fences; (n-1)/n S gamma: each rank adds S/n from n ranks and writes it to n (Hoefler et al. 2013). Arrays
-        that are not from `allocate` are copied, too: up to 2 MiB there and back in the caches, with 3 fences. Short
-        arrays: 1 fence; each rank copies S and adds n S, by C."""
+        that are not from `allocate` are copied, too: up to 2 MiB there and back in the caches, with 3 fences (by C 2).
+        Short arrays: 1 fence; each rank copies S and adds n S, by C."""
         at, k, share = layout, machine, (layout.ranks - 1) / layout.ranks
         if at.by_c and _is_copied(nbytes, at.allocated, at.ranks, at.per_core > 1):
             return BY_C + cost.fences(1, at, k) + IN_CACHE * nbytes * (k.copy + at.ranks * k.gamma) * at.per_core
         if not at.allocated and _stays_cached(nbytes, at.ranks):
-            return k.call + cost.fences(3, at, k) + IN_CACHE * share * nbytes * (2 * k.copy + k.gamma) * at.per_core
+            call, fences = (BY_C, 2) if at.by_c and at.per_core == 1 else (k.call, 3)
+            return call + cost.fences(fences, at, k) + IN_CACHE * share * nbytes * (2 * k.copy + k.gamma) * at.per_core
         call = BY_C if at.by_c and at.allocated and nbytes <= IN_PLACE_BYTES else k.call
         return call + cost.fences(2, at, k) + cost.adding(share * nbytes, at, k) + cost.fetching(nbytes, at, k)
 
@@ -120,6 +123,8 @@ class Shared(TwoPhase):
             if _is_copied(nbytes, call.memory == ALLOCATED, self.size, self._crowded):
                 compared = place if call.memory == ALLOCATED else None
                 return Work(do_nothing, quiet=True, place=compared, in_c=lambda _: self._copied(call, op))
+            if call.memory != ALLOCATED and nbytes <= self._copies.shape[1] - 2 * self._half:
+                return Work(partial(self._take_sums, call), quiet=True, in_c=lambda _: self._stages(call, op))
             if call.memory == ALLOCATED and nbytes <= IN_PLACE_BYTES:
                 return Work(self.context.executor.fence, quiet=True, place=place, in_c=partial(self._placed, op=op))
         if call.memory == ALLOCATED:
@@ -162,8 +167,8 @@ class Shared(TwoPhase):
 
     def _copied(self, call: Call, op: Op) -> CWork:
         """Return the sum of all ranks' copies; each rank writes it to its own array. Local."""
-        rows, half = [MPI.Get_address(row) for row in self._copies], self._copies.shape[1] // 2
-        parts = [*rows, *(row + half for row in rows)]
+        rows = [MPI.Get_address(row) for row in self._copies]
+        parts = [*rows, *(row + self._half for row in rows)]
         return _sum(call.dtype, call.length, op, [], parts, self._copies)
 
     def _placed(self, buffer: np.ndarray, op: Op) -> CWork:
@@ -171,6 +176,22 @@ class Shared(TwoPhase):
         mine, everyone = self.owned(buffer.size), self._everyone(buffer)
         parts = [MPI.Get_address(array) + mine.start * buffer.itemsize for array in everyone]
         return _sum(buffer.dtype, mine.stop - mine.start, op, parts, [*parts, *parts])
+
+    def _stages(self, call: Call, op: Op) -> CWork:
+        """Return the sum of this rank's chunk, which it writes to its array and to all ranks' copies; then
+        `_take_sums`. Local."""
+        mine, size = self.owned(call.length), call.dtype.itemsize
+        rows = [MPI.Get_address(row) + 2 * self._half for row in self._copies]
+        words = [kernels.sum_address(call.dtype), double_word(op.scale), mine.stop - mine.start, call.length * size]
+        return CWork("meet_and_stage", [*words, mine.start * size, mine.stop * size, *rows], self._copies)
+
+    def _take_sums(self, call: Call, buffer: np.ndarray) -> None:
+        """Wait for the sums of the other chunks, and copy them to an array. Collective."""
+        mine, begin = self.owned(call.length), 2 * self._half
+        sums = self._copies[self.rank, begin : begin + buffer.nbytes].view(buffer.dtype)
+        self._fence()
+        for span in (slice(0, mine.start), slice(mine.stop, buffer.size)):
+            np.copyto(buffer[span], sums[span])
 
     def _address(self, buffer: np.ndarray) -> int:
         """Return the address of an array for the node's ranks; 0 if they can't reach it by CMA. Local."""
@@ -310,8 +331,7 @@ def _sum(
 
 def _is_copied(nbytes: float, allocated: bool, ranks: int, crowded: bool) -> bool:
     """Return whether the ranks copy an array that C sums, and add the copies. crowded: ranks outnumber cores."""
-    most = COPIED_BYTES if allocated else STAGED_BYTES if crowded else NEAR_BYTES
-    return nbytes <= min(most, STAGED_BYTES // ranks)
+    return nbytes <= min(STAGED_BYTES if crowded and not allocated else COPIED_BYTES, STAGED_BYTES // ranks)
 
 
 def _stays_cached(nbytes: float, ranks: int) -> bool:

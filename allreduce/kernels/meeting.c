@@ -141,6 +141,48 @@ PyObject *meet_and_sum(PyObject *call, PyObject *const *arguments, ptrdiff_t cou
 typedef struct {
     Meeting meeting;
     int64_t header; /* bytes of a PyObject */
+    void (*sum)(const void *const *parts, size_t count, void *const *outs, size_t copies, size_t size, double scale);
+    double scale;
+    int64_t length, nbytes;
+    int64_t begin, end; /* in bytes: the chunk of this rank, of `length` elements */
+    char *rows[];       /* of all ranks, each for a copy of the rank's array without its chunk */
+} Staging;
+
+static int enter_and_stage(const Staging *staging, int64_t sequence, char *array)
+{
+    int64_t size = staging->meeting.size, rank = staging->meeting.rank, begin = staging->begin, end = staging->end;
+    void *places[size];
+    if (!entered(&staging->meeting, sequence)) { /* else the other ranks may have written sums into the copy */
+        memcpy(staging->rows[rank], array, begin);
+        memcpy(staging->rows[rank] + end, array + end, staging->nbytes - end);
+    }
+    if (!enter(&staging->meeting, sequence))
+        return 0;
+    for (int64_t each = 0; each < size; each++)
+        places[each] = (each == rank ? array : staging->rows[each]) + begin;
+    staging->sum((const void *const *)places, size, places, size, staging->length, staging->scale);
+    return 1;
+}
+
+/* As `meet`; if all ranks are there, write the sum of this rank's chunk to its array and to all copies. A rank that was
+ * told False calls it again when all are there. call: the address of a Staging. */
+PyObject *meet_and_stage(PyObject *call, PyObject *const *arguments, ptrdiff_t count)
+{
+    const Staging *staging = PyLong_AsVoidPtr(call);
+    int64_t sequence = PyLong_AsLongLong(arguments[0]), done;
+    char *array = data(arguments[1], staging->header);
+    (void)count;
+    if (staging->nbytes <= LONG_BYTES)
+        return PyBool_FromLong(enter_and_stage(staging, sequence, array));
+    void *thread = PyEval_SaveThread();
+    done = enter_and_stage(staging, sequence, array);
+    PyEval_RestoreThread(thread);
+    return PyBool_FromLong(done);
+}
+
+typedef struct {
+    Meeting meeting;
+    int64_t header; /* bytes of a PyObject */
     /* MPI_Allreduce; MPI's handles are pointers or ints */
     int (*all_reduce)(const void *in_place, void *array, int length, intptr_t type, intptr_t op, intptr_t comm);
     const void *in_place;

@@ -217,6 +217,7 @@ def test_float16_at_any_address(flat: allreduce.Topology, monkeypatch: pytest.Mo
         return fast[-1]
 
     monkeypatch.setattr(kernels, "sum_arrays", sum_arrays)
+    monkeypatch.setattr(shared, "STAGED_BYTES", 0)
     with allreduce.create("shared", flat) as reduce:
         for length in range(600_000, 600_000 + 2 * SIZE):
             reduce(np.ones(length, np.float16), "sum")
@@ -239,12 +240,18 @@ def test_same_bits_as_allocated(op: str, topology_of: Callable[..., allreduce.To
 
 
 @several
+@pytest.mark.parametrize("cores", [1, SIZE])
 @pytest.mark.parametrize("dtype", SUMMED)
-def test_short_sums(dtype: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """Arrays that are copied, summed in place, and too long for one call of C; one rank after the other is late."""
+def test_short_sums(
+    dtype: str, cores: int, flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays that are copied, staged, summed in place, and too long for one call of C; one rank after the other is
+    late. cores: of the node, for staging needs one for each rank."""
+    monkeypatch.setattr(flat, "cores", cores)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     with allreduce.create("shared", flat) as reduce:
-        limits = shared.COPIED_BYTES, shared.NEAR_BYTES, shared.STAGED_BYTES // SIZE, shared.IN_PLACE_BYTES
+        staged = 2 * max(shared.STAGED_BYTES // SIZE - shared.COPIED_BYTES, 0)
+        limits = shared.COPIED_BYTES, shared.STAGED_BYTES // SIZE, staged, shared.IN_PLACE_BYTES
         for length in (1, SIZE + 1, 1025, *(limit // kind.itemsize + more for limit in limits for more in (0, 1))):
             for array in (reduce.allocate(length + 3, kind)[3:], np.empty(length, kind)):
                 other, bound = np.empty_like(array), reduce.bind(array, "sum")
@@ -263,7 +270,7 @@ def test_short_sums_of_many_ranks(
 ) -> None:
     """On a node of more than 64 ranks, arrays from `allocate` that are copied elsewhere do not fit among the copies."""
     monkeypatch.setattr(shared, "STAGED_BYTES", SIZE * shared.COPIED_BYTES // 4)
-    test_short_sums("float32", flat, world)
+    test_short_sums("float32", SIZE, flat, world, monkeypatch)
 
 
 @several
