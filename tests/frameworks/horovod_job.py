@@ -218,6 +218,8 @@ def joined() -> None:
         same(hvd.allreduce(here(2), op=hvd.Sum), [TOTAL] * 2)
         same(hvd.allreduce(here(2)), [TOTAL / SIZE] * 2)
         same(hvd.allreduce(here(2), op=hvd.Min), [1] * 2)
+        same(hvd.allreduce(here(2), op=hvd.Min, prescale_factor=-1.0), [1 - SIZE] * 2)
+        assert (hvd.allreduce(torch.full((2,), -torch.inf), op=hvd.Max) == -torch.inf).all()
         same(hvd.grouped_allreduce([here(2), here(1, dtype=torch.int64)], op=hvd.Product)[0], [max(1, SIZE - 1)] * 2)
         with pytest.raises(MismatchError, match=r"ranks \[0\] have joined"):
             hvd.allgather(here(1))

@@ -368,7 +368,8 @@ class Fit:
     def _after_step(self) -> None:
         """Call between_steps of the callbacks, and write a checkpoint if one is due. Collective."""
         number, step = self.progress.epoch, self.progress.step
-        self.callbacks.between_steps(number, step - 1)
+        for callback in self.callbacks.between_steps:  # all of them, since some communicate
+            self.keep_error(partial(callback.between_steps, number, step - 1), always=True)
         if self.saver is not None and step < self.batches.steps:
             self._save_between(number, step)
 
@@ -487,17 +488,17 @@ class Fit:
             logs |= {meter.name: float(meter.of_step) for meter in known if meter.of_step is not None}
         self.callbacks.batch_end(step, logs)
 
-    def keep_error(self, action: Callable[[], Any]) -> Any:
-        """Return action(); if it raises, keep the error and return None. Do nothing if an error is kept already. Raises
-        errors that all ranks know."""
-        if self.error is not None:
+    def keep_error(self, action: Callable[[], Any], always: bool = False) -> Any:
+        """Return action(); if it raises, keep the error and return None. Do nothing if an error is kept already, unless
+        `always`. Raises errors that all ranks know."""
+        if self.error is not None and not always:
             return None
         try:
             return action()
         except Exception as error:  # any exception: the other ranks must not wait for this one
             if self.group.knows(error):
                 raise
-            self.error = error
+            self.error = self.error or error
             return None
 
     def _agree(self, where: str, *times: float) -> list[float]:

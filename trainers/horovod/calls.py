@@ -1,6 +1,7 @@
 """A collective call from its submission to its result, in this order: the ranks that make it, the call, its work."""
 
 import itertools
+import math
 import os
 import time
 from collections import Counter
@@ -271,17 +272,18 @@ def join_proxy(members: Members, same: Any) -> Call:
 
     same: the part of its Request that all ranks share; see `submit_allreduce` in module collectives.
     """
-    _, layouts, op, before, after = same
+    _, layouts, op, *_ = same
     tensors = [
         torch.full(shape, _neutral(Op(op), getattr(torch, dtype)), dtype=getattr(torch, dtype))
         for shape, dtype in layouts
     ]
-    return Call(Reducing(members, tensors, Op(op), (before, after)))
+    return Call(Reducing(members, tensors, Op(op), (1.0, 1.0)))  # scaled, they would not be neutral
 
 
 def _neutral(op: Op, dtype: torch.dtype) -> float | int:
     if op not in (Op.Min, Op.Max):
         return int(op == Op.Product)
-    least = dtype if dtype != torch.bool else torch.uint8
-    about = torch.finfo(least) if dtype.is_floating_point else torch.iinfo(least)
+    if dtype.is_floating_point:
+        return math.inf if op == Op.Min else -math.inf
+    about = torch.iinfo(dtype if dtype != torch.bool else torch.uint8)
     return about.max if op == Op.Min else about.min

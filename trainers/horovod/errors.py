@@ -79,6 +79,8 @@ def as_internal_error(error: BaseException) -> HorovodInternalError:
     text = str(error) if kind is not HorovodInternalError else f"{type(error).__name__}: {error}"
     made = kind(text)
     made.ranks = getattr(error, "ranks", None)
+    if isinstance(made, LeftError) and isinstance(error, RankLeftError):
+        made.job_code = error.job_code
     if isinstance(made, LostError) and isinstance(error, RankLostError):
         made.lost, made.reporter = error.lost, error.reporter
     return made

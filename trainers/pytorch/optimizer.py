@@ -188,9 +188,10 @@ class MirroredOptimizer(Optimizer):
                 ...
 
         A rank that reaches the end of the block takes part in the others' steps, with no rows, until all ranks have
-        reached it. Then all ranks get the parameters and the state of one of the last ranks, since the rest of the loop
-        (clipping, schedulers) did not run on the others. With update="sharded" every rank updates its slice until the
-        end, and ranks that would update differently raise a DisagreementError. Raises OptionError on all ranks if there
+        reached it. Then all ranks get the parameters and the state of one of the last ranks. Other objects of the loop
+        (a scheduler, a GradScaler, an AveragedModel) the others have to bring up to date. `step` takes no closure. With
+        update="sharded" every rank updates its slice until the end, and ranks that would update differently raise a
+        DisagreementError. Raises OptionError on all ranks if their learning rates differ, or if there
         is a second MirroredOptimizer on these ranks.
         """
         with self._parts.usable():

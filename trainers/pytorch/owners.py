@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from allreduce import notices
 from allreduce.arrays import gpu
 from allreduce.elastic.retry import Commit
-from allreduce.errors import UnavailableError
+from allreduce.errors import OptionError, UnavailableError
 from allreduce.transport.control import all_values, each_on_all, raise_together
 from trainers.arrays import squares
 from trainers.checks import check_equal
@@ -69,6 +69,7 @@ class TorchOwners(Owners):
     ) -> None:
         self.plain, self.model, self.trained, self.options = plain, model, trained, options
         self.reducer, self.buffers, self.transforms = reducer, buffers, transforms
+        reducer.rate = partial(_rate_of, plain)
         self.kernels = fused.Kernels(plain)
         self._test_kernels()
         self.skipped: int = 0 if before is None else before.skipped
@@ -93,6 +94,8 @@ class TorchOwners(Owners):
 
     def step(self, closure: Closure | None) -> Any:
         """See MirroredOptimizer.step. Collective."""
+        if closure is not None and self.reducer.joining:
+            raise OptionError("step(closure) is not for join(): a rank that has no batches left has no closure to call")
         self.reducer.in_closure = closure is not None
         self.replace_kernels()
         try:
@@ -330,6 +333,12 @@ class TorchOwners(Owners):
 
     def end_round(self) -> None:
         """End a round of local SGD. Collective."""
+
+
+def _rate_of(optimizer: Optimizer) -> float:
+    """Return a number that tells the learning rates of all groups, but for tensors on a GPU. Local."""
+    rates = [group.get("lr", 0.0) for group in optimizer.param_groups]
+    return sum((at * float(each) for at, each in enumerate(rates, 1) if not getattr(each, "is_cuda", False)), 0.0)
 
 
 def square(tensor: Tensor) -> float:

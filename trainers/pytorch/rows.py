@@ -12,6 +12,11 @@ from allreduce.transport.control import on_all_ranks, raise_together
 from allreduce.transport.wait import waiting
 from trainers.arguments import is_number
 
+DIFFERENT = (
+    "the ranks that have batches have different learning rates in this step. A rank that waits in join() does not step "
+    "its schedulers: after join() set scheduler.last_epoch = optimizer.steps on all ranks"
+)
+CLOSE = 1e-10  # rates that differ by a part of 1e-5 differ
 NO_ROWS = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
 
 
@@ -42,13 +47,20 @@ class Rows:
     submit: submits a function to the queue. comm: a communicator, used only in the queue.
     mine: the number of rows of this rank's batch, or any weight >= 0. If the ranks' numbers differ, each rank
         multiplies its gradients by `weight` before they are averaged.
-    active: False when this rank has no batches left (`join`).
+    active: False when this rank has no batches left (`join`). rate: a number that tells the learning rates of this
+        rank; all active ranks must have the same.
     """
 
     def __init__(
-        self, submit: Callable[[Callable[[], object]], Future], comm: MPI.Intracomm, mine: float, active: bool
+        self,
+        submit: Callable[[Callable[[], object]], Future],
+        comm: MPI.Intracomm,
+        mine: float,
+        active: bool,
+        rate: float,
     ) -> None:
         self._comm, self._mine, self._active = comm, mine, active
+        self._rate = rate if active else 0.0
         self._total, self._ranks = 0.0, 0
         self._error = rows_error(mine)
         self._future = submit(self._count)
@@ -69,8 +81,12 @@ class Rows:
 
     def _count(self) -> None:
         mine = self._mine if self._error is None else 0
-        numbers = np.array([0, mine, self._active], np.float64)
-        total, ranks = combined(self._comm, numbers, self._error, "count the rows of a step", MPI.SUM)
+        numbers = np.array([0, mine, self._active, self._rate, self._rate**2], np.float64)
+        total, ranks, rates, squares = combined(self._comm, numbers, self._error, "count the rows of a step", MPI.SUM)
         self._total, self._ranks = float(total), int(ranks)
+        if (
+            abs(ranks * squares - rates**2) > CLOSE * rates**2
+        ):  # the variance of the rates, which is 0 if they are equal
+            raise on_all_ranks(OptionError(DIFFERENT), self._comm)
         if self._ranks and not self._total:
             raise on_all_ranks(OptionError(NO_ROWS), self._comm)

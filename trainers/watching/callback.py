@@ -242,7 +242,7 @@ class Callbacks:
         self._before_update = sorted(self._with("before_update"), key=lambda each: not each.collective)
         self.asks = any(not _agrees(each) for each in self._before_update)
         self.inspects = bool(self._before_update)  # gradients must wait for it
-        self._between_steps, self._unusable = self._with("between_steps"), self._with("unusable")
+        self.between_steps, self._unusable = self._with("between_steps"), self._with("unusable")
         self._idle = self._with("idle")
         self._collective = [at for at, each in enumerate(self._all) if getattr(each, "collective", False)]
         self.collective = [type(self._all[at]).__name__ for at in self._collective]
@@ -347,10 +347,6 @@ class Callbacks:
         for callback in self._before_update:  # all of them, since some communicate
             leaves_out |= bool(callback.before_update(epoch, batch))
         return leaves_out
-
-    def between_steps(self, epoch: int, batch: int) -> None:
-        for callback in self._between_steps:
-            callback.between_steps(epoch, batch)
 
     def idle(self) -> None:
         for callback in self._idle:

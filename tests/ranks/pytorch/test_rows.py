@@ -30,7 +30,7 @@ from tests.ranks.pytorch.trained import (
     sgd,
     train,
 )
-from tests.ranks.together import raised_everywhere
+from tests.ranks.together import raised, raised_everywhere
 from trainers.callbacks import CheckDivergence
 from trainers.pytorch import Buckets, GradientError, MirroredOptimizer
 
@@ -241,6 +241,40 @@ def test_join_keeps_what_the_loop_does_besides(world: MPI.Intracomm, flat: allre
                 optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
         assert optimizer.param_groups[0]["lr"] == 0.1 / (1 + SIZE)
         assert_mirrored(world, model)
+
+
+@several
+@pytest.mark.parametrize("repaired", [True, False])
+def test_a_scheduler_after_join(repaired: bool, world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """A rank that had fewer batches has a scheduler that is behind: other rates in the next epoch are an error."""
+    model = network()
+    with mirrored(sgd(model), model, topology=flat) as optimizer:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+        def epoch(batches: int) -> None:
+            with optimizer.join():
+                for _ in range(batches):
+                    optimizer.zero_grad()
+                    model(mine(data()[0][0])).sum().backward()
+                    optimizer.step()
+                    scheduler.step()
+
+        epoch(2 + world.rank)
+        if repaired:
+            scheduler.last_epoch = optimizer.steps
+            epoch(3)
+            assert len(set(world.allgather(optimizer.param_groups[0]["lr"]))) == 1
+            assert_mirrored(world, model)
+        else:
+            assert "different learning rates" in raised_everywhere(world, errors.OptionError, lambda: epoch(3))
+
+
+@several
+@both_updates
+def test_a_closure_in_join_is_refused(update: str, flat: allreduce.Topology) -> None:
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update=update) as optimizer, optimizer.join():
+        assert "not for join" in raised(errors.OptionError, lambda: optimizer.step(lambda: 0.0))
 
 
 @several

@@ -77,6 +77,19 @@ class RaisesOnOneRank(trainers.callbacks.Callback):
             raise ArithmeticError("of one rank's callback")
 
 
+@UPDATES
+def test_between_steps_that_raises_on_one_rank(update: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    """Also beside a callback that communicates there: all ranks raise the error."""
+
+    class Raises(trainers.callbacks.Callback):
+        def between_steps(self, epoch: int, batch: int) -> None:
+            if batch == 1 and world.rank == SIZE - 1:
+                raise ValueError("boo")
+
+    with trainer_of(flat, update) as trainer, pytest.raises(Exception, match="boo"):
+        fit(trainer, Raises(), trainers.callbacks.CheckDivergence(every=1))
+
+
 def test_a_callback_gathers_values_also_if_a_callback_of_one_rank_fails(flat: allreduce.Topology) -> None:
     with trainer_of(flat) as trainer:
         gathers = Gathers()
