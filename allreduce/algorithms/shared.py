@@ -36,11 +36,12 @@ LEAST_STAGING_BYTES = 512 * 1024  # of all ranks; a staging buffer grows from th
 # caches, CMA's system calls, which look up each page, take longer than the copies.
 CACHED_BYTES, ALL_CACHED_BYTES = 2 * 1024 * 1024, 8 * 1024 * 1024
 # Short arrays, which C sums when the ranks have met. The longest array from `allocate` that is summed in place; the
-# longest one that is copied nevertheless, which spares a fence; the bytes of the copies of all ranks.
-IN_PLACE_BYTES, COPIED_BYTES, STAGED_BYTES = 1024 * 1024, 16 * 1024, 2 * 1024 * 1024
-# Where each rank has a core, longer arrays that are not from `allocate` are staged, not copied. A rank writes its copy
-# where another rank has read last, which takes five times as long if their cores have no cache in common. Where it
-# stages an array it writes where it has read itself last; that takes a fence more.
+# bytes of the copies of all ranks. The longest arrays that are copied, which spares a fence: from `allocate`, and others;
+# where each rank has a core, and where ranks outnumber cores. A rank writes its copy where another rank has read last,
+# which takes five times as long if their cores have no cache in common. In place, and where it stages an array, it writes
+# where it has read itself last.
+IN_PLACE_BYTES, STAGED_BYTES = 1024 * 1024, 2 * 1024 * 1024
+COPIED_BYTES, CROWDED_BYTES = (4 * 1024, 16 * 1024), (16 * 1024, STAGED_BYTES)
 BY_C, IN_CACHE = 5e-7, 1 / 3  # seconds of such a call; a byte in the caches takes this part of the time
 # Arrays tend to begin at the start of a page. Copies between equal offsets in pages are slow on many processors (AMD's
 # Zen 4: twice as slow), so a staging buffer begins in the middle of a page.
@@ -75,7 +76,7 @@ class Shared(TwoPhase):
                 self._copies = self._make_staging(2 * STAGED_BYTES)
                 row = self._copies.shape[1]
                 # of the copies of a call; then the room to stage longer arrays
-                self._half = row // 2 if self._crowded else min(row // 2, COPIED_BYTES)
+                self._half = row // 2 if self._crowded else min(row // 2, max(COPIED_BYTES))
             except UnavailableError:  # on all ranks: shared memory is almost full
                 self._by_c = False
 
@@ -331,7 +332,8 @@ def _sum(
 
 def _is_copied(nbytes: float, allocated: bool, ranks: int, crowded: bool) -> bool:
     """Return whether the ranks copy an array that C sums, and add the copies. crowded: ranks outnumber cores."""
-    return nbytes <= min(STAGED_BYTES if crowded and not allocated else COPIED_BYTES, STAGED_BYTES // ranks)
+    of_allocated, of_others = CROWDED_BYTES if crowded else COPIED_BYTES
+    return nbytes <= min(of_allocated if allocated else of_others, STAGED_BYTES // ranks)
 
 
 def _stays_cached(nbytes: float, ranks: int) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 SWITCH = "ALLREDUCE_KERNELS"  # 0: use NumPy
-VERSION = 6  # of the library's functions; an older library beside newer code is not used
+VERSION = 7  # of the library's functions; an older library beside newer code is not used
 
 SUMMED = ("float32", "float64", "int32", "int64", "float16", "bfloat16")  # dtypes of the sums in meeting.c
 FLOAT32, FLOAT16, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)

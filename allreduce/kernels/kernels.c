@@ -300,4 +300,4 @@ KERNEL void encode_float8(const float *values, size_t size, size_t block, const 
 DECODE(int8, int8_t, (float))
 DECODE(float8, uint8_t, from_float8)
 
-int version(void) { return 6; } /* of these functions and their arguments: see __init__.py */
+int version(void) { return 7; } /* of these functions and their arguments: see __init__.py */
