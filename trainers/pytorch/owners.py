@@ -335,10 +335,14 @@ class TorchOwners(Owners):
         """End a round of local SGD. Collective."""
 
 
+def rates_of(optimizer: Optimizer) -> list[float]:
+    """Return the learning rates of all groups; 0 for one that has none, or None. Local."""
+    return [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
+
+
 def _rate_of(optimizer: Optimizer) -> float:
-    """Return a number that tells the learning rates of all groups, but for tensors on a GPU. Local."""
-    rates = [group.get("lr", 0.0) for group in optimizer.param_groups]
-    return sum((at * float(each) for at, each in enumerate(rates, 1) if not getattr(each, "is_cuda", False)), 0.0)
+    """Return a number that tells the learning rates of all groups. Local."""
+    return sum((at * each for at, each in enumerate(rates_of(optimizer), 1)), 0.0)
 
 
 def square(tensor: Tensor) -> float:

@@ -20,7 +20,7 @@ from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, raise_together
 from trainers.pytorch.buckets import Gradient, allocate_flat, changed
-from trainers.pytorch.owners import Closure, TorchOwners, flat, square
+from trainers.pytorch.owners import Closure, TorchOwners, flat, rates_of, square
 from trainers.pytorch.reducer import SCATTERED
 from trainers.pytorch.rows import combined
 from trainers.replica import Slices
@@ -143,7 +143,7 @@ class ShardedOptimizer(TorchOwners):
         """Update this rank's blocks, from gradients that are averaged at least there. Collective."""
         reducer = self.reducer
         moved = [reducer.gradients[number].name for number in self._placed.left()]
-        call = f"updates parameters with lr {', '.join(str(float(group['lr'])) for group in self.plain.param_groups)}"
+        call = f"updates parameters with lr {', '.join(map(str, rates_of(self.plain)))}"
         if moved:
             call += f" after {', '.join(moved)} got other memory"
         begin = partial(self._begin_update, bool(moved), self._error or reducer.take_edits())

@@ -269,6 +269,30 @@ def test_a_scheduler_after_join(repaired: bool, world: MPI.Intracomm, flat: allr
             assert "different learning rates" in raised_everywhere(world, errors.OptionError, lambda: epoch(3))
 
 
+@both_updates
+def test_an_optimizer_without_a_learning_rate(update: str, world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """As Adafactor of Transformers, whose rate is None."""
+
+    class Sign(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["lr"] = 0.1
+            super().step(closure)
+            for group in self.param_groups:
+                group["lr"] = None
+
+    model = network()
+    plain = Sign(model.parameters(), lr=0.1)
+    plain.param_groups[0]["lr"] = None
+    with mirrored(plain, model, topology=flat, update=update) as optimizer:
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.rows(1 + world.rank)
+            model(mine(data()[0][0])).sum().backward()
+            optimizer.step()
+    assert_mirrored(world, model)
+
+
 @several
 @both_updates
 def test_a_closure_in_join_is_refused(update: str, flat: allreduce.Topology) -> None:
