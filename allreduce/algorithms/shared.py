@@ -74,9 +74,7 @@ class Shared(TwoPhase):
         if self._by_c:
             try:
                 self._copies = self._make_staging(2 * STAGED_BYTES)
-                row = self._copies.shape[1]
-                # of the copies of a call; then the room to stage longer arrays
-                self._half = row // 2 if self._crowded else min(row // 2, max(COPIED_BYTES))
+                self._half, self._room = _divided(self.size, self._crowded)
             except UnavailableError:  # on all ranks: shared memory is almost full
                 self._by_c = False
 
@@ -89,7 +87,8 @@ class Shared(TwoPhase):
         if at.by_c and _is_copied(nbytes, at.allocated, at.ranks, at.per_core > 1):
             return BY_C + cost.fences(1, at, k) + IN_CACHE * nbytes * (k.copy + at.ranks * k.gamma) * at.per_core
         if not at.allocated and _stays_cached(nbytes, at.ranks):
-            call, fences = (BY_C, 2) if at.by_c and at.per_core == 1 else (k.call, 3)
+            by_c = at.by_c and nbytes <= _divided(at.ranks, at.per_core > 1)[1]
+            call, fences = (BY_C, 2) if by_c else (k.call, 3)
             return call + cost.fences(fences, at, k) + IN_CACHE * share * nbytes * (2 * k.copy + k.gamma) * at.per_core
         call = BY_C if at.by_c and at.allocated and nbytes <= IN_PLACE_BYTES else k.call
         return call + cost.fences(2, at, k) + cost.adding(share * nbytes, at, k) + cost.fetching(nbytes, at, k)
@@ -124,7 +123,7 @@ class Shared(TwoPhase):
             if _is_copied(nbytes, call.memory == ALLOCATED, self.size, self._crowded):
                 compared = place if call.memory == ALLOCATED else None
                 return Work(do_nothing, quiet=True, place=compared, in_c=lambda _: self._copied(call, op))
-            if call.memory != ALLOCATED and nbytes <= self._copies.shape[1] - 2 * self._half:
+            if call.memory != ALLOCATED and nbytes <= self._room:
                 return Work(partial(self._take_sums, call), quiet=True, in_c=lambda _: self._stages(call, op))
             if call.memory == ALLOCATED and nbytes <= IN_PLACE_BYTES:
                 return Work(self.context.executor.fence, quiet=True, place=place, in_c=partial(self._placed, op=op))
@@ -296,8 +295,7 @@ class Shared(TwoPhase):
 
     def _make_staging(self, nbytes: int) -> np.ndarray:
         """Return a staging buffer of `nbytes` or more for all ranks together: a row for each. Collective."""
-        row = -(-nbytes // (self.size * CACHE_LINE)) * CACHE_LINE
-        return shared_rows(self.comm, OFFSET + row)[:, OFFSET:]
+        return shared_rows(self.comm, OFFSET + _row(nbytes, self.size))[:, OFFSET:]
 
     # Both
 
@@ -328,6 +326,18 @@ def _sum(
     """
     words = [kernels.sum_address(dtype), double_word(op.scale), length, length * dtype.itemsize, len(outs)]
     return CWork("meet_and_sum", [*words, *outs, *parts], copies)
+
+
+def _row(nbytes: int, ranks: int) -> int:
+    """Return the bytes of each rank in a buffer of `nbytes` or more."""
+    return -(-nbytes // (ranks * CACHE_LINE)) * CACHE_LINE
+
+
+def _divided(ranks: int, crowded: bool) -> tuple[int, int]:
+    """Return how C uses a rank's row: the bytes for the copy of an even or odd call, and the room to stage an array."""
+    row = _row(2 * STAGED_BYTES, ranks)
+    half = row // 2 if crowded else min(row // 2, max(COPIED_BYTES))
+    return half, row - 2 * half
 
 
 def _is_copied(nbytes: float, allocated: bool, ranks: int, crowded: bool) -> bool:

@@ -33,7 +33,6 @@ def test_other_imports_of_a_script() -> None:
 
 @needs_torch
 def test_the_exit_code_of_a_rank_that_leaves() -> None:
-    pytest.importorskip("torch")
     from allreduce.errors import RankLeftError
     from allreduce.health.abort import exit_code_of
     from trainers.horovod.errors import as_internal_error
@@ -43,6 +42,7 @@ def test_the_exit_code_of_a_rank_that_leaves() -> None:
     assert exit_code_of(as_internal_error(left)) == 3
 
 
+@needs_torch
 def test_objects_come_back_as_they_were() -> None:
     import numpy as np
     import torch

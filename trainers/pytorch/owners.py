@@ -4,6 +4,7 @@ Here all ranks are owners, each of its whole replica. In trainers.pytorch.sharde
 trainers.pytorch.local_sgd it takes steps of its own, and the ranks average their changes.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -341,8 +342,8 @@ def rates_of(optimizer: Optimizer) -> list[float]:
 
 
 def _rate_of(optimizer: Optimizer) -> float:
-    """Return a number that tells the learning rates of all groups. Local."""
-    return sum((at * each for at, each in enumerate(rates_of(optimizer), 1)), 0.0)
+    """Return a number that tells the learning rates of all groups, but for differences of rounding. Local."""
+    return float(zlib.crc32(",".join(f"{each:.9g}" for each in rates_of(optimizer)).encode()))
 
 
 def square(tensor: Tensor) -> float:

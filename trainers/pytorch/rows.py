@@ -14,9 +14,9 @@ from trainers.arguments import is_number
 
 DIFFERENT = (
     "the ranks that have batches have different learning rates in this step. A rank that waits in join() does not step "
-    "its schedulers: after join() set scheduler.last_epoch = optimizer.steps on all ranks"
+    "its schedulers: bring them up to date after join(), on all ranks; docs/api/optimizer_join.md says how"
 )
-CLOSE = 1e-10  # rates that differ by a part of 1e-5 differ
+CLOSE = 1e-10  # rounding of sums over the ranks
 NO_ROWS = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
 
 
@@ -66,7 +66,8 @@ class Rows:
         self._future = submit(self._count)
 
     def wait(self) -> None:
-        """Wait for the numbers of all ranks. Raises an OptionError on all ranks when one is not a number >= 0."""
+        """Wait for the numbers of all ranks. Raises an OptionError on all ranks when one is not a number >= 0, or when
+        the rates of active ranks differ."""
         self._future.wait()
 
     def ranks(self) -> int:
@@ -84,9 +85,8 @@ class Rows:
         numbers = np.array([0, mine, self._active, self._rate, self._rate**2], np.float64)
         total, ranks, rates, squares = combined(self._comm, numbers, self._error, "count the rows of a step", MPI.SUM)
         self._total, self._ranks = float(total), int(ranks)
-        if (
-            abs(ranks * squares - rates**2) > CLOSE * rates**2
-        ):  # the variance of the rates, which is 0 if they are equal
+        variance = ranks * squares - rates**2  # times ranks**2; 0 if all active ranks have the same
+        if abs(variance) > CLOSE * rates**2:
             raise on_all_ranks(OptionError(DIFFERENT), self._comm)
         if self._ranks and not self._total:
             raise on_all_ranks(OptionError(NO_ROWS), self._comm)

@@ -244,12 +244,43 @@ def test_join_keeps_what_the_loop_does_besides(world: MPI.Intracomm, flat: allre
 
 
 @several
+@pytest.mark.parametrize("rates", [([0.3, 0.1], [0.1, 0.2]), ([0.1, 1e-7], [0.1, 5e-7])])
+def test_rates_that_differ_beside_rows(
+    rates: tuple[list[float], list[float]], world: MPI.Intracomm, flat: allreduce.Topology
+) -> None:
+    model = network()
+    first, *others = model.parameters()
+    with mirrored(torch.optim.SGD([{"params": [first]}, {"params": others}], 0.1), model, topology=flat) as optimizer:
+        for group, rate in zip(optimizer.param_groups, rates[world.rank == SIZE - 1], strict=True):
+            group["lr"] = rate
+
+        def step() -> None:
+            optimizer.rows(1)
+            model(mine(data()[0][0])).sum().backward()
+            optimizer.step()
+
+        assert "different learning rates" in raised_everywhere(world, errors.OptionError, step)
+
+
+def warm_restarts(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4)
+
+
+def decays(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+@several
+@both_updates
+@pytest.mark.parametrize("scheduled", [decays, warm_restarts])
 @pytest.mark.parametrize("repaired", [True, False])
-def test_a_scheduler_after_join(repaired: bool, world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+def test_a_scheduler_after_join(
+    repaired: bool, scheduled: Callable[[Any], Any], update: str, world: MPI.Intracomm, flat: allreduce.Topology
+) -> None:
     """A rank that had fewer batches has a scheduler that is behind: other rates in the next epoch are an error."""
     model = network()
-    with mirrored(sgd(model), model, topology=flat) as optimizer:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
+        scheduler = scheduled(optimizer)
 
         def epoch(batches: int) -> None:
             with optimizer.join():
@@ -259,9 +290,11 @@ def test_a_scheduler_after_join(repaired: bool, world: MPI.Intracomm, flat: allr
                     optimizer.step()
                     scheduler.step()
 
-        epoch(2 + world.rank)
+        epoch(2 + (world.rank > 0))
         if repaired:
-            scheduler.last_epoch = optimizer.steps
+            scheduler.load_state_dict(world.bcast(scheduler.state_dict(), SIZE - 1))
+            for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
             epoch(3)
             assert len(set(world.allgather(optimizer.param_groups[0]["lr"]))) == 1
             assert_mirrored(world, model)
