@@ -87,8 +87,7 @@ class Shared(TwoPhase):
         if at.by_c and _is_copied(nbytes, at.allocated, at.ranks, at.per_core > 1):
             return BY_C + cost.fences(1, at, k) + IN_CACHE * nbytes * (k.copy + at.ranks * k.gamma) * at.per_core
         if not at.allocated and _stays_cached(nbytes, at.ranks):
-            by_c = at.by_c and nbytes <= _divided(at.ranks, at.per_core > 1)[1]
-            call, fences = (BY_C, 2) if by_c else (k.call, 3)
+            call, fences = (BY_C, 2) if at.by_c and nbytes <= _divided(at.ranks, at.per_core > 1)[1] else (k.call, 3)
             return call + cost.fences(fences, at, k) + IN_CACHE * share * nbytes * (2 * k.copy + k.gamma) * at.per_core
         call = BY_C if at.by_c and at.allocated and nbytes <= IN_PLACE_BYTES else k.call
         return call + cost.fences(2, at, k) + cost.adding(share * nbytes, at, k) + cost.fetching(nbytes, at, k)

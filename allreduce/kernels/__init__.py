@@ -281,8 +281,7 @@ def method(name: str, state: np.ndarray, keep: object) -> Callable[..., Any] | N
 
 
 def sums(dtype: np.dtype, adds: bool) -> bool:
-    """Return whether `meet_and_sum` and `meet_and_stage` do an operation on arrays of this dtype. adds: it is a sum or
-    a mean."""
+    """Return whether meeting.c does an operation on arrays of this dtype. adds: it is a sum or a mean."""
     return adds and dtype.name in SUMMED
 
 

@@ -172,8 +172,8 @@ class MirroredOptimizer(Optimizer):
         accumulation it is the number of rows of all parts. Any weight is allowed; 0 takes part and counts nothing. For
         a loss that weighs or ignores rows give the weight that it has counted: `rows((y != -100).sum().item())`.
         Costs one small message in the background; with equal numbers the result has the same bits as without this call.
-        An error in the numbers, and rates that differ between ranks, are raised by all ranks when they average. With LocalSGD it is the weight of this step
-        in the round, and the call is local; make it on all ranks or on none.
+        An error in the numbers, and rates that differ between ranks, are raised by all ranks when they average. With
+        LocalSGD it is the weight of this step in the round, and the call is local; make it on all ranks or on none.
         """
         with self._parts.usable():
             self._parts.owners.count_rows(number)
@@ -192,8 +192,7 @@ class MirroredOptimizer(Optimizer):
         (a scheduler, a GradScaler, an AveragedModel) the others have to bring up to date. `step` takes no closure. With
         update="sharded" every rank updates its slice until the end, and ranks that would update differently raise a
         DisagreementError. Raises OptionError on all ranks if their learning rates differ (with LocalSGD each rank has
-        its own), or if there
-        is a second MirroredOptimizer on these ranks.
+        its own), or if there is a second MirroredOptimizer on these ranks.
         """
         with self._parts.usable():
             reducer = self._parts.reducer

@@ -4,7 +4,6 @@ Here all ranks are owners, each of its whole replica. In trainers.pytorch.sharde
 trainers.pytorch.local_sgd it takes steps of its own, and the ranks average their changes.
 """
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -70,7 +69,7 @@ class TorchOwners(Owners):
     ) -> None:
         self.plain, self.model, self.trained, self.options = plain, model, trained, options
         self.reducer, self.buffers, self.transforms = reducer, buffers, transforms
-        reducer.rate = partial(_rate_of, plain)
+        reducer.rates = partial(rates_of, plain)
         self.kernels = fused.Kernels(plain)
         self._test_kernels()
         self.skipped: int = 0 if before is None else before.skipped
@@ -336,14 +335,9 @@ class TorchOwners(Owners):
         """End a round of local SGD. Collective."""
 
 
-def rates_of(optimizer: Optimizer) -> list[float]:
-    """Return the learning rates of all groups; 0 for one that has none, or None. Local."""
-    return [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
-
-
-def _rate_of(optimizer: Optimizer) -> float:
-    """Return a number that tells the learning rates of all groups, but for differences of rounding. Local."""
-    return float(zlib.crc32(",".join(f"{each:.9g}" for each in rates_of(optimizer)).encode()))
+def rates_of(optimizer: Optimizer) -> str:
+    """Return the learning rates of all groups as text; 0 for one that has none, or None. Local."""
+    return ", ".join(f"{float(group.get('lr') or 0.0):.9g}" for group in optimizer.param_groups)
 
 
 def square(tensor: Tensor) -> float:

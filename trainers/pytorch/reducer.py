@@ -134,7 +134,7 @@ class Reducer:
         self.clock = Clock()
         self.rows: Rows | None = None  # the rows of this step's batches, if rows() was called
         self._last_rows: Rows | None = None  # the rows of the last average
-        self.rate: Callable[[], float] = float  # returns a number that tells the learning rates of this rank
+        self.rates: Callable[[], str] = str  # returns the learning rates of this rank
         self.joining = False  # inside of join(); a rank that does not call rows() counts as one row
         self.steps = self.averages = self._begun = 0
         self._used_by_others: dict[Gradient, None] = {}  # of parameters that other ranks alone have used
@@ -310,7 +310,7 @@ class Reducer:
         """Begin to count the rows of this step. active: False when this rank has no batches left. Collective."""
         self.abandon()
         submit = partial(self.submit, call=self._call("counts rows"))
-        self.rows = Rows(submit, self.comm, mine, active, self.rate())
+        self.rows = Rows(submit, self.comm, mine, active, self.rates())
         return self.rows
 
     # .grad and the buffers

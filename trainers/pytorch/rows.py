@@ -1,5 +1,6 @@
 """Counts the rows of all ranks in a step, so that gradients are means over rows, not over ranks."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ from allreduce.transport.control import on_all_ranks, raise_together
 from allreduce.transport.wait import waiting
 from trainers.arguments import is_number
 
+Submit = Callable[[Callable[[], object]], Future]
 DIFFERENT = (
-    "the ranks that have batches have different learning rates in this step. A rank that waits in join() does not step "
-    "its schedulers: bring them up to date after join(), on all ranks; docs/api/optimizer_join.md says how"
+    "the learning rates of the ranks differ in this step. A rank that waits in join() does not step its schedulers: "
+    "bring them up to date after join(); docs/api/optimizer_join.md says how"
 )
 CLOSE = 1e-10  # rounding of sums over the ranks
 NO_ROWS = "no rank has rows in this step: rows(0) was called on all ranks; leave out the step on all of them"
@@ -47,20 +49,13 @@ class Rows:
     submit: submits a function to the queue. comm: a communicator, used only in the queue.
     mine: the number of rows of this rank's batch, or any weight >= 0. If the ranks' numbers differ, each rank
         multiplies its gradients by `weight` before they are averaged.
-    active: False when this rank has no batches left (`join`). rate: a number that tells the learning rates of this
-        rank; all active ranks must have the same.
+    active: False when this rank has no batches left (`join`). rates: the learning rates of this rank; all active
+        ranks must have the same.
     """
 
-    def __init__(
-        self,
-        submit: Callable[[Callable[[], object]], Future],
-        comm: MPI.Intracomm,
-        mine: float,
-        active: bool,
-        rate: float,
-    ) -> None:
+    def __init__(self, submit: Submit, comm: MPI.Intracomm, mine: float, active: bool, rates: str) -> None:
         self._comm, self._mine, self._active = comm, mine, active
-        self._rate = rate if active else 0.0
+        self._rate = float(zlib.crc32(rates.encode())) if active else 0.0
         self._total, self._ranks = 0.0, 0
         self._error = rows_error(mine)
         self._future = submit(self._count)

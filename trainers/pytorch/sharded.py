@@ -143,7 +143,7 @@ class ShardedOptimizer(TorchOwners):
         """Update this rank's blocks, from gradients that are averaged at least there. Collective."""
         reducer = self.reducer
         moved = [reducer.gradients[number].name for number in self._placed.left()]
-        call = f"updates parameters with lr {', '.join(map(str, rates_of(self.plain)))}"
+        call = f"updates parameters with lr {rates_of(self.plain)}"
         if moved:
             call += f" after {', '.join(moved)} got other memory"
         begin = partial(self._begin_update, bool(moved), self._error or reducer.take_edits())

@@ -5,7 +5,6 @@ NodeMemory is the memory of parameters that the ranks of a node share, where eac
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -55,10 +54,6 @@ class Owners:
 
     def transform(self) -> None:
         """Let the transforms of the training change the averages. Collective."""
-        raise NotImplementedError
-
-    def squares(self) -> Any:
-        """Return the sum of the squares of all gradients of this step. Collective."""
         raise NotImplementedError
 
     def update(self) -> None:

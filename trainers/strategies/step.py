@@ -227,6 +227,7 @@ class StepOwners(Owners):
         step.rule.transform(step.trained(part), part, self.squares)
 
     def squares(self) -> Any:
+        """Return the sum of the squares of all gradients of this step. Collective."""
         return sum(map(sum_of_squares, self._step.trained()))
 
     def update(self) -> None:

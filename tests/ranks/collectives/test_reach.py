@@ -250,10 +250,8 @@ def test_short_sums(
     monkeypatch.setattr(flat, "cores", cores)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     with allreduce.create("shared", flat) as reduce:
-        room = -(-2 * shared.STAGED_BYTES // (SIZE * shared.CACHE_LINE)) * shared.CACHE_LINE - 2 * max(
-            shared.COPIED_BYTES
-        )
-        limits = {*shared.COPIED_BYTES, shared.STAGED_BYTES // SIZE, max(room, 0), shared.IN_PLACE_BYTES}
+        _, room = shared._divided(SIZE, crowded=False)
+        limits = {*shared.COPIED_BYTES, shared.STAGED_BYTES // SIZE, room, shared.IN_PLACE_BYTES}
         for length in (1, SIZE + 1, 1025, *(limit // kind.itemsize + more for limit in limits for more in (0, 1))):
             for array in (reduce.allocate(length + 3, kind)[3:], np.empty(length, kind)):
                 other, bound = np.empty_like(array), reduce.bind(array, "sum")

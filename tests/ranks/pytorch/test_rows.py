@@ -259,7 +259,7 @@ def test_rates_that_differ_beside_rows(
             model(mine(data()[0][0])).sum().backward()
             optimizer.step()
 
-        assert "different learning rates" in raised_everywhere(world, errors.OptionError, step)
+        assert "learning rates of the ranks differ" in raised_everywhere(world, errors.OptionError, step)
 
 
 def warm_restarts(optimizer: Any) -> Any:
@@ -299,7 +299,9 @@ def test_a_scheduler_after_join(
             assert len(set(world.allgather(optimizer.param_groups[0]["lr"]))) == 1
             assert_mirrored(world, model)
         else:
-            assert "different learning rates" in raised_everywhere(world, errors.OptionError, lambda: epoch(3))
+            assert "learning rates of the ranks differ" in raised_everywhere(
+                world, errors.OptionError, lambda: epoch(3)
+            )
 
 
 @both_updates
