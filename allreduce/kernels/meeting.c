@@ -100,25 +100,46 @@ typedef struct {
     int64_t header; /* bytes of a PyObject */
     void (*sum)(const void *const *parts, size_t count, void *const *outs, size_t copies, size_t size, double scale);
     double scale;
-    int64_t length, nbytes;
+    int64_t length, nbytes; /* elements that this rank sums, and bytes of the array */
+} Head;
+
+/* Do a call by `run`, without the GIL if it is long. call: the address of a struct that begins with a Head. */
+static PyObject *run_call(int (*run)(const void *call, int64_t sequence, void *array), PyObject *call,
+                          PyObject *const *arguments)
+{
+    const Head *head = PyLong_AsVoidPtr(call);
+    int64_t sequence = PyLong_AsLongLong(arguments[0]), done;
+    void *array = data(arguments[1], head->header);
+    if (head->nbytes <= LONG_BYTES)
+        return PyBool_FromLong(run(head, sequence, array));
+    void *thread = PyEval_SaveThread();
+    done = run(head, sequence, array);
+    PyEval_RestoreThread(thread);
+    return PyBool_FromLong(done);
+}
+
+typedef struct {
+    Head head;
     int64_t copies; /* the number of `outs`; 0: the only one is the array of the call, and this rank's part is a copy */
     void *addresses[]; /* `outs`, then all ranks' parts in calls of even numbers, then in those of odd numbers */
 } Sum;
 
-static int enter_and_sum(const Sum *sum, int64_t sequence, void *array)
+static int enter_and_sum(const void *call, int64_t sequence, void *array)
 {
-    int64_t size = sum->meeting.size, copies = sum->copies;
+    const Sum *sum = call;
+    const Head *head = call;
+    int64_t size = head->meeting.size, copies = sum->copies;
     void *const *outs = sum->addresses, *parts[size];
     memcpy(parts, outs + copies + size * (sequence & 1), sizeof parts);
     if (copies == 0) {
         outs = &array, copies = 1;
-        if (!entered(&sum->meeting, sequence)) /* else the other ranks may be reading the copy */
-            memcpy(parts[sum->meeting.rank], array, sum->nbytes);
-        parts[sum->meeting.rank] = array; /* in this core's caches; the copy is for the other ranks */
+        if (!entered(&head->meeting, sequence)) /* else the other ranks may be reading the copy */
+            memcpy(parts[head->meeting.rank], array, head->nbytes);
+        parts[head->meeting.rank] = array; /* in this core's caches; the copy is for the other ranks */
     }
-    if (!enter(&sum->meeting, sequence))
+    if (!enter(&head->meeting, sequence))
         return 0;
-    sum->sum((const void *const *)parts, size, outs, copies, sum->length, sum->scale);
+    head->sum((const void *const *)parts, size, outs, copies, head->length, head->scale);
     return 1;
 }
 
@@ -126,41 +147,32 @@ static int enter_and_sum(const Sum *sum, int64_t sequence, void *array)
  * when all are there. call: the address of a Sum. */
 PyObject *meet_and_sum(PyObject *call, PyObject *const *arguments, ptrdiff_t count)
 {
-    const Sum *sum = PyLong_AsVoidPtr(call);
-    int64_t sequence = PyLong_AsLongLong(arguments[0]), done;
-    void *array = data(arguments[1], sum->header);
     (void)count;
-    if (sum->nbytes <= LONG_BYTES)
-        return PyBool_FromLong(enter_and_sum(sum, sequence, array));
-    void *thread = PyEval_SaveThread();
-    done = enter_and_sum(sum, sequence, array);
-    PyEval_RestoreThread(thread);
-    return PyBool_FromLong(done);
+    return run_call(enter_and_sum, call, arguments);
 }
 
 typedef struct {
-    Meeting meeting;
-    int64_t header; /* bytes of a PyObject */
-    void (*sum)(const void *const *parts, size_t count, void *const *outs, size_t copies, size_t size, double scale);
-    double scale;
-    int64_t length, nbytes;
+    Head head;
     int64_t begin, end; /* in bytes: the chunk of this rank, of `length` elements */
     char *rows[];       /* of all ranks, each for a copy of the rank's array without its chunk */
 } Staging;
 
-static int enter_and_stage(const Staging *staging, int64_t sequence, char *array)
+static int enter_and_stage(const void *call, int64_t sequence, void *given)
 {
-    int64_t size = staging->meeting.size, rank = staging->meeting.rank, begin = staging->begin, end = staging->end;
+    const Staging *staging = call;
+    const Head *head = call;
+    char *array = given;
+    int64_t size = head->meeting.size, rank = head->meeting.rank, begin = staging->begin, end = staging->end;
     void *places[size];
-    if (!entered(&staging->meeting, sequence)) { /* else the other ranks may have written sums into the copy */
+    if (!entered(&head->meeting, sequence)) { /* else the other ranks may have written sums into the copy */
         memcpy(staging->rows[rank], array, begin);
-        memcpy(staging->rows[rank] + end, array + end, staging->nbytes - end);
+        memcpy(staging->rows[rank] + end, array + end, head->nbytes - end);
     }
-    if (!enter(&staging->meeting, sequence))
+    if (!enter(&head->meeting, sequence))
         return 0;
     for (int64_t each = 0; each < size; each++)
         places[each] = (each == rank ? array : staging->rows[each]) + begin;
-    staging->sum((const void *const *)places, size, places, size, staging->length, staging->scale);
+    head->sum((const void *const *)places, size, places, size, head->length, head->scale);
     return 1;
 }
 
@@ -168,16 +180,8 @@ static int enter_and_stage(const Staging *staging, int64_t sequence, char *array
  * told False calls it again when all are there. call: the address of a Staging. */
 PyObject *meet_and_stage(PyObject *call, PyObject *const *arguments, ptrdiff_t count)
 {
-    const Staging *staging = PyLong_AsVoidPtr(call);
-    int64_t sequence = PyLong_AsLongLong(arguments[0]), done;
-    char *array = data(arguments[1], staging->header);
     (void)count;
-    if (staging->nbytes <= LONG_BYTES)
-        return PyBool_FromLong(enter_and_stage(staging, sequence, array));
-    void *thread = PyEval_SaveThread();
-    done = enter_and_stage(staging, sequence, array);
-    PyEval_RestoreThread(thread);
-    return PyBool_FromLong(done);
+    return run_call(enter_and_stage, call, arguments);
 }
 
 typedef struct {
