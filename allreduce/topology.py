@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from mpi4py import MPI
 
-from allreduce import machine, notices
+from allreduce import kernels, machine, notices
 from allreduce.arrays.arguments import is_integer, is_number
 from allreduce.errors import (
     ClosedError,
@@ -77,6 +77,9 @@ class Topology:
     cross: MPI.Intracomm
     cores: int  # of this node
     sharing: int  # ranks that share these cores
+    fewest_cores: int  # of any node
+    most_sharing: int  # ranks that share the cores of any node
+    by_c: bool  # all ranks have the C library
     previous_ranks: tuple[int, ...]  # by rank: its rank in the topology before `survivors`; else itself
 
     def __init__(
@@ -134,6 +137,7 @@ class Topology:
             raise
         if parent is not None:
             self.cores, self.sharing = parent.cores, parent.sharing  # the parent's other ranks use these cores too
+            self.fewest_cores, self.most_sharing = parent.fewest_cores, parent.most_sharing
         elif self.sharing > self.cores:
             text = f"{self.sharing} ranks share the {self.cores} cores of this node: more ranks give no speed-up, "
             notices.once(self.rank, text + "and communication times are mostly waits for a core")
@@ -164,8 +168,8 @@ class Topology:
         if ranks_per_node := self.ranks_per_node:
             number = simulated(ranks_per_node, self.size).node_of(self.rank)
             self.node = MPI.COMM_SELF if ranks_per_node == 1 else self.private(ranks=self.host, colour=number)
-        self._learn_layout()
         self.cma = CMA(self.node)
+        self._learn_layout()
         liveness.know({rank: liveness.Process(*process) for _, rank, process in found if process is not None})
         # MPI keeps a dropped topology's communicators; their attributes keep the detector.
         self._finalizer = weakref.finalize(self, _leave, self.detector)
@@ -185,10 +189,14 @@ class Topology:
         return self.world
 
     def _learn_layout(self) -> None:
-        """Set the layout. Collective. The same message compares versions, and tells which rank is not guarded."""
-        leader = min(processes.ranks_in(self.world, self.node))
-        mine = [leader, machine.digest_of_versions(), start.unguarded()]
-        leaders, digests, unguarded = zip(*all_values(self.world, mine, "count the nodes"), strict=True)
+        """Set the layout, and what all ranks have. Collective. The same message compares versions, and tells which rank
+        is not guarded."""
+        leader, here = min(processes.ranks_in(self.world, self.node)), [self.cores, self.sharing]
+        mine = [leader, machine.digest_of_versions(), start.unguarded(), self.cma.works, kernels.status() == "C", *here]
+        found = all_values(self.world, mine, "count the nodes")
+        leaders, digests, unguarded, cma, by_c, cores, sharing = zip(*found, strict=True)
+        self.cma.works, self.by_c = all(cma), all(by_c)
+        self.fewest_cores, self.most_sharing = min(cores), max(sharing)
         _compare_versions(self.world, list(digests))
         if self.size == MPI.COMM_WORLD.size > 1 and any(unguarded):
             notices.once(self.rank, next(filter(None, unguarded)))

@@ -93,7 +93,7 @@ class Auto(TwoPhase):
         if self.size == 1 or compress is not None:
             names = names[:1]
         if self.size > 1:
-            self._layout = measuring.layout_of(context.topology, context.comm, context.layout.node_sizes)
+            self._layout = measuring.layout_of(context.topology, context.layout.node_sizes)
             self._constants = constants.Known(Machine(), "by default")
             if self.size == context.topology.size:  # else some ranks of the topology are not here
                 self._constants = constants.known(context.topology, table, measure or self.size == 2)

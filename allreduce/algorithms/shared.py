@@ -24,7 +24,6 @@ from allreduce.call.executor import do_nothing
 from allreduce.call.rendezvous import CWork, double_word
 from allreduce.errors import UnavailableError
 from allreduce.transport import chunked, cost
-from allreduce.transport.control import on_all
 from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.shared_segment import STAGING_BYTES, shared_rows
 
@@ -68,8 +67,7 @@ class Shared(TwoPhase):
         self.copies_unregistered = "" if self._cma.works else STAGES
         self._meet, self._fence = context.executor.meet, context.executor.fence
         self._may_grow = True
-        by_c = context.executor.orders and kernels.status() == "C"
-        self._by_c = self.size > 1 and on_all(self.comm, by_c, "sum by C")
+        self._by_c = self.size > 1 and context.executor.orders and context.topology.by_c
         self._crowded = context.topology.sharing > context.topology.cores
         if self._by_c:
             try:

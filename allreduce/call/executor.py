@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import kernels
 from allreduce.arrays.workspace import Workspace
 from allreduce.call.call import AGREEING, HASH_BITS, MEETING, SEQUENCE_BITS, SEQUENCE_MASK, Call, fingerprint
 from allreduce.call.queue import Future, Queue, Worker, without_frames
@@ -152,7 +151,7 @@ class Executor:
         if topology.nodes == 1:
             self._slot = slot
             # Python can't order its stores, and a rank that calls C does not wait in the barrier of one that does not
-            self.orders = ORDERED_STORES or on_all(self._control, kernels.status() == "C", "order stores by C")
+            self.orders = ORDERED_STORES or topology.by_c
         elif on_all(self._control, slot is not None or topology.node_size == 1, "share fingerprints"):
             self._slot = slot
             leaders = self.communicator(topology.cross, alone=topology.node_rank > 0)

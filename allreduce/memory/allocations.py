@@ -148,10 +148,13 @@ class Allocations:
         # where arrays lie in shared memory, by the array's id: a training reduces the same arrays in each step
         self._places: dict[int, tuple[weakref.ref[Any], Allocation, int]] = {}
 
-    def add(self, array: Any, keeps: bool = True, ranks: int = 0) -> Allocation:
-        """Add a 1-D array, and return its entry; see Allocation. Local; the same on all ranks."""
-        owner = array if getattr(array, "base", None) is None else array.base
+    def count(self) -> None:
+        """Count an array that will be added, on all ranks, also on those where this then fails. Local."""
         self._count += 1
+
+    def add(self, array: Any, keeps: bool = True, ranks: int = 0) -> Allocation:
+        """Add the 1-D array that was counted, and return its entry; see Allocation. Local; the same on all ranks."""
+        owner = array if getattr(array, "base", None) is None else array.base
         entry = Allocation(address(array), array.size, array.dtype, weakref.ref(owner), self._count, ranks, keeps)
         for each in list(self._entries.values()):
             if each.begin < entry.begin + entry.nbytes and entry.begin < each.begin + each.nbytes:  # of freed memory
@@ -167,6 +170,8 @@ class Allocations:
         same on all ranks. Raises OptionError if the parts overlap, or lie outside of the array."""
         _check_parts(parts, array.size)
         found = self.at(array) if array.size else None
+        if found is None:
+            self.count()
         entry, offset = found or (self.add(array), 0)
         if entry.dtype != array.dtype or offset % entry.dtype.itemsize:
             raise OptionError(f"the array of {array.dtype} lies in memory that was allocated for {entry.dtype}")
@@ -174,7 +179,8 @@ class Allocations:
         entry.describe(offset // entry.dtype.itemsize, array.size, parts)
 
     def _drop(self, owner: int, entry: Allocation) -> None:
-        self._entries.pop(entry.number, None)
+        if self._entries.get(entry.number) is entry:  # its number may be another array's, if `allocate` failed
+            self._entries.pop(entry.number, None)
         if self.shared.get(owner) is entry:
             self.shared.pop(owner, None)
 

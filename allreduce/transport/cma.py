@@ -15,7 +15,6 @@ from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
 from allreduce.transport import huge_pages
-from allreduce.transport.control import on_all
 from allreduce.transport.wait import waiting
 
 MOST = 1024  # arrays whose calls are counted
@@ -43,20 +42,19 @@ _read, _write = _call("process_vm_readv"), _call("process_vm_writev")
 class CMA:
     """Reads and writes the memory of the other ranks of a node. The constructor is collective.
 
-    works: True if every rank can access every rank; equal on all ranks.
+    works: whether this rank can access every rank. The topology makes it the same on all ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._rank = comm.rank
         self._calls: dict[tuple[int, int], int] = {}  # by address and length of an array
-        secret = np.array([secrets.randbits(62)], np.int64)
-        mine = np.array([os.getpid(), MPI.Get_address(secret), secret[0]], np.int64)
+        self._secret = np.array([secrets.randbits(62)], np.int64)  # here for as long as other ranks read it
+        mine = np.array([os.getpid(), MPI.Get_address(self._secret), self._secret[0]], np.int64)
         everyone = np.empty((comm.size, 3), np.int64)
         with waiting(comm, "exchange addresses"):
             comm.Allgather(mine, everyone)
         self._pids = everyone[:, 0].tolist()
-        works = all(self._can_access(rank, *row) for rank, row in enumerate(everyone[:, 1:].tolist()))
-        self.works = on_all(comm, works, "check access to each other's memory")  # no rank reads `secret` later
+        self.works = all(self._can_access(rank, *row) for rank, row in enumerate(everyone[:, 1:].tolist()))
 
     def address(self, array: np.ndarray) -> int:
         """Return an array's address for other ranks; 0 for memory that they can't access, such as some devices'."""

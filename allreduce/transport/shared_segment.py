@@ -22,7 +22,7 @@ from mpi4py import MPI
 from allreduce.arrays.chunks import chunk
 from allreduce.errors import UnavailableError
 from allreduce.transport import huge_pages
-from allreduce.transport.control import raise_together, root_value, together
+from allreduce.transport.control import on_all_ranks, root_value, together
 
 SHARED_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 PAGE_BYTES = mmap.PAGESIZE
@@ -61,28 +61,25 @@ def _whole_pages(nbytes: int) -> int:
 
 def _map(comm: MPI.Intracomm, nbytes: int) -> np.ndarray:
     """Return zeroed whole pages that all ranks map; every view of the array keeps them mapped. Collective."""
-    name = f"allreduce-{secrets.token_hex(16)}"  # rank 0's is used
-    path = os.path.join(SHARED_MEMORY, root_value(comm, name, "share the name of a shared segment"))
     # All ranks know the name before the file exists, so each can remove it if another one dies.
-    together(comm, lambda: _check_space(nbytes, comm.size) if comm.rank == 0 else None)
-    mine = chunk(nbytes // PAGE_BYTES, comm.size, comm.rank)  # pages: allocated near the rank that touches them
+    mine = [f"allreduce-{secrets.token_hex(16)}", _lacking(nbytes, comm.size)]
+    name, lacking = root_value(comm, mine, "share the name of a shared segment")
+    if lacking:
+        raise on_all_ranks(UnavailableError(lacking), comm)
+    path = os.path.join(SHARED_MEMORY, name)
+    pages = chunk(nbytes // PAGE_BYTES, comm.size, comm.rank)  # allocated near the rank that touches them
     try:
-        memory = together(comm, lambda: _claim(path, nbytes, mine, comm.size))
+        memory = together(comm, lambda: _claim(path, nbytes, pages, comm.size))
     finally:
         with suppress(FileNotFoundError):  # another rank has removed it
             os.unlink(path)
-    if nbytes >= huge_pages.SHORTEST:
-        huge_pages.move(MPI.Get_address(memory) + mine.start * PAGE_BYTES, (mine.stop - mine.start) * PAGE_BYTES)
-        raise_together(comm, None)  # no rank maps pages that are moved later
     memory[::PAGE_BYTES].any()  # maps other ranks' pages, many at a time; the first call would map them one by one
     return memory
 
 
 def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
-    """Map the whole file, which only this user's processes can open, and allocate its `pages`. Local.
-
-    The first rank creates the file; no other process can know its name.
-    """
+    """Map the whole file, which only this user's processes can open, and allocate its `pages`; the first rank creates
+    it. Other ranks map these pages later, when they have been moved to huge pages. Local."""
     begin, end = pages.start * PAGE_BYTES, pages.stop * PAGE_BYTES
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -90,15 +87,17 @@ def _claim(path: str, nbytes: int, pages: slice, ranks: int) -> np.ndarray:
             os.ftruncate(file, nbytes)  # the first rank sets the size
             if end > begin and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file, begin, end - begin)
-            _check_space(nbytes, ranks, allocated=True)
+            if lacking := _lacking(nbytes, ranks, allocated=True):
+                raise UnavailableError(lacking)
             memory = _mapping(file, nbytes)
         finally:
             os.close(file)
     except (OSError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise _too_small(nbytes, ranks) from error
-        raise UnavailableError(NOT_SHARED.format(error)) from error
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        raise UnavailableError(_lacking(nbytes, ranks, full=True) if full else NOT_SHARED.format(error)) from error
     memory[begin:end:PAGE_BYTES] = 0
+    if nbytes >= huge_pages.SHORTEST:
+        huge_pages.move(MPI.Get_address(memory) + begin, end - begin)
     return memory
 
 
@@ -129,25 +128,18 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, file: i
     return mapped
 
 
-def _check_space(nbytes: int, ranks: int, allocated: bool = False) -> None:
-    """Raise UnavailableError unless there is room for a file and for MPI's reserve: without one MPI crashes with a
-    bus error. allocated: the file has its room. Local."""
-    if _free() < nbytes * (not allocated) + ranks * SPARE_BYTES:
-        raise _too_small(nbytes, ranks)
-
-
-def _free() -> int:
+def _lacking(nbytes: int, ranks: int, allocated: bool = False, full: bool = False) -> str:
+    """Return why there is no room for a file and for MPI's reserve, without which MPI crashes with a bus error; "" if
+    there is. allocated: the file has its room. full: the system has said so. Local."""
     try:
         space = os.statvfs(SHARED_MEMORY)
     except OSError as error:
-        raise UnavailableError(NOT_SHARED.format(error)) from error
-    return space.f_bavail * space.f_frsize
-
-
-def _too_small(nbytes: int, ranks: int) -> UnavailableError:
-    wanted, free = nbytes + ranks * SPARE_BYTES, _free()
-    return UnavailableError(
-        f"shared memory is too small: {wanted / 2**20:.1f} MiB are needed for {ranks} ranks and "
+        return NOT_SHARED.format(error)
+    free, reserve = space.f_bavail * space.f_frsize, ranks * SPARE_BYTES
+    if free >= nbytes * (not allocated) + reserve and not full:
+        return ""
+    return (
+        f"shared memory is too small: {(nbytes + reserve) / 2**20:.1f} MiB are needed for {ranks} ranks and "
         f"{SHARED_MEMORY} has {free / 2**20:.1f} MiB free; enlarge it (docker run --shm-size=8g, or "
         f"mount -o remount,size=8g {SHARED_MEMORY}) or use another backend, such as ring"
     )

@@ -10,12 +10,11 @@ from time import perf_counter
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import kernels
 from allreduce.arrays.chunks import chunk
 from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport import cost
-from allreduce.transport.control import all_values, combine
+from allreduce.transport.control import combine
 from allreduce.transport.cost import Layout, Machine
 from allreduce.transport.shared_segment import PAGE_BYTES, STAGING_BYTES, shared_rows
 from allreduce.transport.wait import wait, waiting
@@ -29,14 +28,12 @@ SHORT = 8  # bytes of the short ones
 OPERATIONS = 16  # the Python code of an algorithm takes about as long as these operations on a short array
 
 
-def layout_of(topology: Topology, comm: MPI.Intracomm, node_sizes: tuple[int, ...]) -> Layout:
-    """Return the layout of some ranks of a topology, the same on all of them. Collective over `comm`, which has them.
+def layout_of(topology: Topology, node_sizes: tuple[int, ...]) -> Layout:
+    """Return the layout of some ranks of a topology, the same on all of them. Local.
 
     node_sizes: the number of these ranks on each node."""
-    by_c = len(node_sizes) == 1 and kernels.status() == "C"
-    found = np.array([topology.cma.works, by_c, topology.cores, -topology.sharing], np.int64)
-    cma, by_c, cores, sharing = combine(comm, found, "learn the layout of the ranks", MPI.MIN).tolist()
-    return Layout(node_sizes, cma=bool(cma), by_c=bool(by_c), cores=cores, sharing=-sharing)
+    by_c, cores = len(node_sizes) == 1 and topology.by_c, topology.fewest_cores
+    return Layout(node_sizes, cma=topology.cma.works, by_c=by_c, cores=cores, sharing=topology.most_sharing)
 
 
 class Measured:
@@ -57,7 +54,7 @@ def measure(topology: Topology, tries: int = TRIES) -> Machine:
     Ranks that share a core wait for it in these messages and barriers too, so `switch` is 0. Constants that the
     topology has no use for (messages inside nodes of one rank) keep their defaults.
     """
-    at = layout_of(topology, topology.world, topology.node_sizes)
+    at = layout_of(topology, topology.node_sizes)
     with _communicators(topology) as (world, node):
         mine = _in_node(topology, node, at, tries) if node.size > 1 else {}
         mine |= _between_nodes(topology, world, tries) if topology.nodes > 1 else {}
@@ -111,7 +108,10 @@ def _in_node(topology: Topology, node: MPI.Intracomm, at: Layout, tries: int) ->
     share = (ranks - 1) / ranks * rows[0].nbytes * per_core
     other = (rank + 1) % ranks
     buffer, source = np.empty_like(memory[0]), np.zeros_like(memory[0])
-    addresses = all_values(node, topology.cma.address(source) if at.cma else 0, "share addresses")
+    memory[rank, :8].view(np.int64)[:] = topology.cma.address(source) if at.cma else 0
+    with waiting(node, WHAT):
+        node.Barrier()
+    addresses = memory[:, :8].copy().view(np.int64)[:, 0].tolist()
     reads = all(addresses)
 
     def fetch(nbytes: int) -> None:
@@ -148,12 +148,12 @@ def _rows(node: MPI.Intracomm) -> np.ndarray:
 
 
 def _between_nodes(topology: Topology, world: MPI.Intracomm, tries: int) -> dict[str, float]:
-    """Measure messages between the leaders of two nodes. Collective."""
-    nodes = all_values(world, topology.node_index, "learn the nodes of the ranks")
+    """Measure messages between the leaders of two nodes. Collective over these."""
     partner = topology.node_index ^ 1
     if topology.node_rank or partner >= topology.nodes:
         return {}
-    short, long = (_swap(world, nodes.index(partner), nbytes, tries) for nbytes in (SHORT, BYTES))
+    leader = topology.layout.members[partner][0]
+    short, long = (_swap(world, leader, nbytes, tries) for nbytes in (SHORT, BYTES))
     return {"net_alpha": short, "net_beta": max(long - short, 1e-9) / BYTES}
 
 

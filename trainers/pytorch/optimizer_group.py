@@ -16,7 +16,7 @@ from allreduce.elastic.retry import Commit, recover, retry
 from allreduce.errors import ClosedError, OptionError, RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
-from allreduce.transport.control import all_values, combine, on_all, on_all_ranks
+from allreduce.transport.control import all_values, combine, on_all_ranks
 from allreduce.transport.processes import world_ranks
 
 DROPPED = (
@@ -235,9 +235,7 @@ def _overlap_pays(topology: Topology) -> bool:
     Across nodes a reduction mostly waits for the network, which costs backward nothing. Within a node it is memory
     traffic and polling, and needs a core that does not compute.
     """
-    if topology.nodes > 1:
-        return True
-    return on_all(topology.world, topology.cores >= 2 * topology.sharing, "check for spare cores")
+    return topology.nodes > 1 or topology.fewest_cores >= 2 * topology.most_sharing
 
 
 def _failed(queue: Queue) -> bool:

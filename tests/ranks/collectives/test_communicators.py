@@ -8,6 +8,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce.topology import Topology
 from allreduce.transport import control
+from allreduce.tuning import constants
 
 SIZE = MPI.COMM_WORLD.size
 # After the topology, and at most after `create`, and not more later. One on which no failure is seen is made besides
@@ -74,9 +75,22 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_control_messages_of_a_topology(messages: list[str]) -> None:
-    with Topology(ranks_per_node=2):
-        assert len(messages) <= 8
+@pytest.mark.parametrize("nodes", [None, 2])
+def test_control_messages_before_the_second_call(
+    messages: list[str], nodes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none in a call. Each of three shared segments takes two messages, and the machine's constants one."""
+    monkeypatch.setattr(constants, "table_path", lambda _: None)
+    found = []
+    with Topology(ranks_per_node=nodes) as topology:
+        found.append(len(messages))
+        with allreduce.create("auto", topology) as reduce:
+            found.append(len(messages))
+            array = reduce.allocate(1_000_000)
+            found.append(len(messages))
+            reduce(array)
+            assert len(messages) == found[-1]
+    assert all(made <= most for made, most in zip(found, (3, 18, 23), strict=True)), (found, messages)
 
 
 @pytest.mark.parametrize("length", [0, 100, 254, 255, 256, 5000])

@@ -301,13 +301,18 @@ def test_ranks_stage_alike_whenever_they_bind(flat: allreduce.Topology, monkeypa
 def test_too_small_shared_memory_on_one_node_is_refused_on_all(
     topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topology = topology_of(1)
+    """And the nodes number later arrays alike."""
+    topology = topology_of(2 if SIZE > 2 else 1)
     reduce = allreduce.create("hierarchical_copy", topology)
-    if world.rank == SIZE - 1:
+    if topology.node_index:
         _full(monkeypatch)
     with pytest.raises(UnavailableError, match="shared memory is too small"):
         reduce.allocate(1_000_000, "float32")
     with pytest.raises(UnavailableError, match="shared memory is too small"):
         allreduce.create("hierarchical_copy", topology)
     monkeypatch.undo()
+    array = reduce.allocate(1_000_000)
+    array[:] = world.rank
+    reduce(array, "sum")
+    assert array[0] == array[-1] == sum(range(SIZE))
     reduce.close()
