@@ -47,54 +47,60 @@ class Hold:
 class Replica(ABC):
     """One rank's copy of a model, with its loss and its optimizer.
 
-    Most replicas set `metrics`, `gradient_length`, `gradient_dtype`, `shapes`, `elementwise` and `updated`, and leave
-    the other attributes as they are here.
-
-    device: "cpu" or "cuda", where the gradients are.
+    Every replica sets:
     metrics: the names of the values that `gradients` and `evaluate` return; the loss comes first.
     gradient_length, gradient_dtype: of the buffers that `bind` takes.
-    memory: the flat parameters: the array that `bind` got; None if they are in the framework's own arrays.
-    keeps_memory: whether the parameters may stay in the framework's memory, because that is faster, where no other rank
-        updates them: `bind` then gets None for the parameters, and the replica has `arrays` and `put`.
+    shapes: of the parameters by name, in their order, to compare models; may be empty.
     elementwise: names in `others` of arrays with one number for each parameter, in the order of the parameters.
         After updates of one slice, only that slice of these arrays is up to date; the trainer gathers the rest.
     updated: names in `others` of the entries that an update changes: the elementwise arrays, and step counts.
-    allocates: whether a step allocates and frees memory; the trainer then tells malloc to keep freed memory.
-    essentials: names in `config` whose values a saved model must share to be restored here.
-    notices: texts that the trainer logs once, on rank 0, when it is made: what is slow here, for example.
-    counts: whether the loss may ignore rows, or weigh them by their targets; see `counted`.
-    optional: the number of parameters, if a batch may leave some of them without a gradient; else 0.
-    unused: which of the `optional` parameters the last `gradients` left without a gradient: one bool for each.
-    still: set by the trainer before `update`, which leaves these parameters and their optimizer state as they are: no
-        rank has a gradient for them. One bool for each of the `optional` parameters.
-    takes_weights: whether rows may have weights. If not, the methods get no argument `weights`, and may lack it.
-    undoable: set by the trainer if a batch may be repeated or left out, or is computed in micro-batches; the replica
-        then keeps the data of `undo`.
+
+    The trainer sets:
+    memory: the flat parameters: the array that `bind` got; None if they are in the framework's own arrays.
+    still: before `update`, which leaves these parameters and their optimizer state as they are: no rank has a gradient
+        for them. One bool for each of the `optional` parameters.
+    ready: during `gradients`, if the replica is `early`: ready(number) tells that the gradients of parameter `number`
+        (in the order of `shapes`, from 0) are in the buffer, and do not change any more. Each parameter is told at most
+        once; the others are complete when `gradients` returns. `shapes` must have all.
+    undoable: if a batch may be repeated or left out, or is computed in micro-batches; the replica then keeps the data
+        of `undo`.
+    divided: if the rows of a batch are computed in parts, by several ranks or as micro-batches.
+    compared: whether it has compared the losses of `loss_name`.
     average: the moving average of the parameters, if there is one; see trainers.arrays.average.
-    divided: set by the trainer if the rows of a batch are computed in parts, by several ranks or as micro-batches.
+    cuts: where ranks' slices of the parameters begin. An update whose bits depend on the ends of an array (PyTorch's
+        fused kernels) is split there, so that nodes that divide unevenly compute the same bits.
+    hold: the trainer that uses the replica.
+
+    Of the loss:
+    takes_weights: whether rows may have weights. If not, the methods get no argument `weights`, and may lack it.
     loss_name: the name of the loss, if it may be no mean over the rows. The trainer then compares the losses of some
         rows and of their halves, by `evaluate`, before it divides batches. "": it is a mean, or it `counts`.
-    compared: set by the trainer: whether it has compared these losses.
-    cuts: set by the trainer: where ranks' slices of the parameters begin. An update whose bits depend on the ends of an
-        array (PyTorch's fused kernels) is split there, so that nodes that divide unevenly compute the same bits.
-    hold: set by the trainer that uses the replica.
+    counts: whether the loss may ignore rows, or weigh them by their targets; see `counted`.
+
+    Of the model, to save, load and use it:
+    config: the arguments from which this replica can be rebuilt, as JSON types, for `save`.
+    essentials: names in `config` whose values a saved model must share to be restored here.
     features: the numbers in a row of x, if it must have just as many; otherwise None.
+    columns: the facts learned of the table with the rows (`datasets.load(...).columns`), None without a table. It is
+        saved with the model, so that `Trainer.predict` takes tables of the same kind.
     probabilities: whether `predict` returns the probabilities of classes.
     scores: the meaning of the outputs of `predict`, for an export: "probabilities" or "logits" of classes; "" if it is
         unknown.
-    columns: the facts learned of the table with the rows (`datasets.load(...).columns`), None without a table. It is
-        saved with the model, so that `Trainer.predict` takes tables of the same kind.
+
+    Of the framework; most replicas leave these as they are here:
+    device: "cpu" or "cuda", where the gradients are.
     statistics: the number of averaged values that follow the gradients of the trained parameters.
-    shapes: of the parameters by name, in their order, to compare models; may be empty.
-    config: the arguments from which this replica can be rebuilt, as JSON types, for `save`.
     optimizer_state: the state of the optimizer, if it is not in `others`: it has elementwise, pack, shapes, load and
         elements, as trainers.replicas.flat.FlatOptimizer.
+    optional: the number of parameters, if a batch may leave some of them without a gradient; else 0.
+    unused: which of the `optional` parameters the last `gradients` left without a gradient: one bool for each.
+    early: whether `gradients` calls `ready` while it still computes, so that ranks may sum gradients meanwhile.
+    keeps_memory: whether the parameters may stay in the framework's memory, because that is faster, where no other rank
+        updates them: `bind` then gets None for the parameters, and the replica has `arrays` and `put`.
     whole_tensors: the slices of the parameters that the tensors occupy, if a rank can update only whole tensors; () if
         it can update any slice, or none.
-    early: whether `gradients` calls `ready` while it still computes, so that ranks may sum gradients meanwhile.
-    ready: set by the trainer during `gradients`, if the replica is `early`: ready(number) tells that the gradients of
-        parameter `number` (in the order of `shapes`, from 0) are in the buffer, and do not change any more. Each
-        parameter is told at most once; the others are complete when `gradients` returns. `shapes` must have all.
+    allocates: whether a step allocates and frees memory; the trainer then tells malloc to keep freed memory.
+    notices: texts that the trainer logs once, on rank 0, when it is made: what is slow here, for example.
     unseeded: the reason why the random numbers that `gradients` draws can't be seeded. "": Python, NumPy and PyTorch
         draw them.
     kernels: fast implementations. Its method test(agree), called on all ranks, whose models are equal, keeps only those
@@ -134,40 +140,40 @@ class Replica(ABC):
     the sum of their weighted losses, divided by their number. Metrics other than the loss are not weighted.
     """
 
-    device: str = "cpu"
     metrics: tuple[str, ...] = ("loss",)
     gradient_length: int
     gradient_dtype: str = "float32"
-    memory: Any = None
-    keeps_memory: bool = False
+    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # no replica may add to that of all classes
     elementwise: tuple[str, ...] = ()
     updated: tuple[str, ...] = ()
-    allocates: bool = True
-    essentials: tuple[str, ...] = ()
-    notices: tuple[str, ...] = ()
-    counts: bool = False
-    optional: int = 0
-    unused: np.ndarray = np.zeros(0, bool)
+    memory: Any = None
     still: np.ndarray = np.zeros(0, bool)
-    takes_weights: bool = False
+    ready: Callable[[int], None] | None = None
     undoable: bool = False
-    average: Average | None = None
     divided: bool = False
-    loss_name: str = ""
     compared: bool = False
+    average: Average | None = None
     cuts: Sequence[int] = ()
     hold = Hold()
+    takes_weights: bool = False
+    loss_name: str = ""
+    counts: bool = False
+    config: Mapping[str, Any] = MappingProxyType({})
+    essentials: tuple[str, ...] = ()
     features: int | None = None
+    columns: Columns | None = None
     probabilities: bool = False
     scores: str = ""
-    columns: Columns | None = None
+    device: str = "cpu"
     statistics: int = 0
-    shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # no replica may add to that of all classes
-    config: Mapping[str, Any] = MappingProxyType({})
     optimizer_state: Any = None
-    whole_tensors: tuple[slice, ...] = ()
+    optional: int = 0
+    unused: np.ndarray = np.zeros(0, bool)
     early: bool = False
-    ready: Callable[[int], None] | None = None
+    keeps_memory: bool = False
+    whole_tensors: tuple[slice, ...] = ()
+    allocates: bool = True
+    notices: tuple[str, ...] = ()
     unseeded: str = ""
     kernels: Kernels | None = None
     arrays, put = flat_arrays, set_flat

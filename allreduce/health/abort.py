@@ -11,7 +11,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
 from mpi4py import MPI
 
@@ -30,18 +30,10 @@ _leaving: list[Callable[[str], object]] = []
 _ending: list[Callable[[int, str], object]] = []
 _installed: list[Callable[..., None]] = []  # our excepthooks
 _waits: list[bool] = []  # not empty: this rank waits for the end of the others
+_parts: "weakref.WeakSet[Any]" = weakref.WeakSet()  # topologies of some ranks, whose errors do not end other parts
 _failure = [1]  # the exit code of errors
 on_leaving = _leaving.append  # registers a function, called with the reason before MPI ends with this rank's program
 on_ending = _ending.append  # registers a function, called with exit code and text, in any thread, to end the job
-
-
-class RankPart(Protocol):
-    """A topology of some ranks, whose errors do not end other parts."""
-
-    closed: bool
-
-
-_parts: "weakref.WeakSet[RankPart]" = weakref.WeakSet()
 
 
 def install() -> None:
@@ -141,7 +133,7 @@ def register_thread() -> None:
     _threads.add(threading.current_thread())
 
 
-def contain(part: "RankPart") -> None:
+def contain(part: Any) -> None:
     """Make an uncaught exception end this rank's program but not the job, until `part` is closed. Local."""
     _parts.add(part)
 
