@@ -4,7 +4,6 @@ A batch is global. Batch s of an epoch is rows order[s * B : (s + 1) * B]; rank 
 it. So the batches do not depend on the number of ranks; the last may be short, and a rank may have no row.
 """
 
-import itertools
 import random
 import sys
 import zlib
@@ -162,11 +161,6 @@ class NumberedRows(ABC):
     def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
         """Return these rows. Raises DataError. seeds: (seed, epoch) or (), see Samples and ShardRows."""
 
-    def reader(self, most: int, sets: int) -> Callable[[np.ndarray, tuple[int, ...]], Data]:
-        """Return a function like `take`, whose results may be overwritten after `sets` calls, each of at most `most`
-        rows."""
-        return self.take
-
     def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
         """Return the order in which an epoch visits the rows, the same on all ranks."""
         return order(len(self), seed, epoch, shuffle)
@@ -204,25 +198,11 @@ class Arrays(NumberedRows):
         )
 
     def take(self, rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
-        return sliced(self.data, rows)
-
-    def reader(self, most: int, sets: int) -> Callable[[np.ndarray, tuple[int, ...]], Data]:
-        buffers = [
-            mapped(lambda array: np.empty((most, *array.shape[1:]), array.dtype), self.data) for _ in range(sets)
-        ]
-        arrays, turns = leaves(self.data), itertools.cycle(buffers)
-
-        def take(rows: np.ndarray, seeds: tuple[int, ...] = ()) -> Data:
-            found = mapped(lambda array: array[: rows.size], next(turns))
-            for array, out in zip(arrays, leaves(found), strict=True):
-                array.take(rows, axis=0, out=out, mode="clip")  # "raise" would go through a buffer
-            return found
-
-        return take
+        return mapped(lambda array: np.asarray(array).take(rows, axis=0), self.data)  # also of memory maps
 
     def part(self, rows: slice) -> Data:
-        """Return these rows, views."""
-        return sliced(self.data, rows)
+        """Return these rows, copies, which a model may change."""
+        return mapped(lambda array: np.array(array[rows]), self.data)
 
     def fingerprint(self) -> "Fingerprint":
         rows = _sampled(len(self), OF_ARRAYS)
@@ -244,7 +224,7 @@ class Samples(NumberedRows):
         the rows are stacked. Rows that are neither pairs nor triples need a collate.
 
     Rows come from `data.__getitems__(list of numbers)`, if it exists (PyTorch's protocol); else row by row. Raises
-    ArgumentError.
+    ArgumentError, and DataError if a row can't be given.
 
     collate: as given. first: a few rows.
     """
@@ -262,11 +242,8 @@ class Samples(NumberedRows):
         self._rows = len(data)
         if self._rows == 0:
             raise ArgumentError(f"there are no samples: the {self.name} is empty")
-        try:
-            with keeping_generators():
-                self.first = self.take(np.array([0, self._rows - 1]))
-        except DataError as error:
-            raise ArgumentError(str(error)) from error
+        with keeping_generators():
+            self.first = self.take(np.array([0, self._rows - 1]))
         self._none = mapped(lambda array: array[:0], self.first)
 
     def __len__(self) -> int:
@@ -410,7 +387,7 @@ def order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
 
 
 class Batch(NamedTuple):
-    """A rank's share of one global batch; the arrays are overwritten by a later batch.
+    """A rank's share of one global batch.
 
     data: the rows; with micro-batches of a data set, whose shapes may differ, only those of the first one.
     """
@@ -577,7 +554,7 @@ class Batches(BatchSource):
     """The batches of rows that are read by their numbers.
 
     rows: the same on every rank, or its own of each rank. batch_size: rows in a global batch.
-    ahead: how many batches may be fetched in advance; the arrays of a batch stay valid while these are fetched.
+    ahead: how many batches may be fetched in advance.
     part, parts, seed, micro_batch, weigh: see BatchSource. seed, shuffle: of the order of the rows. Of arrays the
         weights are known before, so `weigh` weighs the rows of data sets. With micro-batches, the random numbers that a
         data set draws for a row follow from the row and the epoch (see Samples.take).
@@ -601,12 +578,6 @@ class Batches(BatchSource):
         sizes = [min(self.batch_size, count - start) for start in range(0, count, self.batch_size)]
         self.length = len(sizes)
         super().__init__(sizes, part, parts, seed, micro_batch, weigh)
-
-    def set_part(self, part: int | None, parts: int) -> None:
-        super().set_part(part, parts)
-        unit = self._micro_batch or 1
-        units = -(-self.batch_size // unit)
-        self._take = self._rows.reader(-(-units // parts) * unit, self.ahead + 1)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -650,7 +621,8 @@ class Batches(BatchSource):
         if isinstance(self._rows, Samples) and self._micro_batch is not None:
             with keeping_generators():
                 return [self._rows.take(each, (self._seed, epoch)) for each in cut(rows, rows.size, size) or [rows]]
-        found = self._take(rows, () if isinstance(self._rows, Samples) or not self._shuffle else (self._seed, epoch))
+        as_they_are = isinstance(self._rows, Samples) or not self._shuffle
+        found = self._rows.take(rows, () if as_they_are else (self._seed, epoch))
         return cut(found, rows.size, size) or [found]
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 
@@ -25,12 +25,6 @@ Slices = slice | tuple[slice, ...]
 """A part of the parameters: a slice; or several slices in order, of a replica with `whole_tensors`."""
 
 ALL = slice(None)  # all parameters
-
-
-class Kernels(Protocol):
-    """See Replica.kernels."""
-
-    def test(self, agree: Callable[[list[bool]], Sequence[bool]]) -> None: ...
 
 
 class Hold:
@@ -48,7 +42,7 @@ class Replica(ABC):
     """One rank's copy of a model, with its loss and its optimizer.
 
     Every replica sets:
-    metrics: the names of the values that `gradients` and `evaluate` return; the loss comes first.
+    metrics: the names of the values that `gradients` and `evaluate` return; "loss" comes first.
     gradient_length, gradient_dtype: of the buffers that `bind` takes.
     shapes: of the parameters by name, in their order, to compare models; may be empty.
     elementwise: names in `others` of arrays with one number for each parameter, in the order of the parameters.
@@ -133,8 +127,7 @@ class Replica(ABC):
         given.
 
     x and y are NumPy arrays whose first axis is the sample; the replica defines the other axes. A model of several
-    inputs or outputs gets tuples or dicts of arrays (the user's). They are valid during a call only: the trainer
-    overwrites the memory with the next batch.
+    inputs or outputs gets tuples or dicts of arrays (the user's).
 
     weights: (rows,) float64, >= 0, or None. The loss of row i then counts weights[i] times: the mean loss over rows is
     the sum of their weighted losses, divided by their number. Metrics other than the loss are not weighted.
@@ -175,7 +168,7 @@ class Replica(ABC):
     allocates: bool = True
     notices: tuple[str, ...] = ()
     unseeded: str = ""
-    kernels: Kernels | None = None
+    kernels: Any = None
     arrays, put = flat_arrays, set_flat
     slice_error: Callable[[], str] | None = None
     undo: Callable[[], None] | None = None
@@ -264,8 +257,8 @@ class Replica(ABC):
 
     @abstractmethod
     def predict(self, x: Tree) -> Tree:
-        """Return one row of output for each row of `x`, on the host; a tuple or a dict if the model has several
-        outputs. No rows give an array of shape (0, ...)."""
+        """Return one row of output for each row of `x`, in new memory on the host; a tuple or a dict if the model has
+        several outputs. No rows give an array of shape (0, ...)."""
 
     @final
     @property
@@ -533,13 +526,15 @@ FORMER = {  # methods that replicas of earlier versions could have -> their form
 
 
 def form_error(replica: Replica) -> str:
-    """Return that a replica of the user's has the form of earlier versions, as text; "" if it has not."""
+    """Return why a replica of the user's can't be used: it has the form of earlier versions, say; "" if it can."""
     parameters = inspect.signature(replica.bind).parameters.values()
     taken = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     starred = any(each.kind is each.VAR_POSITIONAL for each in parameters)
     kind = type(replica)
     if hasattr(replica, "bind_parameters") or not (starred or len(taken) == 2):
         return f"this {kind.__name__} has the form of earlier versions: {FORM}"
+    if tuple(replica.metrics[:1]) != ("loss",):
+        return f'this {kind.__name__} has the metrics {replica.metrics!r}: the first one must be the loss, "loss"'
     former = [name for name in FORMER if callable(getattr(kind, name, None))]
     return f"this {kind.__name__} has {former[0]} as in earlier versions: {FORMER[former[0]]}" if former else ""
 

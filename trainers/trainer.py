@@ -90,6 +90,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         """
         self.strategy, self.replica = strategy, strategy.replica
         self._rows: Tree | None = None  # the first rows of the last fit
+        self._fits = False
         self._recorder: Recorder | None = None  # records the backend's calls in the trace
         self.recovery = Recovery(strategy, on_failure)
         self.group: RankGroup = self.recovery.make(topology, self)
@@ -241,7 +242,13 @@ class Trainer(GroupOwner, Generic[StrategyT]):
                 saver=saver,
             )
 
-        return self._call(FitCall(strategy, begin))
+        if self._fits:
+            raise ArgumentError("fit: a callback has called fit of a trainer that fits: make another trainer for that")
+        self._fits = True
+        try:
+            return self._call(FitCall(strategy, begin))
+        finally:
+            self._fits = False
 
     @known_only
     @recoverable
@@ -328,6 +335,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         self.group.enter("save")
         self.strategy.owners.end_round()
         complete(self.strategy)
+        self.strategy.rule.end_step()  # in a callback: a file has the learning rates from before the fit
         self.group.on_one(lambda: self.replica.save(path))
 
     @recoverable

@@ -23,7 +23,7 @@ class Loader(Checked):
     steps: the number of batches in an epoch, or in an evaluation: for a loader that is endless, or is read on from one
         epoch to the next and from its beginning when it ends. None: one pass.
     collate: makes (x, y), or (x, y, weights), of arrays: from a batch, by default a pair or a triple; or from a list of
-        a data set's rows, by default they are stacked.
+        a data set's rows, by default they are stacked. Batches, and results of `collate`, are new arrays each time.
     prefetch: without `rows`: whether a thread fetches the next batches of a fit during a step. None: of data sets and
         memory maps only. A DataLoader has workers of its own.
     """

@@ -88,6 +88,12 @@ def _same_gpu(tensor: Tensor, device: Host, backend: AllReduce) -> None:
         )
 
 
+GRAPH = (
+    "{}.grad has a graph (backward(create_graph=True)), which a gradient in the backend's memory can't keep: compute "
+    "the gradients of a penalty by torch.autograd.grad(loss, parameters, create_graph=True)"
+)
+
+
 class Gradient:
     """The gradient of a parameter, and the view into the flat buffer in which it is averaged.
 
@@ -123,6 +129,8 @@ class Gradient:
         assert grad is not None
         if grad.dtype != view.dtype or grad.shape != view.shape:
             raise GradientError(changed(self.name, grad, tuple(view.shape), view.dtype))
+        if grad.requires_grad:
+            raise GradientError(GRAPH.format(self.name))
         view.copy_(grad.to_dense() if grad.is_sparse else grad)
         self.parameter.grad, self.leftover = view, False
         return False

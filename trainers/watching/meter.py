@@ -73,7 +73,9 @@ class Meter(Callback):
     def values(self) -> np.ndarray:
         """The values of the epoch's steps so far, and the part of each step's rows that took part in no update, (steps,
         metrics + 1), a copy on the host. A loss that became NaN is given as infinity."""
-        return np.nan_to_num(self._host(), nan=np.inf, posinf=np.inf, neginf=-np.inf)
+        rows = np.array(self._host())
+        rows[np.isnan(rows[:, 0]), 0] = np.inf
+        return rows
 
     def load_values(self, values: np.ndarray) -> None:
         """Load the values of the first steps of an epoch, as `values` returns them."""

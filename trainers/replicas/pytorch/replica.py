@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainers.replicas import precision as precisions
 from trainers.replicas.flat import FlatReplica
 from trainers.replicas.pytorch import devices, graphs, row_losses
-from trainers.replicas.pytorch.division import foreign_error
+from trainers.replicas.pytorch.division import foreign_error, hyperparameters
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
 from trainers.replicas.pytorch.tensors import DTYPES, TORCH, Placed, as_tensor, from_array, host_view, version_of, views
 
@@ -86,7 +86,7 @@ class TorchReplica(FlatReplica):
         self.early = self.device == "cpu" and type(self).gradients is TorchReplica.gradients
         self.gradient_dtype = DTYPES[self._dtype]
         self._low = precisions.lower_precision(precision, self.gradient_dtype)
-        made = {"module": type(module).__name__, "optimizer": type(optimizer).__name__}
+        made = {"module": type(module).__name__, "optimizer": type(optimizer).__name__, "flags": _flags(optimizer)}
         self.config = made | {"precision": "bfloat16" if self._low else self.gradient_dtype}
         self.notices = precisions.slow_notice(self.device) if self._low else ()
         running = running_statistics(module)
@@ -98,6 +98,7 @@ class TorchReplica(FlatReplica):
         self.statistics = sum(each.numel() for each in self._statistics)
         self.gradient_length = self._length + self.statistics
         self._buffers = Buffers(module)
+        self._modes: list[tuple[nn.Module, bool]] = []  # see _evaluating
         self.kernels = self.optimizer_state.kernels
         self.unseeded = NO_MOMENTUM if any(each.momentum is None for each in batch_norms(module)) else ""
         self.scores = "logits" if isinstance(loss, nn.CrossEntropyLoss) else ""
@@ -164,7 +165,7 @@ class TorchReplica(FlatReplica):
         ready = self.ready or (lambda number: None)
         if self.undoable:
             self._buffers.save()
-        self.module.train()
+        self._training()
         output, target = self._output(x), self._target(y)
         loss = self._mean_loss(output, target, weights)
         hooks = self._tell_early(ready) if self.ready else []
@@ -260,7 +261,7 @@ class TorchReplica(FlatReplica):
 
     @torch.no_grad()
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> list[float]:
-        self.module.eval()
+        self._evaluating()
         output, target = self._output(x), self._target(y)
         means = self._values(self._mean_loss(output, target, weights), output, target)
         return [row_count(x) * float(mean) for mean in means]
@@ -268,7 +269,7 @@ class TorchReplica(FlatReplica):
     @torch.no_grad()
     def predict(self, x: Tree) -> Tree:
         """Return the module's output, in evaluation mode; bfloat16 as float32."""
-        self.module.eval()
+        self._evaluating()
         return as_arrays(_each(host_view, self._output(x)), lists=True)
 
     def to_onnx(self, x: Tree) -> Any:
@@ -330,10 +331,10 @@ class TorchReplica(FlatReplica):
             self._check_labels(y)
             return
         training = self.module.training
-        self.module.eval()
+        self._evaluating()
         try:
             with torch.no_grad(), feeding(type(self.module).__name__, x, y):
-                rows = slice(1 if weights is None else row_losses.CHECKED)
+                rows = np.arange(min(1 if weights is None else row_losses.CHECKED, row_count(x)))  # copies of them
                 self._check_frozen()
                 output = self._output(sliced(x, rows))
                 if y is not None:
@@ -343,9 +344,22 @@ class TorchReplica(FlatReplica):
                     if weights is not None and (not self.counts or row_losses.class_weights(self.loss) is not None):
                         row_losses.check_mean(self.loss, output, target)
         finally:
-            self.module.train(training)
+            if training:
+                self._training()
 
     # Inside
+
+    def _evaluating(self) -> None:
+        """Go to evaluation mode. Training goes on in the modes of now: frozen batch norms do not train then."""
+        if self.module.training:
+            self._modes = [(each, each.training) for each in self.module.modules()]
+        self.module.eval()
+
+    def _training(self) -> None:
+        if not self.module.training:
+            self.module.train()
+            for each, mode in self._modes:
+                each.training = mode
 
     def _check_labels(self, y: Tree, output: Any = None) -> None:
         """Raise ArgumentError, which names the row, if a label is outside of the classes. output: of some rows."""
@@ -495,6 +509,15 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
         if all(map(_is_numeric, values)):
             found[f"{HYPERPARAMETER}{key}"] = np.array(values, np.float64)
     return found
+
+
+def _flags(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
+    """Return the other hyperparameters as text, one row per group: they must be the same on all ranks."""
+    kinds = bool | str | Tensor | None
+    return [
+        {key: str(value) for key, value in hyperparameters(group).items() if isinstance(value, kinds)}
+        for group in optimizer.param_groups
+    ]
 
 
 def _is_numeric(value: Any) -> bool:

@@ -63,13 +63,13 @@ class Applied:
         """Step `number` of the training (0, 1, ...) begins on this rank. May raise any exception."""
 
     def end_step(self) -> None:
-        """A checkpoint is about to be written: undo what `begin_step` has changed in the replica."""
+        """A checkpoint or a model is about to be written: undo what `begin_step` has changed in the replica."""
 
     def compute(self, inner: Compute, rows: Rows) -> Any:
         """Compute the gradients of rows by `inner`, once or for parts of them; returns the metrics of all rows.
 
         Here a rank has the gradients of all parameters, of its own rows. `rows.ready` tells that those of a parameter
-        do not change any more.
+        do not change any more. Parameters must not move here: ranks may share their memory.
         """
         return inner(rows)
 

@@ -1,0 +1,158 @@
+"""Modules, replicas and callbacks of users that keep, change or differ in what they are given."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import allreduce
+from allreduce.errors import DisagreementError
+from tests.ranks.together import raised_everywhere
+from trainers import MirroredTrainer, NumpyNetwork, Schedule
+from trainers.callbacks import Callback, ModelCheckpoint
+from trainers.errors import ArgumentError
+
+JOBS = "quick 1 2, openmpi 1 2 3"
+
+X = np.random.default_rng(0).normal(size=(48, 3)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int64")
+
+
+def replica(module: Any = None, **options: Any) -> Any:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+    from trainers.replicas.pytorch import TorchReplica
+
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 2) if module is None else module
+    optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], **({"lr": 0.1} | options))
+    return TorchReplica(module, torch.nn.CrossEntropyLoss(), optimizer)
+
+
+def fit(trainer: Any, epochs: int = 1, **options: Any) -> Any:
+    return trainer.fit(X, Y, epochs, 12, shuffle=False, progress=False, **options)
+
+
+def test_rows_of_the_user_stay_when_a_module_changes_its_input(flat: allreduce.Topology) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+    class Scales(torch.nn.Linear):  # type: ignore[name-defined, misc]
+        def forward(self, x: Any) -> Any:
+            return super().forward(x.sub_(1.0))
+
+    x = X.copy()
+    with MirroredTrainer(replica(Scales(3, 2), lr=0.0), topology=flat) as trainer:
+        history = fit(trainer, 2, validation_data=(x, Y))
+        losses = [*history.column("loss"), *history.column("validation_loss"), trainer.evaluate(x, Y)["loss"]]
+        trainer.predict(x)
+    assert (x == X).all()
+    assert losses == pytest.approx([losses[0]] * 5, rel=1e-5)
+
+
+def test_a_module_may_keep_its_batches(flat: allreduce.Topology) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+    kept = []
+
+    class Keeps(torch.nn.Linear):  # type: ignore[name-defined, misc]
+        def forward(self, x: Any) -> Any:
+            if self.training:
+                kept.append(x)
+            return super().forward(x)
+
+    with MirroredTrainer(replica(Keeps(3, 2)), topology=flat) as trainer:
+        fit(trainer)
+        mine = [slice(12 * trainer.rank // trainer.size, 12 * (trainer.rank + 1) // trainer.size)] * 4
+    found = np.concatenate([each.numpy() for each in kept])
+    assert (found == np.concatenate([X[at * 12 : at * 12 + 12][part] for at, part in enumerate(mine)])).all()
+
+
+def test_frozen_batch_norm_stays_frozen(flat: allreduce.Topology) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    module[0].eval().requires_grad_(False)
+    made = replica(module)
+    with MirroredTrainer(made, topology=flat) as trainer:
+        fit(trainer, 2, validation_data=(X, Y))
+    assert not module[0].training
+    assert module[0].running_mean.tolist() == [0, 0, 0]
+    with MirroredTrainer(replica(module.eval()), topology=flat) as trainer:  # which has not frozen a part
+        fit(trainer)
+    assert module[0].training
+    assert module[0].running_mean.abs().min() > 0
+
+
+@pytest.mark.parametrize("option", ["nesterov", "maximize", "lr"])
+def test_flags_of_the_optimizer_that_differ(option: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+    values = {"lr": [torch.tensor(0.1), torch.tensor(0.2)]}.get(option, [True, False])
+    mine = replica(**{"momentum": 0.9, option: values[flat.rank > 0]})
+    if flat.size == 1:
+        MirroredTrainer(mine, topology=flat).close()
+    else:
+        assert "flags" in raised_everywhere(world, DisagreementError, lambda: MirroredTrainer(mine, topology=flat))
+
+
+def test_a_fit_in_a_fit_is_refused(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    class Nested(Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            fit(trainer)
+
+    with MirroredTrainer(NumpyNetwork([3, 2]), topology=flat) as trainer:
+        text = raised_everywhere(world, ArgumentError, lambda: fit(trainer, callbacks=[Nested()]))
+        assert "fit: a callback has called fit" in text
+        fit(trainer)
+
+
+def test_a_model_that_a_callback_saves_has_the_rates_from_before_the_fit(
+    flat: allreduce.Topology, folder: Path, world: MPI.Intracomm
+) -> None:
+    if world.rank == 0:
+        folder.mkdir()
+    world.Barrier()
+    path = str(folder / "model.npz")
+    with MirroredTrainer(NumpyNetwork([3, 2], lr=0.1), topology=flat) as trainer:
+        fit(trainer, 3, transforms=[Schedule("linear")], callbacks=[ModelCheckpoint(path)])
+    assert NumpyNetwork.load(path).learning_rates == [0.1]
+
+
+@pytest.mark.parametrize("metrics", [(), ("mse",)])
+def test_the_first_metric_is_the_loss(metrics: tuple[str, ...], flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    class Named(NumpyNetwork):
+        pass
+
+    made = Named([3, 2])
+    made.metrics = metrics
+    text = raised_everywhere(world, ArgumentError, lambda: MirroredTrainer(made, topology=flat))
+    assert "the first one must be the loss" in text
+
+
+def test_a_metric_that_was_nan_is_nan_after_a_resume(
+    flat: allreduce.Topology, folder: Path, world: MPI.Intracomm
+) -> None:
+    class Odd(NumpyNetwork):
+        def gradients(self, x: Any, y: Any, share: float, weights: Any = None) -> Any:
+            loss, accuracy = super().gradients(x, y, share, weights)
+            return [loss, np.nan if (x == X[0]).all(axis=1).any() else accuracy]
+
+    class Stops(Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.trainer.stop_training = batch == 1
+
+    found = []
+    for callbacks in ([Stops()], []):
+        with MirroredTrainer(Odd([3, 2], seed=1), topology=flat) as trainer:
+            history = fit(trainer, checkpoint=str(folder), resume=True, callbacks=callbacks)
+            found.append(history[0].metrics["accuracy"])
+    assert np.isnan(found).all()
+
+
+def test_a_graph_of_gradients_is_refused(flat: allreduce.Topology) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+    from trainers.pytorch import GradientError, MirroredOptimizer
+
+    model = torch.nn.Linear(3, 1)
+    optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat)
+    with pytest.raises(GradientError, match="has a graph"):
+        model(torch.ones(2, 3)).square().sum().backward(create_graph=True)
+    optimizer.close()
