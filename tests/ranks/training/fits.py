@@ -5,10 +5,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 from mpi4py import MPI
 
+import allreduce
 from trainers import (
     CentralStorageTrainer,
+    Exact,
+    LocalSGD,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -26,6 +30,13 @@ TRAINERS: dict[str, Callable[..., Any]] = {  # of which all ranks take every ste
     "spare": partial(SpareReplicasTrainer, spare=0),
 }
 STRATEGIES = TRAINERS | {"async": ParameterServerTrainer}
+EVERY: dict[str, Callable[..., Any]] = STRATEGIES | {
+    "spare 1": partial(SpareReplicasTrainer, spare=1),
+    "local": partial(MirroredTrainer, allreduce="ring", average=LocalSGD(3)),
+    "exact": partial(MirroredTrainer, allreduce="ring", average=Exact(micro_batch=2)),
+    "workers": partial(ParameterServerTrainer, ranks_per_worker=2),
+}
+LEAST = {"sync": 2, "async": 2, "spare 1": 2, "workers": 3}  # ranks
 
 
 def network(**options: Any) -> NumpyNetwork:
@@ -35,6 +46,28 @@ def network(**options: Any) -> NumpyNetwork:
 def data(rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
     x = np.random.default_rng(3).normal(size=(rows, FEATURES)).astype("float32")
     return x, x[:, :3].argmax(1)
+
+
+def trainer_of(kind: str, topology: allreduce.Topology, replica: NumpyNetwork | None = None, **options: Any) -> Any:
+    """Return one of EVERY; skips the test if there are too few ranks. Collective."""
+    if topology.size < LEAST.get(kind, 1):
+        pytest.skip(f"{kind} needs {LEAST[kind]} ranks")
+    return EVERY[kind](replica or network(), topology=topology, **options)
+
+
+class Rows:
+    """A data set of these rows, (x, y) each. bad: a row that can't be read, and the error."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, bad: int | None = None, error: type[Exception] = OSError) -> None:
+        self.x, self.y, self._bad, self._error = x, y, bad, error
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> Any:
+        if row == self._bad:
+            raise self._error("this row is damaged")
+        return self.x[row], int(self.y[row])
 
 
 class Once(Callback):

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -117,35 +118,6 @@ def test_what_is_collected_is_what_is_saved(strategy: str, flat: allreduce.Topol
             assert np.abs(loaded.state()["optimizer.second_moment"]).min() >= 0
 
 
-class Augmented:
-    """Rows to which every fetch adds noise from NumPy's and Python's own generators."""
-
-    def __init__(self) -> None:
-        self.x, self.y = data()
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
-        noise = np.random.normal(size=FEATURES) + random.gauss(0, 1)
-        return (self.x[row] + 0.1 * noise).astype("float32"), self.y[row]
-
-
-@ONCE
-def test_random_numbers_go_on(flat: allreduce.Topology, folder: Path) -> None:
-    def fit(**options: Any) -> list[str]:
-        np.random.seed(flat.rank)
-        random.seed(flat.rank)
-        with MirroredTrainer(network(), "ring", flat) as trainer:
-            trainer.fit(Loader(Augmented(), prefetch=False), None, EPOCHS, BATCH, progress=False, **options)
-            return trainer.parameters_sha256()
-
-    expected = fit()
-    with pytest.raises(KilledError):
-        fit(checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=killed_before(1, 3))
-    assert fit(checkpoint=str(folder), resume=True) == expected
-
-
 def test_seconds_are_rank_0s(flat: allreduce.Topology, folder: Path) -> None:
     with MirroredTrainer(network(), "ring", flat) as trainer:
         given = Checkpoint(str(folder), "0.000001 s", keep=2)
@@ -230,17 +202,18 @@ def test_another_model_is_named(model: str, flat: allreduce.Topology, folder: Pa
     assert caught.value.ranks == tuple(range(flat.size))
 
 
-class Table:
+class Table(fits.Rows):
     """A data set. noisy: adds new random numbers to x at each access, as an augmentation does."""
 
-    def __init__(self, x: np.ndarray, y: np.ndarray, noisy: bool = False) -> None:
-        self.x, self.y, self.noisy = x, y, noisy
-
-    def __len__(self) -> int:
-        return len(self.x)
+    noisy = False
 
     def __getitem__(self, row: int) -> Any:
-        return self.x[row] + (np.float32(random.random()) if self.noisy else 0), self.y[row]
+        x, y = super().__getitem__(row)
+        return x + (np.float32(random.random()) if self.noisy else 0), y
+
+
+class NoisyTable(Table):
+    noisy = True
 
 
 X, Y = data()
@@ -251,7 +224,7 @@ OTHERS = {
     "labels": ((X, (Y + (np.arange(ROWS) == 7)) % 3), "the sampled rows of y differ"),
     "dtype": ((X, Y.astype(np.int32)), r"a row of y was int64\[\], and is int32\[\]"),
     "dataset": ((Table(X + 1, Y), None), "the sampled rows of x differ"),
-    "noisy labels": ((Table(X, 2 - Y, noisy=True), None), "sampled rows of y differ"),
+    "noisy labels": ((NoisyTable(X, 2 - Y), None), "sampled rows of y differ"),
 }
 
 
@@ -259,7 +232,7 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_data_are_refused(other: str, flat: allreduce.Topology, folder: Path) -> None:
     given, words = OTHERS[other]
-    known: Any = (X, Y) if given[1] is not None else (Table(X, Y, noisy=other.startswith("noisy")), None)
+    known: Any = (X, Y) if given[1] is not None else ((NoisyTable if other.startswith("noisy") else Table)(X, Y), None)
 
     def fit(rows: Any, epochs: int, seed: int = 1, **options: Any) -> History:
         with MirroredTrainer(network(seed=seed), "ring", flat) as trainer:
@@ -288,7 +261,7 @@ def test_the_fingerprint_draws_no_random_numbers(flat: allreduce.Topology, folde
     for options in ({}, {"checkpoint": str(folder)}):
         random.seed(flat.rank)
         with MirroredTrainer(network(), "ring", flat) as trainer:
-            trainer.fit(Loader(Table(X, Y, noisy=True), prefetch=False), None, 2, BATCH, progress=False, **options)
+            trainer.fit(Loader(NoisyTable(X, Y), prefetch=False), None, 2, BATCH, progress=False, **options)
             found.append(trainer.parameters_sha256())
     assert found[0] == found[1]
 
@@ -411,40 +384,25 @@ def test_an_array_that_cannot_be_sent_makes_a_checkpoint_unusable(
 
 
 @ONCE
-def test_servers_pass_over_the_middle_of_an_epoch(
-    flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
-        fitted(trainer, checkpoint=Checkpoint(str(folder), "5 steps"), callbacks=killed_before(1, 3))
-    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
-        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=killed_before(1, 3), resume=True)
-    with TRAINERS["async"](network(seed=7), topology=flat) as trainer, caplog.at_level("WARNING", "trainers"):
-        history = fitted(trainer, checkpoint=str(folder), resume=True)
-    assert history.column("epoch") == [1, 2, 3, 4]
-    assert ("of the middle of an epoch" in caplog.text) == (flat.rank == 0)
-
-
-@ONCE
 @pytest.mark.parametrize("strategy", ["async", "spare"])
 def test_trainers_whose_ranks_go_their_own_way_go_on_from_the_end_of_an_epoch(
-    strategy: str, flat: allreduce.Topology, folder: Path
+    strategy: str, flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
-        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=killed_before(1, 3))
+    killed("replicated", flat, folder, "2 steps", (1, 3))  # after 4, 6 and 8 steps, all in the middle of an epoch
     with (
         TRAINERS[strategy](network(), topology=flat) as trainer,
         pytest.raises(CheckpointError, match="of the middle of an epoch"),
     ):
         fitted(trainer, checkpoint=str(folder), resume=True)
     if flat.rank == 0:
-        os.unlink(files.paths(str(folder))[0])  # after 8 steps; the one before is after 6, and in the middle as well
-        os.unlink(files.paths(str(folder))[0])
-        os.unlink(files.paths(str(folder))[0])
-    with TRAINERS[strategy](network(), topology=flat) as trainer:
-        fitted(trainer, epochs=2, checkpoint=Checkpoint(str(folder), "7 steps"))
-    with TRAINERS[strategy](network(seed=7), topology=flat) as trainer:
+        shutil.rmtree(folder)
+    flat.agree([], "rank 0 has removed them")
+    killed("replicated", flat, folder, "5 steps", (1, 3))
+    killed("replicated", flat, folder, "2 steps", (1, 3))
+    with TRAINERS[strategy](network(seed=7), topology=flat) as trainer, caplog.at_level("WARNING", "trainers"):
         history = fitted(trainer, checkpoint=Checkpoint(str(folder), "0.000001 s"), resume=True)
         scores, parameters = trainer.evaluate(*data()), trainer.parameters_sha256()
+    assert ("of the middle of an epoch" in caplog.text) == (flat.rank == 0)
     assert history.column("epoch") == [1, 2, 3, 4]
     newest = files.newest(str(folder))
     assert newest is not None

@@ -92,29 +92,6 @@ def test_hostile_rows(kind: str, topology_of: Callable[..., allreduce.Topology])
     assert len(set(found)) == 1
 
 
-class Failing(NumpyNetwork):
-    """Raises an error on one rank in a step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__([20, 30, 2], seed=1)
-        self.left = step if WORLD.rank == SIZE - 1 else -1
-
-    def gradients(self, *given: Any) -> Any:
-        self.left -= 1
-        if self.left == -1 and WORLD.rank == SIZE - 1:
-            raise ValueError("no gradients")
-        return super().gradients(*given)
-
-
-def test_an_error_on_one_rank(flat: allreduce.Topology) -> None:
-    x, y = data()
-    with MirroredTrainer(Failing(2), topology=flat, average=Exact(micro_batch=1)) as trainer:
-        text = raised_everywhere(
-            WORLD, ValueError, lambda: trainer.fit(x, y, epochs=1, batch_size=BATCH, progress=False)
-        )
-    assert "no gradients" in text
-
-
 def torch_network(kind: str) -> Any:
     torch = pytest.importorskip("torch")
     from trainers.replicas.pytorch.replica import TorchReplica
