@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from allreduce import Topology
+from allreduce import Topology, create
+from allreduce.errors import OptionError
 from trainers import (
     EMA,
     Accumulate,
@@ -24,7 +25,7 @@ from trainers import (
     Schedule,
     arguments,
 )
-from trainers.callbacks import Callback, EarlyStopping, Prometheus, Timeline
+from trainers.callbacks import Callback, EarlyStopping, ModelCheckpoint, Prometheus, Timeline
 from trainers.errors import ArgumentError
 from trainers.fit.source import Given
 from trainers.recovery.terminating import Terminated, Terminating
@@ -36,6 +37,14 @@ X, Y = np.zeros((8, 4), np.float32), np.zeros(8, np.int64)
 def fit(**given: Any) -> History:
     with Topology(MPI.COMM_SELF) as topology, MirroredTrainer(NumpyNetwork([4, 3]), topology=topology) as trainer:
         return trainer.fit(X, Y, **{"progress": False, "epochs": 1, **given})
+
+
+ROOT = "root must be a rank of this topology, 0 to 0"
+
+
+def with_backend(use: Callable[[Any], object], name: str = "ring", **options: Any) -> object:
+    with Topology(MPI.COMM_SELF) as topology, create(name, topology, **options) as made:
+        return use(made)
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 1.0, "1", None, np.ones(1, int), -1, 4])
@@ -85,6 +94,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no list": ({"callbacks": 5}, "callbacks must be a list of callbacks, got 5"),
     "a callback": ({"callbacks": EarlyStopping()}, "callbacks must be a list of callbacks, got <"),
     "a text": ({"callbacks": "all"}, "callbacks must be a list of callbacks, got 'all'"),
+    "batch_size": ({"batch_size": True}, "batch_size must be an integer >= 1, got True"),
+    "epochs": ({"epochs": True}, "epochs must be an integer >= 0, got True"),
+    "seed": ({"seed": True}, "seed must be an integer >= 0, got True"),
     "an event": ({"callbacks": [OnlyEpochEnd()]}, r"is no callback \(no on_train_begin\)"),
 }
 
@@ -176,11 +188,29 @@ def test_a_sigterm_before_a_fit_ends_it_before_its_first_step() -> None:
         (lambda: EMA(0.9, validate=1), "EMA: validate must be True or False, got 1"),  # type: ignore[arg-type]
         (lambda: Schedule("sine"), "Schedule: rates must be constant, linear, cosine, .* function .*, got 'sine'"),
         (lambda: Schedule(warmup=-1), "Schedule: warmup must be an integer >= 0, got -1"),
+        (lambda: NumpyNetwork([4, 3], seed=False), "seed must be an integer >= 0, got False"),
+        (lambda: NumpyNetwork([4, True]), r"sizes=\[4, True\]"),
+        (lambda: NumpyNetwork([4, 3], lr=True), "lr must be a number > 0.* got True"),
+        (lambda: ModelCheckpoint("model.npz", initial_value_threshold=True), "initial_value_threshold.*True"),
+        (lambda: Topology(MPI.COMM_SELF, ranks_per_node=True), "ranks_per_node=True"),
+        (lambda: Topology(MPI.COMM_SELF, ranks_per_node=[True]), r"ranks_per_node=\[True\]"),
+        (lambda: Topology(MPI.COMM_SELF, timeout=True), "timeout must be a number of seconds > 0, got True"),
+        (lambda: with_backend(lambda made: made.allocate(True, "float32")), "length must be an integer .*, got True"),
+        (lambda: with_backend(lambda made: made.broadcast(np.zeros(3), False)), f"{ROOT}, got False"),
+        (lambda: with_backend(lambda made: made.broadcast({"a": np.zeros(3)}, False)), f"{ROOT}, got False"),
+        (lambda: with_backend(repr, "reduce_to_one", root=False), f"{ROOT}, got False"),
     ],
 )
 def test_an_option_checks_itself(make: Callable[[], Any], text: str) -> None:
-    with pytest.raises(ArgumentError, match=text):
+    with pytest.raises((ArgumentError, OptionError), match=text):
         make()
+
+
+def test_numbers_of_numpy_are_as_good_and_a_limit_may_be_infinite() -> None:
+    for timeout in (np.float64(30), np.int64(30), float("inf"), None):
+        ranks = Topology(MPI.COMM_SELF, ranks_per_node=np.int64(1), timeout=timeout)
+        with ranks, create("ring", ranks, check=np.bool_(True)) as made:
+            assert made.allocate(np.int32(3), "float32").size == 3
 
 
 def test_a_tuple_is_rows_or_batches() -> None:

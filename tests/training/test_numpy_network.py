@@ -65,21 +65,6 @@ def test_gradients_are_finite_differences(activation: str, loss: str, hidden: li
     np.testing.assert_allclose(values * 9, network.evaluate(X, y), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("loss", "y"), [("softmax_cross_entropy", CLASSES), ("mean_squared_error", TARGETS)])
-def test_shares_add_up_to_the_whole(loss: str, y: np.ndarray) -> None:
-    network = NumpyNetwork([4, 5, 3], loss=loss)
-    buffer = np.zeros(network.gradient_length, np.float32)
-    network.bind(None, buffer)
-    total = np.zeros_like(buffer)
-    for part in (slice(0, 4), slice(4, 4), slice(4, 9)):
-        rows = part.stop - part.start
-        values = network.gradients(X[part], y[part], rows / 9)
-        assert rows or (not buffer.any() and not values.any())
-        total += buffer
-    network.gradients(X, y, 1.0)
-    np.testing.assert_allclose(total, buffer, atol=1e-6)
-
-
 @pytest.mark.parametrize("optimizer", numpy_optimizers.OPTIMIZERS)
 def test_slices_end_as_the_whole(optimizer: str) -> None:
     whole, first, second = (NumpyNetwork([4, 6, 3], optimizer=optimizer) for _ in range(3))

@@ -165,7 +165,6 @@ def test_a_model_file_with_damaged_categories_is_refused(embedded: Any, tmp_path
         load_network(path)
 
 
-ROWS = [["1", "cook", "a", "high"], ["2", "cook", "b", "low"], ["3", "clerk", "a", "high"]]
 BAD: dict[str, tuple[bytes, str]] = {
     "ragged": (b"age,job,income\n1,cook,high\n2,cook\n", r"line 3 has 2 cells, and the first line has 3"),
     "latin-1": ("age,job,income\n1,cook,high\n2,coöp,low\n".encode("latin-1"), r"line 3 is not UTF-8 .*0xf6"),
@@ -294,14 +293,6 @@ def test_columns_agree_apart_from_rounding() -> None:
     for other in ([far, job], [number, turned], [job, number], [number]):
         assert not columns.agrees_with(Columns(other, "income", ["high", "low"]))
     assert not columns.agrees_with(Columns([number, job], "income", ["low", "high"]))
-
-
-def test_columns_are_json(tmp_path: Path) -> None:
-    columns = datasets.load(write(tmp_path / "a.csv", people(50)), "income").columns
-    assert columns is not None
-    again = Columns.from_dict(json.loads(json.dumps(columns.as_dict())))
-    assert again == columns
-    assert dataclasses.is_dataclass(again.columns[0])
 
 
 def test_a_table_to_try_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

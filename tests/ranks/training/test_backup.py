@@ -91,24 +91,22 @@ def test_a_backup_that_is_made_again_at_the_same_step_is_not_mixed_with_the_one_
     assert hundreds == {500.0 if size == 2 else 400.0}  # of two ranks the one has all
 
 
-def test_memory_that_one_rank_lacks_for_a_backup(several: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    backup = Backup(several, 0, [(several.rank * LENGTH, (several.rank + 1) * LENGTH)])
-    with monkeypatch.context() as patch:
-        if several.rank == 1:
-            patch.setattr("trainers.state.backup.np.empty", lacking)
-        with pytest.raises(MemoryError, match="rank 1: no room"):
-            backup.keep(1, given([piece(several.rank, 1, ("parameters",))]))
-    backup.keep(1, given([piece(several.rank, 1, ("parameters",))]))
-    assert len(backup.pieces()) == 2
-
-
-def test_pieces_that_one_rank_cannot_give(several: MPI.Intracomm) -> None:
+@pytest.mark.parametrize("lacks", ["memory for a backup", "its own piece"])
+def test_what_one_rank_lacks_for_a_backup(lacks: str, several: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks raise its error, where the others would wait for its pieces, and the backup before it stays."""
     rank = several.rank
     backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
-    backup.keep(1, given([piece(rank, 1, ("parameters",))]))
-    with pytest.raises(MemoryError, match="rank 1: no room"):
-        backup.keep(2, given([piece(rank, 2, ("parameters",))]) if rank != 1 else lacking)
+    own: Any = given([piece(rank, 2, ("parameters",))])
+    if lacks == "its own piece":
+        backup.keep(1, given([piece(rank, 1, ("parameters",))]))
+        own = lacking if rank == 1 else own
+    with monkeypatch.context() as patch:
+        if rank == 1 and lacks == "memory for a backup":
+            patch.setattr("trainers.state.backup.np.empty", lacking)
+        with pytest.raises(MemoryError, match="rank 1: no room"):
+            backup.keep(2, own)
+    if lacks == "memory for a backup":
+        backup.keep(1, given([piece(rank, 1, ("parameters",))]))
     assert [each.first for each in backup.pieces()] == [1, 1]
 
 

@@ -11,6 +11,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce import notices
 from allreduce.errors import DisagreementError, DivergenceError
+from tests.ranks.together import raised_everywhere as raised
 from tests.ranks.training.fits import STRATEGIES
 from trainers import MirroredTrainer, NumpyNetwork
 from trainers.callbacks import (
@@ -43,14 +44,6 @@ def made(ranks: allreduce.Topology, kind: str = "replicated") -> Trainer:
 
 def fit(trainer: Trainer, *callbacks: Callback, x: np.ndarray = X) -> Any:
     return trainer.fit(x, Y, 2, 20, shuffle=False, callbacks=callbacks, progress=False)
-
-
-def raised(world: MPI.Intracomm, kind: type[Exception], call: Callable[[], Any]) -> str:
-    """Return the text with which all ranks raise `kind`. Collective."""
-    with pytest.raises(kind) as caught:
-        call()
-    assert len(set(world.allgather(str(caught.value)))) == 1
-    return str(caught.value)
 
 
 class Edits(Callback):
