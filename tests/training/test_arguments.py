@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import math
 import os
 import signal
 from collections.abc import Callable, Iterable
@@ -25,7 +26,16 @@ from trainers import (
     Schedule,
     arguments,
 )
-from trainers.callbacks import Callback, EarlyStopping, ModelCheckpoint, Prometheus, Timeline
+from trainers.callbacks import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    LearningRateSchedule,
+    ModelCheckpoint,
+    Prometheus,
+    TensorBoard,
+    Timeline,
+)
 from trainers.errors import ArgumentError
 from trainers.fit.source import Given
 from trainers.recovery.terminating import Terminated, Terminating
@@ -117,6 +127,7 @@ def test_arguments_take_integers_and_flags_of_numpy() -> None:
         transforms=[Accumulate(one), Schedule(warmup=one)],
         shuffle=yes,
     )
+    assert NumpyNetwork([4, 3], lr=np.float32(0.5)).optimizer.lr == 0.5  # type: ignore[arg-type]
     Checkpoint("run", keep=one, same_data=yes)  # type: ignore[arg-type]
     EarlyStopping(patience=one, start_from_epoch=one)  # type: ignore[arg-type]
     Prometheus(port=one)  # type: ignore[arg-type]
@@ -192,6 +203,22 @@ def test_a_sigterm_before_a_fit_ends_it_before_its_first_step() -> None:
         (lambda: NumpyNetwork([4, True]), r"sizes=\[4, True\]"),
         (lambda: NumpyNetwork([4, 3], lr=True), "lr must be a number > 0.* got True"),
         (lambda: ModelCheckpoint("model.npz", initial_value_threshold=True), "initial_value_threshold.*True"),
+        (lambda: EarlyStopping(mode="least"), "mode='least'"),
+        (lambda: EarlyStopping(patience=-1), "patience must be an integer >= 0, got -1"),
+        (lambda: EarlyStopping(patience=1.5), "patience must be an integer >= 0, got 1.5"),  # type: ignore[arg-type]
+        (lambda: EarlyStopping(min_delta=math.nan), "min_delta must be a finite number, got nan"),
+        (lambda: EarlyStopping(baseline="low"), "baseline must be a finite number, got 'low'"),  # type: ignore[arg-type]
+        (lambda: ModelCheckpoint("m.npz", save_freq=10), 'save_freq="epoch"'),  # type: ignore[arg-type]
+        (lambda: LearningRateSchedule(0.1), "schedule must be a function of epoch and learning rate, got 0.1"),  # type: ignore[arg-type]
+        (lambda: CSVLogger("x.csv", separator=", "), "separator=', '"),
+        (lambda: TensorBoard(update_freq="step"), "update_freq='step'"),
+        (lambda: TensorBoard(update_freq=0), "update_freq=0"),
+        (lambda: Prometheus(70000), "port=70000: give a number"),
+        (lambda: Checkpoint("run", keep=0), "Checkpoint: keep must be an integer >= 1, got 0"),
+        (lambda: Checkpoint("run", keep=True), "Checkpoint: keep must be an integer >= 1, got True"),
+        (lambda: Checkpoint("run", same_data=1), "Checkpoint: same_data must be True or False, got 1"),  # type: ignore[arg-type]
+        (lambda: Checkpoint(""), "Checkpoint"),
+        (lambda: Checkpoint("a\0b"), "Checkpoint"),
         (lambda: Topology(MPI.COMM_SELF, ranks_per_node=True), "ranks_per_node=True"),
         (lambda: Topology(MPI.COMM_SELF, ranks_per_node=[True]), r"ranks_per_node=\[True\]"),
         (lambda: Topology(MPI.COMM_SELF, timeout=True), "timeout must be a number of seconds > 0, got True"),

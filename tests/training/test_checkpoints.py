@@ -40,21 +40,6 @@ def test_every_that_makes_no_sense(every: Any) -> None:
         Checkpoint("run", every)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"keep": 0},
-        {"keep": True},
-        {"folder": ""},
-        {"folder": "a\0b"},
-        {"same_data": 1},
-    ],
-)
-def test_other_arguments_that_make_no_sense(options: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match="Checkpoint"):
-        Checkpoint(**{"folder": "run", **options})
-
-
 def test_a_checkpoint_is_written_while_the_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, write = threading.Event(), checkpoint.write
 

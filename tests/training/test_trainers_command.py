@@ -1,5 +1,6 @@
 """python -m trainers as a user runs it, on several ranks: results, bad arguments, exceptions, Ctrl-C."""
 
+import csv
 import json
 import os
 import re
@@ -13,15 +14,18 @@ import pytest
 
 import allreduce
 from allreduce import Topology
-from tests import launch
+from tests import event_files, launch
 from tests.conftest import JobRunner, in_one_job, lacking
+from tests.trace_schema import check_trace
 from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, NumpyNetwork, Schedule, Sharded, datasets
-from trainers.cli import check, main
+from trainers.callbacks import CSVLogger, EarlyStopping, Timeline
+from trainers.cli import check, main, results
 from trainers.cli.options import (
     BY_NAME,
     MIRRORED,
     STRATEGIES,
     Option,
+    make_callbacks,
     make_trainer,
     parse,
     step_options,
@@ -140,8 +144,6 @@ def test_lines_and_what_is_printed_once(tmp_path: Path) -> None:
 
 BAD = {
     "backend": (["--allreduce", "rign"], "no backend is called 'rign'; did you mean 'ring'"),
-    "data": (["--data", "irsi"], "no data set and no file 'irsi'; did you mean 'iris'"),
-    "misspelt option": (["--alreduce", "ring"], "unrecognized arguments: --alreduce ring; did you mean --allreduce?"),
     "nodes": (["--ranks-per-node", "9,9"], "can't describe 2 ranks"),
     "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
     "saved to stdout": (["--save", "-"], "--save -: only --json can go to the standard output"),
@@ -349,20 +351,9 @@ def test_defaults_depend_on_the_data() -> None:
             ["--backup-workers", "2"],
             "--backup-workers 2 has no effect with --strategy mirrored; .* --strategy spare_replicas",
         ),
-        (
-            ["--strategy", "spare_replicas", "--allreduce", "ring"],
-            "--allreduce ring has no effect with --strategy spare",
-        ),
-        (["--strategy", "central_storage", "--servers", "1"], "--servers 1 .* use --strategy parameter_server"),
-        (["--strategy", "parameter_server", "--storage-rank", "1"], "--storage-rank 1 .* --strategy central_storage"),
-        (
-            ["--strategy", "parameter_server", "--updates", "sync", "--stale", "drop"],
-            "--stale drop has no effect with --updates sync; leave it out, or use --updates async",
-        ),
         (["--strategy", "parameter_server", "--stale", "drop"], "--stale drop needs --max-staleness N: grad"),
         (["--strategy", "parameter_server", "--servers", "0"], "must be an integer >= 1, got '0'"),
         (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
-        (["--standby", "1"], "--standby 1 needs --on-failure continue"),
         (["--backups", "2"], "must be 0 or 1, got '2'"),
     ],
 )
@@ -482,3 +473,92 @@ def test_options_of_other_strategies_have_no_value() -> None:
     assert (parse([], True).allreduce, parse([], True).servers) == ("auto", None)
     servers = parse(["--strategy", "parameter_server"], True)
     assert (servers.updates, servers.stale, servers.max_staleness, servers.exact) == ("async", "keep", None, None)
+
+
+# The options of the group "watching"
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("strategy", ["mirrored", "parameter_server"])
+def test_options_of_watching(strategy: str, mpirun: JobRunner, tmp_path: Path) -> None:
+    """Three ranks: events, a table and a trace, which agree with the results."""
+    pytest.importorskip("tensorboardX")
+    arguments = ["--strategy", strategy, "--epochs", "3", "--early-stopping", "5", "--json", "result.json"]
+    files = ["--trace", "trace.json", "--tensorboard", "logs", "--csv", "log.csv"]
+    if strategy == "parameter_server":
+        arguments += ["--servers", "1", "--updates", "async"]
+    job = mpirun(3, ["-m", "trainers", "--data", "iris", *arguments, *files], cwd=tmp_path)
+    assert job.returncode == 0, job.stdout + job.stderr
+    history = json.loads((tmp_path / "result.json").read_text())["history"]
+    assert len(history) == 3
+    with (tmp_path / "log.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == [epoch["loss"] for epoch in history]
+    shown = event_files.values(tmp_path / "logs" / "train")
+    for name in ("loss", "accuracy", "learning_rate", "samples_per_second", "communication_share", "seconds"):
+        values = [each for each in shown if each.tag == f"epoch_{name}"]
+        assert [each.step for each in values] == [0, 1, 2]
+        if name != "learning_rate":
+            assert [each.value for each in values] == pytest.approx([epoch[name] for epoch in history], rel=1e-6)
+    if strategy == "parameter_server":
+        counts = [each.value for each in shown if each.tag == "epoch_staleness"]
+        assert counts == [epoch["staleness"] for epoch in history]
+    events = check_trace(json.loads((tmp_path / "trace.json").read_text()), 3)
+    kinds = {event["cat"] for event in events}
+    assert {"data", "compute", "update"} < kinds
+    assert ("wait" in kinds) == (strategy == "mirrored")
+
+
+def test_what_the_options_of_watching_mean() -> None:
+    assert make_callbacks(parse([], shown=False)) == []
+    (stopping,) = make_callbacks(parse(["--early-stopping", "3"], shown=False))
+    assert (type(stopping), stopping.monitor, stopping.patience) == (EarlyStopping, "loss", 3)
+    for resume in (False, True):  # a resumed training goes on with its table
+        (table,) = make_callbacks(parse(["--csv", "log.csv", "--checkpoint", "run"] + ["--resume"] * resume, False))
+        assert (type(table), table.filename, table.append) == (CSVLogger, "log.csv", resume)
+    (trace,) = make_callbacks(parse(["--trace", "trace.json"], shown=False))
+    assert (type(trace), trace.path) == (Timeline, "trace.json")
+
+
+@pytest.mark.parametrize("option", ["--trace", "--csv"])
+@pytest.mark.parametrize("path", ["/missing/folder/file", ".", "-"])
+def test_files_that_can_not_be_written(option: str, path: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{option} {path}: "):
+        results.check_targets(parse([option, path], shown=False))
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x"])
+def test_no_number_of_epochs(number: str) -> None:
+    with pytest.raises(ArgumentError, match="early-stopping"):
+        parse(["--early-stopping", number], shown=False)
+
+
+def test_the_extra_tensorboard_brings_what_writes_and_what_shows() -> None:
+    """docs/run/monitor.md uses `tensorboard --logdir logs`; tensorboardX writes the files, but has no such command."""
+    lines = (launch.ROOT / "pyproject.toml").read_text().splitlines()
+    (extra,) = [line for line in lines if line.startswith("tensorboard = ")]
+    assert {'"tensorboardX', '"tensorboard'} <= set(re.findall(r'"\w+', extra))
+
+
+@pytest.mark.jobs
+def test_logs_of_each_rank(mpirun: JobRunner, tmp_path: Path) -> None:
+    """With the epochs, and with the error that ends the job; a second job continues the files."""
+    command = ["-m", "trainers", "--data", "iris", "--epochs", "2", "--log-dir", "logs"]
+    job = mpirun(2, command, cwd=tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert job.stderr.count("epoch") == 0
+    job = mpirun(2, [*command, "--lr", "1e38"], cwd=tmp_path)
+    assert job.returncode == 1
+    for rank in range(2):
+        text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        line = rf"\d{{4}}-\S+ \S+ rank {rank} of 2 on \S+ process \d+"
+        assert len(re.findall(rf"^{line} INFO trainers: epoch [12] of 2: loss \d", text, re.MULTILINE)) == 2
+        assert re.search(rf"^{line} ERROR trainers: DivergedError: the loss became", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("given", "means"), [("0", (0, "127.0.0.1")), ("0.0.0.0:9400", (9400, "0.0.0.0"))])
+def test_the_port_for_prometheus(given: str, means: tuple[int, str]) -> None:
+    assert parse(["--prometheus", given], shown=False).prometheus == means
+    for wrong in ("-1", "host:", "65536"):
+        with pytest.raises(ArgumentError, match="must be PORT or ADDRESS:PORT"):
+            parse([f"--prometheus={wrong}"], shown=False)

@@ -70,16 +70,27 @@ class Rows:
         return self.x[row], int(self.y[row])
 
 
-class Once(Callback):
-    """Calls an action at the first event of this name in this epoch or a later one, on this batch (None: on any)."""
+class Seen(Callback):
+    """Counts the batches of this rank, and records their losses."""
 
-    def __init__(self, event: str, action: Callable[[Any], Any], epoch: int = 1, batch: int | None = 1) -> None:
+    def __init__(self) -> None:
+        self.batches, self.losses = 0, list[float]()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+        self.losses.append(logs["loss"])
+
+
+class Once(Callback):
+    """Calls an action at the first event of this name in this epoch or a later one, on this batch or a later one."""
+
+    def __init__(self, event: str, action: Callable[[Any], Any], epoch: int = 1, batch: int = 1) -> None:
         self._event, self._action, self._first, self._batch = event, action, epoch, batch
         self._epoch, self._done = 0, False
 
     def _at(self, event: str, batch: int | None = None) -> None:
         comes = event in ("on_train_begin", "on_train_end") or self._epoch >= self._first
-        if event == self._event and comes and not self._done and (batch is None or self._batch in (None, batch)):
+        if event == self._event and comes and not self._done and (batch is None or batch >= self._batch):
             self._done = True
             self._action(self.trainer)
 
@@ -103,7 +114,7 @@ class Once(Callback):
         self._at("on_train_batch_end", batch)
 
 
-def on_last(event: str, action: Callable[[Any], Any], epoch: int = 1, batch: int | None = 1) -> list[Callback]:
+def on_last(event: str, action: Callable[[Any], Any], epoch: int = 1, batch: int = 1) -> list[Callback]:
     """Return the callbacks of a fit: one that acts on the last rank, none on the others."""
     return [Once(event, action, epoch, batch)] if MPI.COMM_WORLD.rank == SIZE - 1 else []
 

@@ -1,6 +1,7 @@
 """The backup of pieces, and the newest state that the ranks assemble from pieces."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -145,38 +146,30 @@ def test_the_state_from_before_an_edit_outlives_its_backups(
         np.testing.assert_array_equal(found.state["parameters"][: parameters.size], parameters)
 
 
-def test_memory_that_rank_0_lacks_for_the_state_of_all(
-    several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["the state of all", "a gathered state"])
+def test_memory_that_one_rank_lacks(
+    place: str, several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It allocates between two messages, in which the others would wait for it."""
-    network = NumpyNetwork([4, 3], optimizer="adam")
-    with MirroredTrainer(network, topology=flat, update="sharded") as trainer:
-        with monkeypatch.context() as patch:
-            if several.rank == 0:
-                patch.setattr("trainers.strategies.sharded.reserved", lacking)
-            with pytest.raises(MemoryError, match="rank 0: no room"):
-                trainer.strategy.owners.snapshot({}, trainer.rank == 0)
-        state = trainer.strategy.owners.snapshot({}, trainer.rank == 0)
-        assert set(state) == (set(network.state()) if several.rank == 0 else set())
-
-
-def test_memory_that_one_rank_lacks_to_gather_the_state(
-    several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Rank 0 allocates the state of all between two messages, in which the others would wait for it."""
     empty = np.empty
 
     def lacking_floats(shape: Any, dtype: Any = None) -> np.ndarray:
         return lacking() if dtype == np.float32 else empty(shape, dtype)
 
-    network = NumpyNetwork([4, 3], optimizer="momentum")
+    network = NumpyNetwork([4, 3], optimizer="adam")
     with MirroredTrainer(network, topology=flat, update="sharded") as trainer:
-        update, state = trainer.strategy.owners, network.state()
+        owners, state = trainer.strategy.owners, network.state()
+        call, names = partial(owners.gather_state, state), set(state)
+        target, lack, lacks = "trainers.group.np.empty", lacking_floats, 1
+        if place == "the state of all":
+            call, names = partial(owners.snapshot, {}, trainer.rank == 0), set(state) if trainer.rank == 0 else set()
+            target, lack, lacks = "trainers.strategies.sharded.reserved", lacking, 0
         with monkeypatch.context() as patch:
-            if several.rank == 1:
-                patch.setattr("trainers.group.np.empty", lacking_floats)
-            with pytest.raises(MemoryError, match="rank 1: no room"):
-                update.gather_state(state)
-        assert set(update.gather_state(state)) == set(state)
+            if several.rank == lacks:
+                patch.setattr(target, lack)
+            with pytest.raises(MemoryError, match=f"rank {lacks}: no room"):
+                call()
+        assert set(call()) == names
 
 
 def test_a_load_that_finds_no_state_leaves_the_live_pieces(

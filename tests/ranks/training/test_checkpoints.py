@@ -20,13 +20,7 @@ import allreduce
 from tests import event_files
 from tests.ranks.training import fits
 from tests.ranks.training.fits import FEATURES, ROWS, SIZE, STRATEGIES, Once, data, on_last, stop
-from trainers import (
-    CentralStorageTrainer,
-    Checkpoint,
-    Loader,
-    MirroredTrainer,
-    NumpyNetwork,
-)
+from trainers import CentralStorageTrainer, Checkpoint, Loader, MirroredTrainer, NumpyNetwork
 from trainers import callbacks as shipped
 from trainers.callbacks import (
     CheckDivergence,
@@ -156,14 +150,23 @@ def test_a_rank_that_joins_after_the_last_step_writes_the_end_too(
     assert [os.path.basename(path) for path in files.paths(str(folder))] == ["checkpoint-00000005.npz"]
 
 
-REFUSED = {
+Changes = dict[str, Any]  # arguments of fit, and "model": a function that makes another network
+REFUSED: dict[str, tuple[Changes, type[Exception], str]] = {
     "old run": ({"resume": False}, CheckpointError, "holds checkpoints of another training, the newest of the end of"),
     "seed": ({"seed": 5}, CheckpointError, "of a training with seed=0, and this one has seed=5"),
     "batch": ({"batch_size": 13}, CheckpointError, "of a training with batch_size=12, and this one has batch_size=13"),
     "rows": ({"x": data()[0][:40], "y": data()[1][:40]}, CheckpointError, "with rows=50, and this one has rows=40"),
     "nowhere": ({"checkpoint": None}, ArgumentError, "resume=True needs the folder of the checkpoints"),
     "every": ({"checkpoint": "/dev/null/run"}, CheckpointError, "can't be written to /dev/null/run: Not a directory"),
-}
+    "sizes": ({"model": lambda: NumpyNetwork([FEATURES, 9, 3])}, CheckpointError,
+              r"it has layer 1 weights of shape \(6, 8\) where this one has layer 1 weights of shape \(6, 9\)"),
+    "deeper": ({"model": lambda: NumpyNetwork([FEATURES, 8, 3, 3])}, CheckpointError,
+               "it has no more parameters where this one has layer 3 weig"),
+    "activation": ({"model": lambda: network(activation="tanh")}, CheckpointError,
+                   "with activation='relu', and this one has activation='tanh'"),
+    "optimizer": ({"model": lambda: network(optimizer="sgd")}, CheckpointError,
+                  "the saved model is another one: optimizer"),
+}  # fmt: skip
 
 
 @ONCE
@@ -171,35 +174,19 @@ REFUSED = {
 def test_what_can_not_go_on_is_refused_on_all_ranks(case: str, flat: allreduce.Topology, folder: Path) -> None:
     change, kind, words = REFUSED[case]
     x, y = data()
+    options = {"x": x, "y": y, "epochs": 2, "batch_size": BATCH, "checkpoint": str(folder), "resume": True}
+    options |= {"progress": False, **change}
+    make = options.pop("model", network)
     with MirroredTrainer(network(), "ring", flat) as trainer:
         trainer.fit(x, y, 1, BATCH, checkpoint=str(folder), progress=False)
-        before, listed = trainer.parameters_sha256(), sorted(os.listdir(folder))
-        options = {"x": x, "y": y, "epochs": 2, "batch_size": BATCH, "checkpoint": str(folder), "resume": True}
+    listed = sorted(os.listdir(folder))
+    with MirroredTrainer(make(), "ring", flat) as trainer:
+        before = trainer.parameters_sha256()
         with pytest.raises(kind, match=words) as caught:
-            trainer.fit(**{**options, **change, "progress": False})
-        assert caught.value.ranks == tuple(range(flat.size))
+            trainer.fit(**options)
+        assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[attr-defined]
         assert trainer.parameters_sha256() == before
         assert sorted(os.listdir(folder)) == listed
-
-
-MODELS = {
-    "sizes": (lambda: NumpyNetwork([FEATURES, 9, 3]), r"it has layer 1 weights of shape \(6, 8\) where this one has "
-              r"layer 1 weights of shape \(6, 9\)"),
-    "deeper": (lambda: NumpyNetwork([FEATURES, 8, 3, 3]), "it has no more parameters where this one has layer 3 weig"),
-    "activation": (lambda: network(activation="tanh"), "with activation='relu', and this one has activation='tanh'"),
-    "optimizer": (lambda: network(optimizer="sgd"), "the saved model is another one: optimizer"),
-}  # fmt: skip
-
-
-@ONCE
-@pytest.mark.parametrize("model", MODELS)
-def test_another_model_is_named(model: str, flat: allreduce.Topology, folder: Path) -> None:
-    make, words = MODELS[model]
-    with MirroredTrainer(network(), "ring", flat) as trainer:
-        fitted(trainer, checkpoint=str(folder))
-    with MirroredTrainer(make(), "ring", flat) as trainer, pytest.raises(CheckpointError, match=words) as caught:
-        fitted(trainer, checkpoint=str(folder), resume=True)
-    assert caught.value.ranks == tuple(range(flat.size))
 
 
 class Table(fits.Rows):

@@ -1,8 +1,10 @@
 """MirroredTrainer(average=Exact()): parameters and histories have the bits of a training on one rank."""
 
 import hashlib
+import random
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ import allreduce
 from allreduce import errors
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere
+from tests.ranks.training.fits import on_last, stop
 from trainers import EMA, ClipNorm, Exact, Loader, MirroredTrainer
 from trainers.callbacks import CheckGradients
+from trainers.data import Samples
 from trainers.errors import ArgumentError, DivergedError
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.state.adopt import complete
@@ -187,3 +191,62 @@ def test_padding_follows_the_micro_batch(flat: allreduce.Topology) -> None:
                 trainer.fit(Loader(Padded(), collate=Padded.collate), epochs=2, batch_size=BATCH, progress=False)
                 found += trainer.parameters_sha256()
     assert len(set(found)) == 1
+
+
+# A data set is read so that a row follows from the row and the epoch alone, on any number of ranks.
+twice = pytest.mark.skipif(SIZE != 2, reason="two ranks are enough")
+
+
+class Noisy:
+    """Rows (number of the row, noise of all generators)."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, row: int) -> tuple[Any, int]:
+        import torch
+
+        return torch.tensor([row, random.random(), np.random.rand(), torch.rand(())], dtype=torch.float32), row % 3
+
+
+class Noting(NumpyNetwork):
+    """Notes the rows that it has trained on, by their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__([4, 5, 3], seed=1)
+        self.trained: list[np.ndarray] = []
+
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+        self.trained += list(x.copy())
+        return super().gradients(x, y, share)
+
+
+def noisy_fit(replica: NumpyNetwork, topology: allreduce.Topology, **options: Any) -> list[str]:
+    pytest.importorskip("torch")
+    with MirroredTrainer(replica, topology=topology, average=Exact(micro_batch=4)) as trainer:
+        trainer.fit(Noisy(), None, 2, 6, progress=False, **options)
+        return trainer.parameters_sha256()
+
+
+@twice
+def test_a_row_follows_from_the_row_and_the_epoch(flat: allreduce.Topology) -> None:
+    replica = Noting()
+    noisy_fit(replica, flat)
+    found = [row for each in WORLD.allgather([row.tolist() for row in replica.trained]) for row in each]
+    expected = [Samples(Noisy()).take(np.arange(23), (0, epoch))[0].tolist() for epoch in range(2)]
+    assert sorted(found) == sorted(row for epoch in expected for row in epoch)
+
+
+@twice
+def test_resume_in_mid_epoch_on_other_ranks(flat: allreduce.Topology, folder: Path) -> None:
+    """The bits do not depend on the ranks; the training stops in its first epoch."""
+
+    def network() -> NumpyNetwork:
+        return NumpyNetwork([4, 5, 3], seed=1)
+
+    wanted = set(noisy_fit(network(), flat))
+    stopping = on_last("on_train_batch_end", stop, epoch=0)
+    assert set(noisy_fit(network(), flat, checkpoint=str(folder), callbacks=stopping)) != wanted
+    with allreduce.Topology(MPI.COMM_SELF) as single:
+        found = noisy_fit(network(), single, checkpoint=str(folder), resume=True) if WORLD.rank == 0 else None
+    assert set(WORLD.bcast(found)) == wanted

@@ -11,13 +11,8 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import DisagreementError
 from tests.ranks.training.fits import TRAINERS, Rows, data, network, trainer_of
-from trainers import (
-    Checkpoint,
-    Loader,
-    MirroredTrainer,
-    NumpyNetwork,
-    Replica,
-)
+from tests.ranks.training.test_trainers import example
+from trainers import Checkpoint, Loader, MirroredTrainer, NumpyNetwork
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit.weights import ClassWeights
 
@@ -129,24 +124,6 @@ def test_rows_that_are_not_one_hot_have_no_class(row: list[float]) -> None:
         ClassWeights({0: 2.0})((targets, targets))
 
 
-class Weightless(Replica):
-    """A replica of a user's, which knows no weights."""
-
-    def __init__(self) -> None:
-        self.inner = network()
-        self.gradient_length, self.metrics = self.inner.gradient_length, self.inner.metrics
-        for name in ("bind", "update", "predict", "others", "load_others", "optimizer_state"):
-            setattr(self, name, getattr(self.inner, name))
-
-    def gradients(self, x: Any, y: Any, share: float) -> Any:
-        return self.inner.gradients(x, y, share)
-
-    def evaluate(self, x: Any, y: Any) -> Any:
-        return self.inner.evaluate(x, y)
-
-    bind = update = predict = lambda self: None  # type: ignore[assignment]
-
-
 def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
     """Arguments of fit, and a part of the error."""
     x, y = data()
@@ -209,10 +186,10 @@ def test_bad_input_is_one_error_on_all_ranks(kind: str, flat: allreduce.Topology
                 with pytest.raises((DisagreementError, ArgumentError)):
                     trainer.fit(*given[:2], sample_weight=given[2], progress=False)
         assert trainer.parameters_sha256() == before
-    with MirroredTrainer(Weightless(), "ring", flat) as trainer:
-        trainer.fit(x, y, 1, progress=False)
-        with pytest.raises(ArgumentError, match="this Weightless can't weigh rows"):
-            trainer.fit(x, y, 1, sample_weight=weights(), progress=False)
+    with MirroredTrainer(example("Line")(6), "ring", flat) as trainer:  # a replica that knows no weights
+        trainer.fit(x, x[:, 0], 1, progress=False)
+        with pytest.raises(ArgumentError, match="this Line can't weigh rows"):
+            trainer.fit(x, x[:, 0], 1, sample_weight=weights(), progress=False)
 
 
 def test_a_resumed_training_has_the_same_weights(flat: allreduce.Topology, folder: Path) -> None:

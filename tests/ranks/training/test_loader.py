@@ -17,13 +17,8 @@ import allreduce
 from allreduce.errors import DisagreementError
 from allreduce.transport import control
 from tests.ranks.together import raised_everywhere
-from tests.ranks.training.fits import EVERY, TRAINERS, Once, data, network, stop, trainer_of
-from trainers import (
-    Checkpoint,
-    Loader,
-    MirroredTrainer,
-    ParameterServerTrainer,
-)
+from tests.ranks.training.fits import EVERY, TRAINERS, Once, Seen, data, network, stop, trainer_of
+from trainers import Checkpoint, Loader, MirroredTrainer, ParameterServerTrainer
 from trainers.data import checksum
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit import prefetch
@@ -67,12 +62,21 @@ class Endless:
             yield x[begin : begin + 2 + self.rank], y[begin : begin + 2 + self.rank]
 
 
-def test_an_endless_loader_is_read_on_from_epoch_to_epoch(flat: allreduce.Topology) -> None:
-    loader = Endless(flat.rank)
-    with MirroredTrainer(network(), "ring", flat) as trainer:
-        trainer.fit(Loader(loader, rows="divided", steps=5), epochs=3, progress=False)
-        assert trainer.steps == 15
-    assert loader.read == 15  # none is read that is not used
+@pytest.mark.parametrize("rows", ["divided", "whole"])
+@pytest.mark.parametrize("kind", ["replicated", "async"])
+def test_an_endless_loader_is_read_on_from_epoch_to_epoch(
+    kind: str, rows: str, flat: allreduce.Topology, folder: Path
+) -> None:
+    """Each asynchronous worker takes `steps` batches of its own; of whole batches all of them read equally far."""
+    loader = Endless(flat.rank if rows == "divided" else 0)
+    with trainer_of(kind, flat) as trainer:
+        own = None if trainer.strategy.part is None else loader
+        options: dict[str, Any] = {"progress": False, "checkpoint": str(folder)}
+        given = Loader(own, rows=rows, steps=4)
+        assert len(trainer.fit(given, epochs=2, **options)) == 2
+        assert own is None or own.read == 8  # none is read that is not used
+        assert saved_steps(str(folder)) == [4, 8]
+        assert len(trainer.fit(given, epochs=3, resume=True, **options)) == 3
 
 
 def test_a_short_loader_begins_again_in_the_middle_of_an_epoch(flat: allreduce.Topology) -> None:
@@ -304,29 +308,23 @@ def test_loaders_that_differ_where_they_must_not(flat: allreduce.Topology) -> No
             trainer.fit(Loader([(x[flat.rank :], y[flat.rank :])], rows="whole"), progress=False)
         with pytest.raises(DataError, match="all loaders must give the same batches"):
             trainer.fit(Loader([*first, *[(x[:9], y[:9])] * (1 + flat.rank)], rows="whole"), progress=False)
+        with pytest.raises(DataError, match="1 batches, 50 rows, #"):
+            trainer.evaluate(Loader([(x + (flat.rank == 1), y)], rows="whole"))
         with pytest.raises(DataError, match="gives a batch in epoch 2"):
             trainer.fit(Loader(iter(first), rows="divided"), epochs=2, progress=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"batch_size": 10}, "batch_size and shuffle are the loader's"),
-        ({"y": np.zeros(3)}, "a Loader with rows=.*: leave out its rows, or y"),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], text: str, flat: allreduce.Topology) -> None:
+def test_bad_arguments(flat: allreduce.Topology) -> None:
     x, y = data()
-    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(ArgumentError, match=text):
-        trainer.fit(Loader([(x, y)], rows="whole"), progress=False, **options)
-
-
-def test_whole_batches_of_objects_are_refused(flat: allreduce.Topology) -> None:
-    x, y = data()
-    loader = Loader([(x, y.astype(object))], rows="whole")
+    cases: list[tuple[Any, dict[str, Any], Any, str]] = [
+        (y, {"batch_size": 10}, ArgumentError, "batch_size and shuffle are the loader's"),
+        (y, {"y": np.zeros(3)}, ArgumentError, "leave out its rows, or y"),
+        (y.astype(object), {}, DataError, f"shape {y.shape} is of Python objects"),
+    ]
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        text = raised_everywhere(flat.world, DataError, lambda: trainer.fit(loader, progress=False))
-        assert f"shape {y.shape} is of Python objects" in text
+        for labels, options, kind, text in cases:
+            fit = functools.partial(trainer.fit, Loader([(x, labels)], rows="whole"), progress=False, **options)
+            assert text in raised_everywhere(flat.world, kind, fit)
 
 
 def test_a_server_brings_no_rows(flat: allreduce.Topology) -> None:
@@ -412,16 +410,6 @@ def test_a_bad_loader_to_evaluate_is_one_error_on_all_ranks(flat: allreduce.Topo
                 evaluate([(x, y)] * (1 + flat.rank), rows="whole")
 
 
-class Computed(Callback):
-    """Counts this rank's batches."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.count += 1
-
-
 @pytest.mark.parametrize("rows", ["divided", "whole"])
 def test_asynchronous_servers_train_on_every_row_once(rows: str, flat: allreduce.Topology) -> None:
     """With a learning rate of 0 the loss of an epoch is that of the model at its beginning, so it shows which rows were
@@ -437,31 +425,15 @@ def test_asynchronous_servers_train_on_every_row_once(rows: str, flat: allreduce
             divided = batches_of(parts, seed)
             batches = together(divided)
             own = None if part is None else batches if rows == "whole" else divided[part]
-            computed = Computed()
+            computed = Seen()
             history = trainer.fit(Loader(own, rows=rows), epochs=EPOCHS, callbacks=[computed], progress=False)
             x, y = (np.concatenate(sides) for sides in zip(*batches, strict=True))
             assert [each.loss for each in history] == pytest.approx([trainer.evaluate(x, y)["loss"]] * EPOCHS, rel=1e-5)
             updates = sum(map(len, divided)) if rows == "divided" else sum(min(parts, len(x)) for x, _ in batches)
             assert [sum(each.staleness) for each in history] == [updates] * EPOCHS
             if rows == "divided" and part is not None:
-                assert computed.count == EPOCHS * len(divided[part])
+                assert computed.batches == EPOCHS * len(divided[part])
             assert len(set(trainer.parameters_sha256())) == 1
-
-
-@pytest.mark.parametrize("rows", ["divided", "whole"])
-def test_asynchronous_servers_read_endless_loaders_on(rows: str, flat: allreduce.Topology, folder: Path) -> None:
-    """Each worker takes `steps` batches of its own; with whole batches all of them read equally far."""
-    if flat.size == 1:
-        pytest.skip("a server needs a worker")
-    loader = Endless(flat.rank if rows == "divided" else 0)
-    with ParameterServerTrainer(network(), topology=flat, updates="async") as trainer:
-        own = None if trainer.strategy.part is None else loader
-        options: dict[str, Any] = {"progress": False, "checkpoint": str(folder)}
-        given = Loader(own, rows=rows, steps=4)
-        assert len(trainer.fit(given, epochs=2, **options)) == 2
-        assert own is None or own.read == 8
-        assert saved_steps(str(folder)) == [4, 8]
-        assert len(trainer.fit(given, epochs=3, resume=True, **options)) == 3
 
 
 KINDS = [kind for kind in EVERY if kind not in ("exact", "workers")]
@@ -516,14 +488,6 @@ def test_whole_batches_with_other_values_on_one_rank(
         assert len(set(trainer.parameters_sha256())) == 1
         history = trainer.fit(Loader(good if reads else None, rows="whole"), epochs=2, progress=False)
         assert len(history) == 2
-
-
-def test_whole_batches_that_differ_in_an_evaluation(flat: allreduce.Topology) -> None:
-    if flat.size == 1:
-        pytest.skip("needs two ranks")
-    x, y = data()
-    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(DataError, match="1 batches, 50 rows, #"):
-        trainer.evaluate(Loader([(x + (flat.rank == 1), y)], rows="whole"))
 
 
 class Sleeps(Callback):

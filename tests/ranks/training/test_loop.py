@@ -104,7 +104,7 @@ def test_a_checkpoint_has_the_rates_from_before_the_fit(kind: str, flat: allredu
 @few
 def test_the_average_is_evaluated_and_saved(flat: allreduce.Topology, folder: Path) -> None:
     x, y = data()
-    for kind in TRAINERS:
+    for kind in ("replicated", "sharded", "central"):  # of the others the matrix has the average
         with TRAINERS[kind](network(), topology=flat) as trainer:
             assert "there is no average" in raised_everywhere(
                 trainer.topology.world, ArgumentError, functools.partial(trainer.evaluate, x, y, ema=True)

@@ -14,12 +14,7 @@ import allreduce
 from allreduce.errors import DisagreementError
 from tests.ranks.together import raised_everywhere
 from tests.ranks.training.fits import FEATURES, SIZE, STRATEGIES, Rows, data, trainer_of
-from trainers import (
-    Checkpoint,
-    Loader,
-    MirroredTrainer,
-    NumpyNetwork,
-)
+from trainers import Checkpoint, Loader, MirroredTrainer, NumpyNetwork
 from trainers.callbacks import Callback, EarlyStopping
 from trainers.errors import ArgumentError, DataError, ModelFileError
 
@@ -72,8 +67,21 @@ def fit_set(trainer: Any, bad: bool, x: Any, y: Any = None) -> None:
     fit(trainer, x if bad else Rows(X, Y), y if bad else None)
 
 
-Refused = dict[str, tuple[Callable[[Any, bool], Any], Any, str]]  # by name: the call, the error and its words
-# bad: whether this rank gives the wrong argument
+Call = tuple[Callable[[Any, bool], Any], Any, str]  # the call, the error and its words
+Refused = dict[str, Call]  # bad: whether this rank gives the wrong argument
+
+
+def alone(name: str) -> Call:
+    """Return a call of one rank alone. The classic mistake: if trainer.rank == 0: trainer.save(path)."""
+
+    def call(trainer: Any, bad: bool) -> None:
+        path = os.path.join(trainer.folder, "model.npz")
+        given: dict[str, tuple[Any, ...]] = {"save": (path,), "load": (path,), "predict": (X,), "surviving": (list,)}
+        getattr(trainer, name)(*given.get(name, (X, Y))) if bad else trainer.parameters_sha256()
+
+    return call, DisagreementError, f"parameters_sha256 and {name} are collective: every rank calls them, in one order"
+
+
 ALONE: Refused = {
     "epochs": (lambda of, bad: fit(of, epochs=-bad), ArgumentError, "epochs must be an integer >= 0, got -1"),
     "batch": (lambda of, bad: fit(of, batch_size=2 * (not bad)), ArgumentError, "batch_size must be an integer >= 1"),
@@ -128,9 +136,7 @@ DIFFERS: Refused = {
         lambda of, bad: fit(of, Rows(X[bad:], Y[bad:]), None), DisagreementError,
         "rank 0: fit: Rows of 6 rows, x float32",
     ),
-    "call": (lambda of, bad: of.evaluate(X, Y) if bad else of.predict(X), DisagreementError, "predict"),
-    "surviving": (lambda of, bad: of.surviving(list) if bad else of.predict(X), DisagreementError, "predict"),
-    "digest": (lambda of, bad: of.save("x") if bad else of.parameters_sha256(), DisagreementError, "parameters_sha256"),
+    **{call: alone(call) for call in ("fit", "evaluate", "predict", "save", "load", "surviving")},
 }  # fmt: skip
 
 
@@ -145,7 +151,9 @@ def test_calls_that_are_refused_on_all_ranks(
             for name, (call, error, words) in {**ALONE, **(DIFFERS if len(culprits) < SIZE else {})}.items():
                 text = raised_everywhere(world, error, partial(call, trainer, flat.rank in culprits))
                 assert words in text, f"{name}: {text}"
+                assert "collective" not in text or "collective" in words
         assert trainer.parameters_sha256() == before
+        assert not folder.exists()
         missing = [EarlyStopping("nothing")] if flat.rank == SIZE - 1 else []
         assert "'nothing'" in raised_everywhere(world, ArgumentError, partial(fit, trainer, callbacks=missing))
         assert len(set(trainer.parameters_sha256())) == 1  # after an epoch

@@ -14,7 +14,7 @@ from allreduce.arrays.chunks import chunk
 from allreduce.call import queue
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError, RankLostError, UnavailableError
 from tests.ranks.training import fits
-from tests.ranks.training.fits import SIZE, Once, stop
+from tests.ranks.training.fits import SIZE, Once, Seen, stop
 from trainers import (
     EMA,
     Accumulate,
@@ -71,17 +71,6 @@ STRATEGIES: dict[str, Make] = {"async": asynchronous, "sync": in_step, "spare": 
 every_strategy = pytest.mark.parametrize("make", STRATEGIES.values(), ids=list(STRATEGIES))
 
 
-class Seen(Callback):
-    """Counts the batches of this rank, and records their losses."""
-
-    def __init__(self) -> None:
-        self.batches, self.losses = 0, list[float]()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.batches += 1
-        self.losses.append(logs["loss"])
-
-
 @straggling
 def test_one_worker_of_several_servers_trains_as_one_rank(flat: allreduce.Topology) -> None:
     """All servers have received its gradients before it reads their parameters."""
@@ -136,14 +125,22 @@ def test_asynchronous_training_visits_every_part_once(
 
 
 class Stuck(Callback):
-    """The rank `slow` stays in its first batch until other ranks have reported `batches` batches."""
+    """The rank `slow` stays in its first batch until other ranks have reported `batches` batches. late: it does so
+    before its first epoch."""
 
-    def __init__(self, world: MPI.Intracomm, slow: int, others: list[int], batches: int) -> None:
-        self._world, self._slow, self._others, self._missing = world, slow, others, batches
+    def __init__(self, world: MPI.Intracomm, slow: int, others: list[int], batches: int, late: bool = False) -> None:
+        self._world, self._slow, self._others, self._missing, self._late = world, slow, others, batches, late
         self._first, self._told = True, list[MPI.Request]()
         self.batches = 0
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._late:
+            self._wait()
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
         if self._first and self._world.rank == self._slow:
             for rank in self._others:  # so that nobody is through before this rank has begun
                 self._world.send("begins", rank)
@@ -203,42 +200,19 @@ def test_a_step_does_not_wait_for_the_spare_rank(place: str, flat: allreduce.Top
     assert history[0].dropped >= 1
 
 
-class Late(Callback):
-    """The last rank begins an epoch when the other ranks have reported `batches` batches of it."""
-
-    def __init__(self, world: MPI.Intracomm, batches: int) -> None:
-        self._world, self._missing, self._last = world, batches, world.rank == world.size - 1
-        self._told = list[MPI.Request]()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        for _ in range(self._missing if self._last else 0):
-            assert self._world.recv() == "a batch"
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if not self._last:
-            self._told.append(self._world.isend("a batch", self._world.size - 1))
-
-    def finish(self) -> None:
-        """Receive what is left. Collective."""
-        told = sum(self._world.allgather(len(self._told)))
-        for _ in range(told - self._missing if self._last else 0):
-            self._world.recv()
-        MPI.Request.waitall(self._told)
-
-
 @straggling
-@pytest.mark.parametrize("late", ["all steps", "half of the steps"])
+@pytest.mark.parametrize("steps", [10, 5])
 def test_a_spare_rank_that_begins_late_has_the_newest_parameters(
-    late: str, flat: allreduce.Topology, world: MPI.Intracomm
+    steps: int, flat: allreduce.Topology, world: MPI.Intracomm
 ) -> None:
-    size, steps = flat.size, 10
-    x, y = (rows[: steps * size] for rows in data())
-    each = steps if late == "all steps" else steps // 2
-    callback = Late(world, each * (size - 1))
+    """After all ten steps, and after half of them."""
+    others = list(range(flat.size - 1))
+    stuck = Stuck(world, flat.size - 1, others, steps * len(others), late=True)
+    x, y = (rows[: 10 * flat.size] for rows in data())
     with SpareReplicasTrainer(network(), flat, spare=1) as trainer:
-        trainer.fit(x, y, 1, size, progress=False, callbacks=[callback])
+        trainer.fit(x, y, 1, flat.size, progress=False, callbacks=[stuck])
         assert len(set(trainer.parameters_sha256())) == 1
-    callback.finish()
+    stuck.counts()
 
 
 @served
@@ -488,7 +462,7 @@ def test_a_worker_computes_the_gradient_of_its_parts_as_one_rank(flat: allreduce
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stop_of_one_rank_of_a_worker_reaches_all(rank: int, flat: allreduce.Topology) -> None:
     """Of the leader, and of the other rank."""
-    stopping = [Once("on_train_batch_end", stop, batch=None)] if flat.rank == rank else []
+    stopping = [Once("on_train_batch_end", stop, batch=0)] if flat.rank == rank else []
     with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
         history = trainer.fit(*data(), 9, BATCH, callbacks=stopping, progress=False)
         assert len(history) == 2
