@@ -13,10 +13,10 @@ from mpi4py import MPI
 from allreduce import Topology
 from allreduce.errors import DisagreementError
 from trainers import MirroredTrainer, SpareReplicasTrainer, checks
-from trainers.callbacks import CheckDivergence, CheckGradients
+from trainers.callbacks import CheckGradients
 from trainers.checks import Divergence, GradientArray, GradientCheck, Span
-from trainers.cli import options, results
-from trainers.errors import ArgumentError, NotFiniteError
+from trainers.cli import results
+from trainers.errors import NotFiniteError
 from trainers.fit.source import enter
 from trainers.watching.history import Epoch
 
@@ -106,16 +106,6 @@ def test_what_is_compared_is_bits() -> None:
     assert checks.options_error(1, "copy", 1, 2) == ""
     for bad in ((0, "copy", 0, 2), (1, "ignore", 0, 2), (1, "copy", 2, 2), (1, "copy", True, 2), (True, "copy", 0, 2)):
         assert checks.options_error(*bad)
-
-
-def test_options_of_the_command_line() -> None:
-    chosen = options.parse(["--check-divergence", "50", "--on-divergence", "copy", "--check-gradients", "skip"], False)
-    first, second = options.make_callbacks(chosen)
-    assert isinstance(first, CheckDivergence)
-    assert isinstance(second, CheckGradients)
-    assert (first.every, first.on_divergence, second.on_bad) == (50, "copy", "skip")
-    with pytest.raises(ArgumentError, match="needs --check-divergence N"):
-        options.parse(["--on-divergence", "copy"], False)
 
 
 @pytest.mark.parametrize("spare", [False, True], ids=["mirrored", "spare replicas"])

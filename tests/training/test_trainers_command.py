@@ -18,7 +18,7 @@ from tests import event_files, launch
 from tests.conftest import JobRunner, in_one_job, lacking
 from tests.trace_schema import check_trace
 from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, NumpyNetwork, Schedule, Sharded, datasets
-from trainers.callbacks import CSVLogger, EarlyStopping, Timeline
+from trainers.callbacks import CheckDivergence, CheckGradients, CSVLogger, EarlyStopping, Timeline
 from trainers.cli import check, main, results
 from trainers.cli.options import (
     BY_NAME,
@@ -354,6 +354,7 @@ def test_defaults_depend_on_the_data() -> None:
         (["--strategy", "parameter_server", "--stale", "drop"], "--stale drop needs --max-staleness N: grad"),
         (["--strategy", "parameter_server", "--servers", "0"], "must be an integer >= 1, got '0'"),
         (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
+        (["--on-divergence", "copy"], "needs --check-divergence N"),
         (["--backups", "2"], "must be 0 or 1, got '2'"),
     ],
 )
@@ -516,6 +517,11 @@ def test_what_the_options_of_watching_mean() -> None:
     for resume in (False, True):  # a resumed training goes on with its table
         (table,) = make_callbacks(parse(["--csv", "log.csv", "--checkpoint", "run"] + ["--resume"] * resume, False))
         assert (type(table), table.filename, table.append) == (CSVLogger, "log.csv", resume)
+    checks = ["--check-divergence", "50", "--on-divergence", "copy", "--check-gradients", "skip"]
+    first, second = make_callbacks(parse(checks, shown=False))
+    assert isinstance(first, CheckDivergence)
+    assert isinstance(second, CheckGradients)
+    assert (first.every, first.on_divergence, second.on_bad) == (50, "copy", "skip")
     (trace,) = make_callbacks(parse(["--trace", "trace.json"], shown=False))
     assert (type(trace), trace.path) == (Timeline, "trace.json")
 

@@ -105,8 +105,6 @@ def test_a_callback_gathers_values_also_if_a_callback_of_one_rank_fails(flat: al
 def test_other_trainers(kind: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
     """A rate that ruins the model, the best weights restored, a file for each epoch, a trace: as with
     MirroredTrainer."""
-    if kind in ("sync", "spare") and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-        pytest.skip("this MPI has no MPI_THREAD_MULTIPLE")
     losses = []
     for make in (TRAINERS["replicated"], TRAINERS[kind]):
         callbacks = [

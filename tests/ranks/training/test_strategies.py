@@ -14,14 +14,13 @@ from allreduce.arrays.chunks import chunk
 from allreduce.call import queue
 from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError, RankLostError, UnavailableError
 from tests.ranks.training import fits
-from tests.ranks.training.fits import SIZE, Once, Seen, stop
+from tests.ranks.training.fits import SIZE, Once, Seen, stop, trainer_of
 from trainers import (
     EMA,
     Accumulate,
     CentralStorageTrainer,
     ClipNorm,
     Loader,
-    LocalSGD,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -32,7 +31,6 @@ from trainers.errors import ArgumentError, DivergedError
 from trainers.group import RankGroup
 from trainers.strategies.servers.service import ServerStrategy
 from trainers.strategies.sharded import SliceOwners
-from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
 
@@ -40,7 +38,6 @@ JOBS = "openmpi 1 2 3 5"
 
 ROWS, BATCH = 53, 20
 STEPS = 3
-Make = Callable[[NumpyNetwork, allreduce.Topology], Trainer]
 
 served = pytest.mark.skipif(SIZE < 2, reason="one rank is a server, so others must compute")
 few = pytest.mark.skipif(SIZE not in (2, 3), reason="what happens on two and three ranks happens on more")
@@ -55,20 +52,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return fits.data(ROWS)
 
 
-def asynchronous(replica: NumpyNetwork, topology: allreduce.Topology, **options: Any) -> ParameterServerTrainer:
-    return ParameterServerTrainer(replica, topology, **options)
-
-
-def in_step(replica: NumpyNetwork, topology: allreduce.Topology) -> ParameterServerTrainer:
-    return ParameterServerTrainer(replica, topology, servers=min(2, SIZE - 1), updates="sync")
-
-
-def with_spare(replica: NumpyNetwork, topology: allreduce.Topology) -> SpareReplicasTrainer:
-    return SpareReplicasTrainer(replica, topology, spare=min(1, SIZE - 1))
-
-
-STRATEGIES: dict[str, Make] = {"async": asynchronous, "sync": in_step, "spare": with_spare}
-every_strategy = pytest.mark.parametrize("make", STRATEGIES.values(), ids=list(STRATEGIES))
+every_strategy = pytest.mark.parametrize("kind", ["async", "sync", "spare 1"])
 
 
 @straggling
@@ -105,7 +89,7 @@ def test_asynchronous_training_visits_every_part_once(
 ) -> None:
     x, y = data()
     seen = Seen()
-    with asynchronous(network(), flat, **options) as trainer:
+    with ParameterServerTrainer(network(), flat, **options) as trainer:
         first = trainer.evaluate(x, y)
         history = trainer.fit(x, y, 6, BATCH, progress=False, callbacks=[seen])
         last = trainer.evaluate(x, y)
@@ -173,7 +157,7 @@ def test_servers_serve_whoever_is_ready(place: str, flat: allreduce.Topology, wo
     workers = list(range(flat.size - 1))
     slow = workers[0 if place == "first" else -1]
     stuck = Stuck(world, slow, [rank for rank in workers if rank != slow], 53 - 8)
-    with asynchronous(network(), flat) as trainer:
+    with ParameterServerTrainer(network(), flat) as trainer:
         history = trainer.fit(x, y, 1, len(workers), progress=False, callbacks=[stuck])
     batches = stuck.counts()
     assert 1 <= batches[slow] <= 8
@@ -217,10 +201,10 @@ def test_a_spare_rank_that_begins_late_has_the_newest_parameters(
 
 @served
 @every_strategy
-def test_fits_of_one_epoch_train_one_after_the_other(make: Make, flat: allreduce.Topology) -> None:
+def test_fits_of_one_epoch_train_one_after_the_other(kind: str, flat: allreduce.Topology) -> None:
     """Each fit starts anew: the progress of a fit in its epoch does not count in the next fit."""
     x, y = data()
-    with make(network(), flat) as trainer:
+    with trainer_of(kind, flat, network()) as trainer:
         models = [trainer.parameters_sha256()[0]]
         for _ in range(3):
             trainer.fit(x, y, 1, BATCH, progress=False)
@@ -229,20 +213,14 @@ def test_fits_of_one_epoch_train_one_after_the_other(make: Make, flat: allreduce
 
 
 @served
-@pytest.mark.parametrize("strategy", ["async", "sync", "no spare replica", "local", "local, with a loader"])
+@pytest.mark.parametrize("strategy", ["async", "sync", "spare", "local", "local, with a loader"])
 def test_discarded_rows_weigh_nothing_in_the_loss(strategy: str, flat: allreduce.Topology) -> None:
     """The history's loss is the mean over the rows that took part in an update: of the batches, or of a rank's parts of
     them, without the part with a NaN."""
     x, y = data()
     x[7] = np.nan
-    replica = network("sgd", lr=1e-30)
-    alone = network("sgd", lr=1e-30)
-    if "local" in strategy:
-        trainer: Trainer = MirroredTrainer(replica, "ring", flat, average=LocalSGD(2))
-    else:
-        spare = {"no spare replica": lambda: SpareReplicasTrainer(replica, flat, spare=0)}
-        trainer = spare[strategy]() if strategy in spare else STRATEGIES[strategy](replica, flat)
-    with trainer:
+    replica, alone = (network("sgd", lr=1e-30) for _ in range(2))
+    with trainer_of(strategy.partition(",")[0], flat, replica) as trainer:
         given: dict[str, Any] = {"epochs": 1, "progress": False, "transforms": [SkipNotFinite()]}
         if "loader" in strategy:
             batches = [slice(at, min(at + BATCH, ROWS)) for at in range(0, ROWS, BATCH)]
@@ -261,9 +239,10 @@ def test_discarded_rows_weigh_nothing_in_the_loss(strategy: str, flat: allreduce
 
 @few
 @every_strategy
-def test_divergence_is_told_on_all_ranks(make: Make, flat: allreduce.Topology) -> None:
+def test_divergence_is_told_on_all_ranks(kind: str, flat: allreduce.Topology) -> None:
     x, y = data()
-    with make(network("sgd", lr=1e30), flat) as trainer, pytest.raises(DivergedError) as caught:
+    diverges = network("sgd", lr=1e30)
+    with trainer_of(kind, flat, diverges) as trainer, pytest.raises(DivergedError) as caught:
         trainer.fit(x, y, 5, BATCH, progress=False)
     assert caught.value.ranks == tuple(range(flat.size))
 
@@ -275,10 +254,10 @@ def test_an_mpi_without_threads(flat: allreduce.Topology, monkeypatch: pytest.Mo
     monkeypatch.setattr(queue, "thread_error", lambda: UnavailableError("no MPI_THREAD_MULTIPLE"))
     x, y = data()
     with flat.split(0) as own:  # nobody has started the thread of its worker
-        with asynchronous(network(), own) as trainer:
+        with ParameterServerTrainer(network(), own) as trainer:
             assert applied(trainer.fit(x, y, 2, BATCH, progress=False)) == [STEPS * (SIZE - 1)] * 2
         with pytest.raises(UnavailableError, match="MPI_THREAD_MULTIPLE") as caught:
-            with_spare(network(), own)
+            SpareReplicasTrainer(network(), own, spare=1)
         assert caught.value.ranks == tuple(range(SIZE))
 
 
