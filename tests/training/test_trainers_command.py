@@ -272,9 +272,9 @@ def test_tf_config_that_does_not_describe_the_job_ends_with_one_line(mpirun: Job
     assert "Traceback" not in job.stderr
 
 
-def test_results_on_the_standard_output(mpirun: JobRunner) -> None:
+def test_results_on_the_standard_output(tmp_path: Path) -> None:
     before = os.lstat("/dev/stdout").st_ino
-    job = mpirun(1, ["-m", "trainers", "--data", "iris", "--epochs", "1", "--json", "/dev/stdout"])
+    job = run(tmp_path, "--data", "iris", "--epochs", "1", "--json", "/dev/stdout")
     assert job.returncode == 0, job.stderr
     assert '"test_accuracy": ' in job.stdout
     assert os.lstat("/dev/stdout").st_ino == before
@@ -293,18 +293,11 @@ def test_ctrl_c_ends_the_job(mpi: str, tmp_path: Path) -> None:
     started_by = [str(folder / launcher), *options, "-n", "3"] if mpi else []
     # So many epochs that it does not end by itself in time.
     command = [*started_by, str(folder / "python"), "-m", "trainers", "--epochs", "100000"]
-    env = {**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
-    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     output = tmp_path / "output"
-    with output.open("w") as file:
-        job = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
-        try:
-            _wait_for(lambda: "epoch   3" in output.read_text(), 120)
-            job.send_signal(signal.SIGINT)
-            code = job.wait(60)
-        finally:
-            job.terminate()
-            job.wait()
+    with output.open("w") as file, launch.started(command, file, file) as job:
+        _wait_for(lambda: "epoch   3" in output.read_text(), 120)
+        job.send_signal(signal.SIGINT)
+        code = job.wait(60)
     assert code != 0
     assert mpi or code == 130
     assert "Traceback" not in output.read_text()

@@ -26,8 +26,7 @@ from trainers.state.adopt import complete
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
 SHAPES = shapes(SIZE)
-EPOCHS = 5
-FEW = 3  # epochs where many ways are compared
+EPOCHS = 3
 ROWS, BATCH, MICRO = 130, 37, 5  # batches of 7 and 2 micro-batches, and 5, 2 and 4 rows in the last ones
 
 
@@ -41,14 +40,11 @@ def numpy_network(optimizer: str = "adam") -> NumpyNetwork:
     return NumpyNetwork([20, 300, 30, 2], optimizer=optimizer, seed=1)
 
 
-def fitted(make: Callable[[], Any], topology: Any, epochs: int = EPOCHS, **options: Any) -> tuple[str, list[Any]]:
+def fitted(make: Callable[[], Any], topology: Any, **options: Any) -> tuple[str, list[Any]]:
     """Return the SHA-256 of the state and the losses of a training; both are equal on its ranks. Collective."""
-    fit = {name: options.pop(name) for name in ("checkpoint", "resume") if name in options}
     x, y = data()
     with MirroredTrainer(make(), topology=topology, average=Exact(micro_batch=MICRO), **options) as trainer:
-        history = trainer.fit(
-            x, y, epochs=epochs, batch_size=BATCH, progress=False, validation_data=(x[:57], y[:57]), **fit
-        )
+        history = trainer.fit(x, y, EPOCHS, BATCH, progress=False, validation_data=(x[:57], y[:57]))
         assert len(set(trainer.parameters_sha256())) == 1
         complete(trainer.strategy)
         state = trainer.replica.state() if trainer.rank == 0 else {}
@@ -60,10 +56,10 @@ def fitted(make: Callable[[], Any], topology: Any, epochs: int = EPOCHS, **optio
     return topology.world.bcast(digest.hexdigest()), shown
 
 
-def alone(make: Callable[[], Any], **options: Any) -> tuple[str, list[Any]]:
+def alone(make: Callable[[], Any]) -> tuple[str, list[Any]]:
     """The training on one rank; every rank does it."""
     with allreduce.Topology(MPI.COMM_SELF) as topology:
-        return fitted(make, topology, **options)
+        return fitted(make, topology)
 
 
 HOSTILE = ["outlier", "infinite", "weights"]
@@ -121,10 +117,10 @@ def test_torch(kind: str, topology_of: Callable[..., allreduce.Topology]) -> Non
     def make() -> Any:
         return torch_network(kind)
 
-    expected = alone(make, epochs=FEW)
+    expected = alone(make)
     for number, shape in enumerate(SHAPES):
         update = ("replicated", "sharded")[(number + (kind == "norm")) % 2]
-        assert fitted(make, topology_of(SHAPES[shape]), FEW, update=update) == expected, (shape, update)
+        assert fitted(make, topology_of(SHAPES[shape]), update=update) == expected, (shape, update)
 
 
 def test_statistics_that_depend_on_the_ranks_are_refused(flat: allreduce.Topology) -> None:
