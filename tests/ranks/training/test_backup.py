@@ -61,19 +61,6 @@ def test_a_backup_has_the_pieces_of_two_steps_of_two_ranks(several: MPI.Intracom
             np.testing.assert_array_equal(each.sliced[name], array)
 
 
-def test_the_newest_whole_state_is_on_all_ranks(several: MPI.Intracomm) -> None:
-    """Only rank 0 has taken one more step; a backup of rank 0's piece replaces its own piece."""
-    rank, size = several.rank, several.size
-    backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
-    backup.keep(4, given([piece(rank, 4, ("parameters",))]))
-    own = [piece(0, 5, ("parameters",))] if rank == 0 else backup.pieces()
-    found = newest(several, own, size * LENGTH)
-    assert found is not None
-    assert found.step == 4
-    np.testing.assert_array_equal(found.state["parameters"], np.arange(size * LENGTH) + 400.0)
-    assert newest(several, own if rank == 0 else [], size * LENGTH) is None
-
-
 def test_a_backup_that_is_made_again_at_the_same_step_is_not_mixed_with_the_one_before(
     several: MPI.Intracomm,
 ) -> None:
