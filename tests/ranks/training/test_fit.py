@@ -105,13 +105,14 @@ def test_an_error_of_one_rank_is_raised_on_all(
             if flat.rank == whose:
                 monkeypatch.setattr(trainer.replica, event, lambda *_: fail(trainer))
         # Of several epochs, because in one of them others may have done everything when a worker asks.
-        epochs = 100 if kind in APART else 3
+        given: dict[str, Any] = {"epochs": 100} if kind in APART else {"epochs": 3, "validation_data": (x, y)}
+        given["callbacks"] = failing if flat.rank == whose else []
         with pytest.raises(OSError, match="the disk is full") as caught:
-            trainer.fit(x, y, epochs, 20, callbacks=failing if flat.rank == whose else [], progress=False)
+            trainer.fit(x, y, batch_size=20, progress=False, **given)
         assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[attr-defined]
         monkeypatch.undo()
         assert len(set(trainer.parameters_sha256())) == 1
-        assert len(trainer.fit(x, y, 2, 20, progress=False, validation_data=(x, y))) == 2
+        assert len(trainer.fit(x, y, 2, 20, progress=False)) == 2
 
 
 @pytest.mark.parametrize("event", ["on_train_batch_end", "on_epoch_end"])
@@ -276,16 +277,16 @@ def test_a_data_set_trains_as_arrays_do(
 def test_a_row_that_fails_is_named_on_all_ranks(kind: str, prefetch: bool, flat: allreduce.Topology) -> None:
     """One rank gets the error; all raise it, and can continue."""
     with trainer_of(kind, flat) as trainer:
-        for bad, text in (
-            (Pairs(17), r"Pairs can't give rows .*OSError: this row is damaged"),
-            (Pairs(17, KeyError), r"Pairs can't give rows .*KeyError: .this row is damaged"),
-            (Wrong(), "labels run from"),
+        for bad, error, text in (
+            (Pairs(17), DataError, r"Pairs can't give rows .*OSError: this row is damaged"),
+            (Pairs(17, KeyError), DataError, r"Pairs can't give rows .*KeyError: .this row is damaged"),
+            (Wrong(), ArgumentError, "labels run from"),
         ):
-            with pytest.raises((DataError, ArgumentError), match=text) as caught:
+            with pytest.raises(error, match=text) as caught:
                 # Many epochs: spare replicas leave out a late rank, which then never reads the row in that epoch.
                 trainer.fit(Loader(bad, prefetch=prefetch), epochs=20, batch_size=20, progress=False)
             assert caught.value.ranks == tuple(range(flat.size))
-            with pytest.raises((DataError, ArgumentError), match=text):
+            with pytest.raises(error, match=text):
                 trainer.evaluate(bad)
         assert len(trainer.fit(Pairs(), epochs=2, progress=False)) == 2
     assert not [thread for thread in threading.enumerate() if thread.name == "fetches batches"]

@@ -295,7 +295,8 @@ def test_options_that_make_no_sense_are_refused_on_all_ranks(
         return
     replica = network()
     parameters = replica.parameters
-    with pytest.raises((ArgumentError, AllReduceError), match=words) as caught:
+    kind = (ArgumentError, AllReduceError) if "allreduce" in options else ArgumentError
+    with pytest.raises(kind, match=words) as caught:
         ParameterServerTrainer(replica, flat, **options)
     assert caught.value.ranks == tuple(range(SIZE))
     assert replica.parameters is parameters  # nothing was made
