@@ -25,7 +25,7 @@ from allreduce.health.dump import Entry
 from tests.gpu import fake_cupy
 from tests.ranks.together import raised_everywhere
 from tests.ranks.training import fits
-from tests.ranks.training.fits import SIZE, Once, data, stop
+from tests.ranks.training.fits import SIZE, Once, data
 from trainers import Checkpoint, LocalSGD, MirroredTrainer, NumpyNetwork
 from trainers.callbacks import Callback, CheckDivergence, CheckGradients, EarlyStopping
 from trainers.errors import ArgumentError, CheckpointError, DivergedError, ModelFileError, NotFiniteError
@@ -269,20 +269,6 @@ def test_load_and_edit_begin_a_round_there(flat: allreduce.Topology, folder: Pat
     with MirroredTrainer(network(), "ring", flat, **options) as trainer:
         fitted(trainer, epochs=2)
         assert trainer.parameters_sha256() == again
-
-
-@pytest.mark.parametrize("rank", {0, SIZE - 1})
-def test_an_error_on_one_rank_reaches_all(world: MPI.Intracomm, flat: allreduce.Topology, rank: int) -> None:
-    """At the end of the round; the parameters are those before it, and the trainer stays usable."""
-    crashing = [at_batch(crash, 1, 2)] if flat.rank == rank else []
-    with MirroredTrainer(network(), "ring", flat, average=LocalSGD(4)) as trainer:
-        text = raised_everywhere(world, ZeroDivisionError, lambda: fitted(trainer, callbacks=crashing))
-        assert text.endswith("stopped")
-        assert trainer.strategy.steps == 5  # all ranks met after these, and not after the next 3
-        trainer.evaluate(*data())
-        assert len(set(trainer.parameters_sha256())) == 1
-        fitted(trainer, callbacks=[at_batch(stop, 1, 1)] if flat.rank == 0 else [])
-        assert trainer.strategy.steps == 5 + 8
 
 
 def test_values_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Topology) -> None:

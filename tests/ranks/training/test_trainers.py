@@ -402,64 +402,70 @@ def test_a_replica_of_a_user_restores_a_model_before_a_trainer_binds_it(tmp_path
     np.testing.assert_array_equal(second.momentum, 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "fit"),
-    [
-        ({}, {"transforms": [ClipNorm(1e9), SkipNotFinite(), EMA(0.5)], "callbacks": [CheckDivergence(every=1)]}),
-        ({}, {"transforms": [Accumulate(2), EMA(0.5)]}),
-        ({"update": "sharded"}, {"transforms": [ClipNorm(1e9), EMA(0.5)]}),
-        ({"update": Sharded(copies=2)}, {"transforms": [Accumulate(2), SkipNotFinite()]}),
-        ({"average": Exact(micro_batch=4)}, {"transforms": [EMA(0.5)]}),
-        ({"average": LocalSGD(1)}, {"transforms": [ClipNorm(1e9)]}),
-    ],
-    ids=["transforms", "accumulate", "sharded", "copies", "exact", "local"],
-)
-def test_the_example_of_a_replica_needs_no_line_for_any_option(
-    options: dict[str, Any], fit: dict[str, Any], flat: allreduce.Topology
-) -> None:
-    if "copies=2" in str(options) and flat.size == 1:
-        pytest.skip("a copy is on another rank")
-    x = np.random.default_rng(0).normal(size=(60, 7)).astype("float32")
-    y, wanted = x @ np.arange(7, dtype="float32"), np.ones(7)
-    for _ in range(4):
-        wanted -= 0.1 * 2 * x.T @ (x @ wanted - y) / len(x)
-    with MirroredTrainer(example("Line")(7), "ring", flat, **options) as trainer:
-        trainer.edit(lambda: trainer.replica.w.fill(1.0))
-        trainer.fit(x, y, 4, 60, shuffle=False, progress=False, **fit)
-        np.testing.assert_allclose(trainer.replica.w, wanted, rtol=1e-4, atol=1e-5)
-        averages = any(isinstance(each, EMA) for each in fit["transforms"])
-        assert (trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)) != averages
-
-
 def bind_copies(replica: Any, parameters: Any, gradients: Any) -> None:
     """As `bind` of a replica that trains in memory of its own."""
     parameters[:], replica.grads = replica.flat, gradients
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sharded", "exact", "servers"])
-def test_the_example_of_a_replica_with_a_momentum(kind: str, flat: allreduce.Topology) -> None:
-    if kind == "servers" and flat.size == 1:
-        pytest.skip("a server and a worker are two ranks")
-    make: Any = {
-        "replicated": partial(MirroredTrainer, allreduce="ring"),
-        "sharded": partial(MirroredTrainer, allreduce="ring", update="sharded"),
-        "exact": partial(MirroredTrainer, allreduce="ring", average=Exact(micro_batch=4)),
-        "servers": partial(ParameterServerTrainer, updates="sync"),
-    }[kind]
-    if flat.size > 1 and kind in ("sharded", "servers"):
-        with pytest.raises(ArgumentError, match=r"the state 'momentum' of this Own .* is not in its `elementwise`"):
-            make(line(elementwise=()), topology=flat)
-        with pytest.raises(ArgumentError, match="does not train its parameters in the memory of bind"):
-            make(line(bind=bind_copies), topology=flat)
+MAKE: dict[str, Callable[..., Any]] = {
+    "sharded": partial(MirroredTrainer, allreduce="ring", update="sharded"),
+    "servers": partial(ParameterServerTrainer, updates="sync"),
+}
+several = pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="a server and a worker, or two slices, are two ranks")
+
+
+@several
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_replica_that_divides_no_state_is_refused(kind: str, flat: allreduce.Topology) -> None:
+    with pytest.raises(ArgumentError, match=r"the state 'momentum' of this Own .* is not in its `elementwise`"):
+        MAKE[kind](line(elementwise=()), topology=flat)
+    with pytest.raises(ArgumentError, match="does not train its parameters in the memory of bind"):
+        MAKE[kind](line(bind=bind_copies), topology=flat)
+
+
+OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "transforms": (
+        partial(MirroredTrainer, allreduce="ring"),
+        {"transforms": [ClipNorm(1e9), SkipNotFinite(), EMA(0.5)], "callbacks": [CheckDivergence(every=1)]},
+    ),
+    "accumulate": (partial(MirroredTrainer, allreduce="ring"), {"transforms": [Accumulate(2), EMA(0.5)]}),
+    "sharded": (MAKE["sharded"], {"transforms": [ClipNorm(1e9), EMA(0.5)]}),
+    "copies": (
+        partial(MirroredTrainer, allreduce="ring", update=Sharded(copies=2)),
+        {"transforms": [Accumulate(2), SkipNotFinite()]},
+    ),
+    "exact": (
+        partial(MirroredTrainer, allreduce="ring", average=Exact(micro_batch=4)),
+        {"transforms": [EMA(0.5)]},
+    ),
+    "local": (partial(MirroredTrainer, allreduce="ring", average=LocalSGD(1)), {"transforms": [ClipNorm(1e9)]}),
+    "servers": (MAKE["servers"], {}),
+}
+
+
+@pytest.mark.parametrize("name", ["Line", "LineWithMomentum"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_examples_of_a_replica_need_no_line_for_any_option(
+    option: str, name: str, flat: allreduce.Topology
+) -> None:
+    if option in ("copies", "servers") and flat.size == 1:
+        pytest.skip("a copy, or a server, is on another rank")
+    if (option, name) == ("local", "LineWithMomentum"):
+        return  # each rank has a momentum of its own
+    make, fit = OPTIONS[option]
     x = np.random.default_rng(0).normal(size=(60, 7)).astype("float32")
-    y, alone = x @ np.arange(7, dtype="float32") + 3, line()
-    alone.bind(np.zeros(8, "float32"), np.zeros(8, "float32"))
+    y, alone = x @ np.arange(7, dtype="float32"), example(name)(7)
+    alone.bind(*np.zeros((2, alone.gradient_length), "float32"))
+    alone.w.fill(1.0)
     for _ in range(6):
         alone.gradients(x, y, 1.0)
         alone.update()
-    with make(line(), topology=flat) as trainer:
-        trainer.fit(x, y, 6, 60, shuffle=False, progress=False)
-        assert trainer.evaluate(x, y)["loss"] == pytest.approx(alone.evaluate(x, y)[0] / 60, rel=1e-3)
-    state = trainer.replica.state()
-    np.testing.assert_allclose(state["parameters"], alone.flat, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(state["momentum"], alone.momentum, rtol=1e-3, atol=1e-4)
+    with make(example(name)(7), topology=flat) as trainer:
+        trainer.edit(lambda: trainer.replica.w.fill(1.0))
+        trainer.fit(x, y, 6, 60, shuffle=False, progress=False, **fit)
+        np.testing.assert_allclose(trainer.replica.w, alone.w, rtol=1e-4, atol=1e-5)
+        assert trainer.evaluate(x, y, ema=False)["loss"] == pytest.approx(alone.evaluate(x, y)[0] / 60, rel=1e-3)
+        averages = any(isinstance(each, EMA) for each in fit.get("transforms", ()))
+        assert (trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)) != averages
+    if name == "LineWithMomentum":
+        np.testing.assert_allclose(trainer.replica.state()["momentum"], alone.momentum, rtol=1e-3, atol=1e-4)
