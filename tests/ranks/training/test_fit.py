@@ -75,6 +75,7 @@ FEW = ("on_epoch_begin", "on_train_batch_end", "gradients")  # places, for train
 FAILING = [
     (kind, place)
     for kind in EVERY
+    if kind not in ("central", "spare")  # the next test but one has central storage, and "spare 1" is here
     for place in (
         (*EVENTS, *(f"{event} {LAST}" for event in BATCH_EVENTS), "gradients")
         if kind in ("replicated", "sharded")
@@ -242,8 +243,10 @@ def collate(rows: Any) -> Any:
     return np.stack([row["words"] for row in rows]), np.array([row["label"] for row in rows])
 
 
-@pytest.mark.parametrize("prefetch", [None, True, False])
-@pytest.mark.parametrize("kind", [Pairs, ByLists, Words, np.memmap])
+SOURCES = [(kind, prefetch) for kind in (Pairs, ByLists, Words) for prefetch in (None, True, False)]
+
+
+@pytest.mark.parametrize(("kind", "prefetch"), [*SOURCES, (np.memmap, None)])
 def test_a_data_set_trains_as_arrays_do(
     kind: Any, prefetch: bool | None, flat: allreduce.Topology, tmp_path: Path
 ) -> None:
