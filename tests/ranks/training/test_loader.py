@@ -48,6 +48,17 @@ def together(parts: list[list[Pair]]) -> list[Pair]:
     return [(np.concatenate([x for x, _ in step]), np.concatenate([y for _, y in step])) for step in steps]
 
 
+def test_local_sgd_ends_when_all_loaders_have_ended(flat: allreduce.Topology) -> None:
+    """A round is 3 steps, and the loaders give 4 batches and fewer."""
+    x, y = data()
+    own = [(x[:4], y[:4])] * (4 if flat.rank == flat.size - 1 else 1)
+    with trainer_of("local", flat) as trainer:
+        history = trainer.fit(Loader(own, rows="divided"), epochs=EPOCHS, progress=False)
+        assert trainer.steps == 4 * EPOCHS
+        assert len(set(trainer.parameters_sha256())) == 1
+    assert np.isfinite([epoch.loss for epoch in history]).all()
+
+
 class Endless:
     """Gives batches for ever, which depend on the rank; `read` counts them."""
 
