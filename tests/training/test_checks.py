@@ -1,8 +1,10 @@
-"""The checks of replicas and gradients on one rank: the counts and names in their messages, and their options."""
+"""The checks of replicas, gradients and batches on one rank: the counts and names in their messages."""
 
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import ml_dtypes
@@ -13,12 +15,15 @@ from mpi4py import MPI
 from allreduce import Topology
 from allreduce.errors import DisagreementError
 from trainers import MirroredTrainer, SpareReplicasTrainer, checks
-from trainers.callbacks import CheckDivergence, CheckGradients
+from trainers.callbacks import CheckGradients
 from trainers.checks import Divergence, GradientArray, GradientCheck, Span
-from trainers.cli import options, results
-from trainers.errors import ArgumentError, NotFiniteError
+from trainers.cli import results
+from trainers.data import SAMPLED, checksum
+from trainers.errors import NotFiniteError
 from trainers.fit.source import enter
+from trainers.strategies import alike
 from trainers.watching.history import Epoch
+from trainers.watching.meter import NormMeter
 
 SPANS = [Span("weights", 0, 600_000), Span("bias", 600_000, 7)]
 
@@ -108,16 +113,6 @@ def test_what_is_compared_is_bits() -> None:
         assert checks.options_error(*bad)
 
 
-def test_options_of_the_command_line() -> None:
-    chosen = options.parse(["--check-divergence", "50", "--on-divergence", "copy", "--check-gradients", "skip"], False)
-    first, second = options.make_callbacks(chosen)
-    assert isinstance(first, CheckDivergence)
-    assert isinstance(second, CheckGradients)
-    assert (first.every, first.on_divergence, second.on_bad) == (50, "copy", "skip")
-    with pytest.raises(ArgumentError, match="needs --check-divergence N"):
-        options.parse(["--on-divergence", "copy"], False)
-
-
 @pytest.mark.parametrize("spare", [False, True], ids=["mirrored", "spare replicas"])
 def test_a_step_that_is_left_out_leaves_batch_norm_alone(spare: bool) -> None:
     """The statistics contain the NaN before the gradients can be checked."""
@@ -150,3 +145,68 @@ def test_only_other_rows_are_explained(side: str, explained: bool) -> None:
     with pytest.raises(DisagreementError) as met:
         enter(group, "fit: x 2, epochs=1", None, {"epochs": 1})
     assert ("A trainer takes all rows" in str(met.value)) == explained
+
+
+# Fingerprints of whole batches: float32 sums tell whether all ranks have the same, on any number of ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 100, 1024, 8000])
+def test_sums_tell_equal_fingerprints_from_others(ranks: int) -> None:
+    """In any order of the sum; ranks that read nothing are left out."""
+    random, missed = np.random.default_rng(ranks), 0
+    for _ in range(20):
+        own = {3: (1, int(random.integers(1, 1 << 32)))}
+        other = {3: (1, int(random.integers(1, 1 << 32)))}
+        for different in {0, min(1, ranks - 1), ranks - 1}:
+            sources: list[Any] = [SimpleNamespace(divided=False, seen=own)] * (ranks - different)
+            sources += [SimpleNamespace(divided=False, seen=other)] * different
+            rows = [alike.marks(each, range(3, 4), ranks) for each in random.permutation(sources)]
+            rows.append(alike.marks(SimpleNamespace(divided=True), range(3, 4), ranks))  # type: ignore[arg-type]
+            found = alike.differ(np.cumsum(np.array(rows, np.float32), axis=0)[-1].tolist())
+            assert different or not found
+            missed += bool(different) and not found
+    assert missed <= 1  # with 8,000 ranks, one difference in 4,096
+
+
+def test_a_checksum_shows_rows_in_another_order() -> None:
+    """Also of a batch of which a sample is read."""
+    for columns in (3, SAMPLED // 64):
+        x = np.random.default_rng(0).normal(size=(32, columns)).astype(np.float32)
+        y = np.arange(32)
+        assert checksum((x, y)) == checksum((x.copy(), y))
+        assert len({checksum(each) for each in ((x, y), (x[::-1], y), (x, y[::-1]), (x[:-1], y[:-1]), (y, x))}) == 5
+
+
+# The norms of an epoch, when steps are taken back
+
+
+def meter_of(*norms: float) -> NormMeter:
+    meter = NormMeter()
+    meter.on_epoch_begin(0)
+    for norm in norms:
+        meter.set(norm)
+        meter.on_train_batch_end(0)
+    return meter
+
+
+@pytest.mark.parametrize("last", [0.0, 1e20, np.inf, np.nan, 0.3])
+def test_a_step_taken_back_leaves_nothing(last: float) -> None:
+    meter = meter_of(0.1, 0.2, last)
+    meter.step_back()
+    assert meter.sums().tobytes() == meter_of(0.1, 0.2).sums().tobytes()
+
+
+def test_a_left_out_step_counts_for_nothing() -> None:
+    meter = meter_of(0.1)
+    meter.on_train_batch_end(1)
+    assert meter.sums().tolist() == [0.1, 1]
+    meter.step_back()
+    assert meter.sums().tolist() == [0.1, 1]
+
+
+def test_a_loaded_state_has_no_step_to_take_back() -> None:
+    meter = meter_of(0.1, 0.2)
+    other = meter_of(5.0)
+    other.load_state({name: np.asarray(value) for name, value in meter.state().items()})
+    other.step_back()
+    assert other.sums().tobytes() == meter.sums().tobytes()

@@ -59,8 +59,8 @@ def test_a_deal_of_few_tensors_is_the_best_one() -> None:
     impossible = 0
     for seed in range(400):
         chance = random.Random(seed)
-        ranks, count = chance.choice([1, 2, 3, 4, 5]), chance.randint(1, 9)
-        sizes = [chance.choice([5, 7, chance.randint(1, 10), chance.randint(1, 1000)]) for _ in range(count)]
+        ranks, count = chance.choice([1, 2, 3, 4, 5]), chance.randint(0, 9)
+        sizes = [chance.choice([0, 5, 7, chance.randint(1, 10), chance.randint(1, 1000)]) for _ in range(count)]
         most = max(smallest(sizes, ranks), good(sizes, ranks))
         assert largest_share(sizes, deal(sizes, [[0] * ranks for _ in sizes], ranks), ranks) <= most, (sizes, ranks)
         impossible += most > good(sizes, ranks)
@@ -78,13 +78,6 @@ def test_no_share_is_much_larger_than_the_mean(first: int) -> None:
         moved += sum(size - home[owner] for size, home, owner in zip(sizes, homes, owners, strict=True))
         total += sum(sizes)
     assert moved < 0.2 * total, "most elements stay where they are reduced"
-
-
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "most"), [([1, 1, 1], 2, 2), ([9, 5, 5, 1], 2, 10), ([7], 3, 7), ([], 2, 0), ([0, 0, 4], 2, 4)]
-)
-def test_few_tensors(sizes: list[int], ranks: int, most: int) -> None:
-    assert largest_share(sizes, deal(sizes, [[0] * ranks for _ in sizes], ranks), ranks) == most
 
 
 def test_tensors_leave_their_chunks_where_that_makes_the_largest_share_smaller() -> None:

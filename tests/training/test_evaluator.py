@@ -117,20 +117,24 @@ def test_a_loss_that_is_no_number_is_json(tmp_path: Path) -> None:
     assert json.loads(output.read_text(), parse_constant=pytest.fail)["loss"] is None
 
 
-@pytest.mark.parametrize("sizes", [(4, 5, 3), (5, 3)])
-def test_a_checkpoint_of_another_model_is_an_error(sizes: tuple[int, ...], tmp_path: Path) -> None:
+class Other(NumpyNetwork):
+    """A network of another kind."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "error", "text"),
+    [
+        (NumpyNetwork, (4, 5, 3), Exception, "network of sizes 4-5-3, and this one has 4-3"),
+        (NumpyNetwork, (5, 3), Exception, "network of sizes 5-3, and this one has 4-3"),
+        (Other, (4, 3), CheckpointError, "is of a NumpyNetwork, and the evaluator has a Other"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_an_error(
+    kind: type[NumpyNetwork], sizes: tuple[int, ...], error: type[Exception], text: str, tmp_path: Path
+) -> None:
     write(tmp_path, 1, sizes=sizes)
-    shown = "-".join(map(str, sizes))
-    with pytest.raises(Exception, match=f"network of sizes {shown}, and this one has 4-3"):
-        Evaluator(NumpyNetwork([4, 3]), str(tmp_path), X, Y).run(after())
-
-
-def test_a_checkpoint_of_another_kind_is_an_error(tmp_path: Path) -> None:
-    class Other(NumpyNetwork): ...
-
-    write(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="is of a NumpyNetwork, and the evaluator has a Other"):
-        Evaluator(Other([4, 3]), str(tmp_path), X, Y).run(after())
+    with pytest.raises(error, match=text):
+        Evaluator(kind([4, 3]), str(tmp_path), X, Y).run(after())
 
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:

@@ -49,11 +49,6 @@ def properties(path: Path) -> Exported:
     return Exported.read(str(path), session.get_modelmeta().custom_metadata_map)
 
 
-def test_metadata_are_read_as_they_were_written() -> None:
-    given = Exported("NumpyNetwork", ("no", "yes"), True, COLUMNS, average=True, rows=7)
-    assert Exported.read("a.onnx", given.as_properties()) == given
-
-
 @pytest.mark.parametrize("name", sorted(Exported("x").as_properties()))
 @pytest.mark.parametrize("text", [None, "", "[1]", "{", '{"classes": 1}', "[" * 100_000, "12", '"x"'])
 def test_hostile_metadata_are_refused_or_read(name: str, text: str | None) -> None:

@@ -118,12 +118,6 @@ def test_a_bound_is_used_as_far_as_it_goes() -> None:
     assert max(max(play(dealing(60, range(4), 3), 4, seed)[0]) for seed in range(5)) == 3
 
 
-def test_a_warm_up_is_one_workers() -> None:
-    staleness, who = play(dealing(30, range(1)), 3, 1)
-    assert set(who) == {0}
-    assert not any(staleness)
-
-
 def test_near_the_end_nobody_is_dealt_a_part_ahead() -> None:
     dealer = dealing(4, range(2))
     assert [dealer.deal(0, 0), dealer.deal(0, 0)] == [0, 1]
@@ -132,13 +126,6 @@ def test_near_the_end_nobody_is_dealt_a_part_ahead() -> None:
     dealer.done(0)
     dealer.done(0)
     assert [dealer.deal(0, 2), dealer.deal(1, 2)] == [3, NO_PART]
-
-
-def test_a_stop_ends_the_dealing() -> None:
-    dealer = dealing(4, range(2))
-    dealer.deal(0, 0)
-    dealer.stop()
-    assert dealer.deal(1, 0) == NO_PART
 
 
 def test_what_becomes_of_stale_gradients() -> None:
@@ -366,26 +353,6 @@ def test_an_epoch_that_goes_on_applies_no_part_twice() -> None:
     assert applied == [1]
     assert set(epoch.outcomes) == set(range(4))
     assert not dealer.cut_short
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
-def test_a_copy_computes_the_same_and_leaves_the_model_alone(optimizer: str) -> None:
-    replica = NumpyNetwork([4, 6, 3], optimizer=optimizer)
-    replica.scale_input(0.5, 2.0)
-    x, y = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32), np.arange(9) % 3
-    buffers = [np.zeros(replica.gradient_length, np.float32) for _ in range(3)]
-    replica.bind(None, buffers[0])
-    copied = copy_of(replica)
-    copied.bind(buffers[1], buffers[2])
-    values = np.array(copied.gradients(x, y, 0.5))
-    assert not buffers[0].any()
-    np.testing.assert_array_equal(replica.gradients(x, y, 0.5), values)
-    np.testing.assert_array_equal(buffers[0], buffers[2])
-    replica.update()
-    assert not np.array_equal(buffers[1], replica.parameters)
-    np.testing.assert_array_equal(copied.gradients(x, y, 0.5), values)
-    buffers[1][:] = replica.parameters
-    np.testing.assert_array_equal(copied.predict(x), replica.predict(x))
 
 
 def test_a_replica_that_can_not_be_copied_says_so() -> None:

@@ -1,5 +1,6 @@
 """python -m trainers as a user runs it, on several ranks: results, bad arguments, exceptions, Ctrl-C."""
 
+import csv
 import json
 import os
 import re
@@ -9,20 +10,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import allreduce
 from allreduce import Topology
-from tests import launch
+from tests import event_files, launch
 from tests.conftest import JobRunner, in_one_job, lacking
+from tests.trace_schema import check_trace
 from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, NumpyNetwork, Schedule, Sharded, datasets
-from trainers.cli import check, main
+from trainers.callbacks import CheckDivergence, CheckGradients, CSVLogger, EarlyStopping, Timeline
+from trainers.cli import check, main, results
 from trainers.cli.options import (
     BY_NAME,
     MIRRORED,
     STRATEGIES,
     Option,
+    make_callbacks,
     make_trainer,
     parse,
     step_options,
@@ -30,8 +33,6 @@ from trainers.cli.options import (
 )
 from trainers.cli.roles import Roles
 from trainers.errors import ArgumentError
-
-MPI = pytest.mark.parametrize("mpi", launch.MPIS)
 
 
 @pytest.mark.parametrize(("mpi", "data"), [("openmpi", "digits"), ("mpich", "iris")])
@@ -59,34 +60,31 @@ def test_four_ranks_reach_the_accuracy(mpi: str, data: str, mpirun: JobRunner, t
     assert {file.name for file in tmp_path.iterdir()} == {"result.json", "model.npz"}
 
 
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess:
+    """Run the command on one rank, without a launcher, in a folder."""
+    command = [str(launch.environment("openmpi") / "bin" / "python"), "-m", "trainers", *options]
+    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+
 def test_a_training_goes_on_with_other_data_when_that_is_asked_for(tmp_path: Path) -> None:
-    python = str(launch.environment("openmpi") / "bin" / "python")
-    rows = [f"{number % 7},{number % 5},{'abc'[number % 3]}" for number in range(60)]
-
-    def run(rows: list[str], *options: str) -> subprocess.CompletedProcess:
-        (tmp_path / "rows.csv").write_text("\n".join(rows) + "\n")
-        command = [python, "-m", "trainers", "--data", "rows.csv", "--checkpoint", "run", *options]
-        environment = os.environ | {"PYTHONPATH": str(launch.ROOT)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-
-    assert run(rows, "--epochs", "1").returncode == 0
-    other = run(rows[::-1], "--epochs", "2", "--resume")
+    rows = [f"{number % 7},{number % 5},{'abc'[number % 3]}\n" for number in range(60)]
+    common = ["--data", "rows.csv", "--checkpoint", "run", "--epochs"]
+    (tmp_path / "rows.csv").write_text("".join(rows))
+    assert run(tmp_path, *common, "1").returncode == 0
+    (tmp_path / "rows.csv").write_text("".join(rows[::-1]))
+    other = run(tmp_path, *common, "2", "--resume")
     assert other.returncode == 2
     assert re.search(r"of a training with other data: .* of x differ; .*--other-data", other.stderr)
-    job = run(rows[::-1], "--epochs", "2", "--resume", "--other-data")
+    job = run(tmp_path, *common, "2", "--resume", "--other-data")
     assert job.returncode == 0, job.stderr
     assert "the end of epoch 1" in job.stdout
 
 
 def test_one_rank_needs_no_mpirun_and_tests_a_saved_model(tmp_path: Path) -> None:
-    def run(*options: str) -> str:
-        command = [str(launch.environment("openmpi") / "bin" / "python"), "-m", "trainers", "--data", "iris", *options]
-        env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
-        job = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True)
-        return job.stdout
-
-    trained = run("--save", "model.npz")
-    tested = run("--load", "model.npz", "--epochs", "0")
+    trained = run(tmp_path, "--data", "iris", "--save", "model.npz").stdout
+    tested = run(tmp_path, "--data", "iris", "--load", "model.npz", "--epochs", "0").stdout
+    assert "test accuracy" in trained
     assert trained.splitlines()[-1] == tested.splitlines()[-1]
     assert "epoch " not in tested
 
@@ -146,8 +144,6 @@ def test_lines_and_what_is_printed_once(tmp_path: Path) -> None:
 
 BAD = {
     "backend": (["--allreduce", "rign"], "no backend is called 'rign'; did you mean 'ring'"),
-    "data": (["--data", "irsi"], "no data set and no file 'irsi'; did you mean 'iris'"),
-    "misspelt option": (["--alreduce", "ring"], "unrecognized arguments: --alreduce ring; did you mean --allreduce?"),
     "nodes": (["--ranks-per-node", "9,9"], "can't describe 2 ranks"),
     "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
     "saved to stdout": (["--save", "-"], "--save -: only --json can go to the standard output"),
@@ -162,7 +158,6 @@ BAD = {
     ),
     "delay": (["--sync-every", "4", "--fragment-sync-delay", "4"], "--fragment-sync-delay 4 must be less than"),
     "exact": (["--exact", "--sync-every", "5"], "--exact can't be used with --sync-every"),
-    "backups": (["--backups", "1"], "--backups 1: with --update replicated all ranks have the whole state"),
     "members": (["--members", "2", "--exact", "--sync-every", "5"], "--exact can't be used with --sync-every"),
 }
 
@@ -277,62 +272,38 @@ def test_tf_config_that_does_not_describe_the_job_ends_with_one_line(mpirun: Job
     assert "Traceback" not in job.stderr
 
 
-def test_results_on_the_standard_output(mpirun: JobRunner) -> None:
+def test_results_on_the_standard_output(tmp_path: Path) -> None:
     before = os.lstat("/dev/stdout").st_ino
-    job = mpirun(1, ["-m", "trainers", "--data", "iris", "--epochs", "1", "--json", "/dev/stdout"])
+    job = run(tmp_path, "--data", "iris", "--epochs", "1", "--json", "/dev/stdout")
     assert job.returncode == 0, job.stderr
     assert '"test_accuracy": ' in job.stdout
     assert os.lstat("/dev/stdout").st_ino == before
 
 
 @pytest.mark.jobs
-@MPI
+@pytest.mark.parametrize("mpi", [*launch.MPIS, ""])
 def test_ctrl_c_ends_the_job(mpi: str, tmp_path: Path) -> None:
-    """SIGINT to mpirun, as a terminal sends it, in the middle of the training."""
+    """SIGINT to mpirun, as a terminal sends it, or to a program without a launcher, in the middle of the training."""
     try:
-        folder = launch.environment(mpi) / "bin"
+        folder = launch.environment(mpi or "openmpi") / "bin"
     except launch.MissingEnvironmentError as error:
         lacking(error)
         raise
-    launcher, *options = launch.LAUNCHERS[mpi]
+    launcher, *options = launch.LAUNCHERS[mpi or "openmpi"]
+    started_by = [str(folder / launcher), *options, "-n", "3"] if mpi else []
     # So many epochs that it does not end by itself in time.
-    training = ["-n", "3", str(folder / "python"), "-m", "trainers", "--epochs", "100000"]
-    env = {**os.environ, "PYTHONPATH": str(launch.ROOT), "OMP_NUM_THREADS": "1"}
-    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [*started_by, str(folder / "python"), "-m", "trainers", "--epochs", "100000"]
     output = tmp_path / "output"
-    with output.open("w") as file:
-        command = [str(folder / launcher), *options, *training]
-        job = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
-        try:
-            _wait_for(lambda: "epoch   3" in output.read_text(), 120)
-            job.send_signal(signal.SIGINT)
-            code = job.wait(60)
-        finally:
-            job.terminate()
-            job.wait()
+    with output.open("w") as file, launch.started(command, file, file) as job:
+        _wait_for(lambda: "epoch   3" in output.read_text(), 120)
+        job.send_signal(signal.SIGINT)
+        code = job.wait(60)
     assert code != 0
+    assert mpi or code == 130
     assert "Traceback" not in output.read_text()
     # MPICH's launcher hands the signal on to the ranks, of which one says so; two, if the first leaves while the second
     # says so. Open MPI's launcher ends them by SIGTERM.
-    assert output.read_text().count("interrupted") in ((1, 2) if mpi == "mpich" else (0, 1))
-
-
-def test_ctrl_c_without_a_launcher(tmp_path: Path) -> None:
-    command = [str(launch.environment("openmpi") / "bin" / "python"), "-m", "trainers", "--epochs", "100000"]
-    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
-    output = tmp_path / "output"
-    with output.open("w") as file:
-        job = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
-        try:
-            _wait_for(lambda: "epoch   3" in output.read_text(), 120)
-            job.send_signal(signal.SIGINT)
-            code = job.wait(60)
-        finally:
-            job.kill()
-            job.wait()
-    assert code == 130
-    assert output.read_text().count("interrupted") == 1
-    assert "Traceback" not in output.read_text()
+    assert output.read_text().count("interrupted") in {"mpich": (1, 2), "openmpi": (0, 1), "": (1,)}[mpi]
 
 
 def _wait_for(condition: Any, seconds: float) -> None:
@@ -373,20 +344,10 @@ def test_defaults_depend_on_the_data() -> None:
             ["--backup-workers", "2"],
             "--backup-workers 2 has no effect with --strategy mirrored; .* --strategy spare_replicas",
         ),
-        (
-            ["--strategy", "spare_replicas", "--allreduce", "ring"],
-            "--allreduce ring has no effect with --strategy spare",
-        ),
-        (["--strategy", "central_storage", "--servers", "1"], "--servers 1 .* use --strategy parameter_server"),
-        (["--strategy", "parameter_server", "--storage-rank", "1"], "--storage-rank 1 .* --strategy central_storage"),
-        (
-            ["--strategy", "parameter_server", "--updates", "sync", "--stale", "drop"],
-            "--stale drop has no effect with --updates sync; leave it out, or use --updates async",
-        ),
         (["--strategy", "parameter_server", "--stale", "drop"], "--stale drop needs --max-staleness N: grad"),
         (["--strategy", "parameter_server", "--servers", "0"], "must be an integer >= 1, got '0'"),
         (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
-        (["--standby", "1"], "--standby 1 needs --on-failure continue"),
+        (["--on-divergence", "copy"], "needs --check-divergence N"),
         (["--backups", "2"], "must be 0 or 1, got '2'"),
     ],
 )
@@ -508,19 +469,95 @@ def test_options_of_other_strategies_have_no_value() -> None:
     assert (servers.updates, servers.stale, servers.max_staleness, servers.exact) == ("async", "keep", None, None)
 
 
-def test_results_are_numbers_that_json_knows() -> None:
-    from trainers.watching.history import Epoch, History
+# The options of the group "watching"
 
-    history = History([Epoch(1, 0.5, {"accuracy": 0.75}, 2.0, 100.0, 0.25, {"loss": 0.6})])
-    assert json.loads(json.dumps(history[0].as_dict())) == {
-        "epoch": 1,
-        "loss": 0.5,
-        "accuracy": 0.75,
-        "validation_loss": 0.6,
-        "seconds": 2.0,
-        "samples_per_second": 100.0,
-        "communication_share": 0.25,
-    }
-    assert history.column("loss") == [0.5]
-    assert "loss 0.5000" in str(history)
-    assert np.array_equal(history.column("epoch"), [1])
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("strategy", ["mirrored", "parameter_server"])
+def test_options_of_watching(strategy: str, mpirun: JobRunner, tmp_path: Path) -> None:
+    """Three ranks: events, a table and a trace, which agree with the results."""
+    pytest.importorskip("tensorboardX")
+    arguments = ["--strategy", strategy, "--epochs", "3", "--early-stopping", "5", "--json", "result.json"]
+    files = ["--trace", "trace.json", "--tensorboard", "logs", "--csv", "log.csv"]
+    if strategy == "parameter_server":
+        arguments += ["--servers", "1", "--updates", "async"]
+    job = mpirun(3, ["-m", "trainers", "--data", "iris", *arguments, *files], cwd=tmp_path)
+    assert job.returncode == 0, job.stdout + job.stderr
+    history = json.loads((tmp_path / "result.json").read_text())["history"]
+    assert len(history) == 3
+    with (tmp_path / "log.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == [epoch["loss"] for epoch in history]
+    shown = event_files.values(tmp_path / "logs" / "train")
+    for name in ("loss", "accuracy", "learning_rate", "samples_per_second", "communication_share", "seconds"):
+        values = [each for each in shown if each.tag == f"epoch_{name}"]
+        assert [each.step for each in values] == [0, 1, 2]
+        if name != "learning_rate":
+            assert [each.value for each in values] == pytest.approx([epoch[name] for epoch in history], rel=1e-6)
+    if strategy == "parameter_server":
+        counts = [each.value for each in shown if each.tag == "epoch_staleness"]
+        assert counts == [epoch["staleness"] for epoch in history]
+    events = check_trace(json.loads((tmp_path / "trace.json").read_text()), 3)
+    kinds = {event["cat"] for event in events}
+    assert {"data", "compute", "update"} < kinds
+    assert ("wait" in kinds) == (strategy == "mirrored")
+
+
+def test_what_the_options_of_watching_mean() -> None:
+    assert make_callbacks(parse([], shown=False)) == []
+    (stopping,) = make_callbacks(parse(["--early-stopping", "3"], shown=False))
+    assert (type(stopping), stopping.monitor, stopping.patience) == (EarlyStopping, "loss", 3)
+    for resume in (False, True):  # a resumed training goes on with its table
+        (table,) = make_callbacks(parse(["--csv", "log.csv", "--checkpoint", "run"] + ["--resume"] * resume, False))
+        assert (type(table), table.filename, table.append) == (CSVLogger, "log.csv", resume)
+    checks = ["--check-divergence", "50", "--on-divergence", "copy", "--check-gradients", "skip"]
+    first, second = make_callbacks(parse(checks, shown=False))
+    assert isinstance(first, CheckDivergence)
+    assert isinstance(second, CheckGradients)
+    assert (first.every, first.on_divergence, second.on_bad) == (50, "copy", "skip")
+    (trace,) = make_callbacks(parse(["--trace", "trace.json"], shown=False))
+    assert (type(trace), trace.path) == (Timeline, "trace.json")
+
+
+@pytest.mark.parametrize("option", ["--trace", "--csv"])
+@pytest.mark.parametrize("path", ["/missing/folder/file", ".", "-"])
+def test_files_that_can_not_be_written(option: str, path: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{option} {path}: "):
+        results.check_targets(parse([option, path], shown=False))
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x"])
+def test_no_number_of_epochs(number: str) -> None:
+    with pytest.raises(ArgumentError, match="early-stopping"):
+        parse(["--early-stopping", number], shown=False)
+
+
+def test_the_extra_tensorboard_brings_what_writes_and_what_shows() -> None:
+    """docs/run/monitor.md uses `tensorboard --logdir logs`; tensorboardX writes the files, but has no such command."""
+    lines = (launch.ROOT / "pyproject.toml").read_text().splitlines()
+    (extra,) = [line for line in lines if line.startswith("tensorboard = ")]
+    assert {'"tensorboardX', '"tensorboard'} <= set(re.findall(r'"\w+', extra))
+
+
+@pytest.mark.jobs
+def test_logs_of_each_rank(mpirun: JobRunner, tmp_path: Path) -> None:
+    """With the epochs, and with the error that ends the job; a second job continues the files."""
+    command = ["-m", "trainers", "--data", "iris", "--epochs", "2", "--log-dir", "logs"]
+    job = mpirun(2, command, cwd=tmp_path)
+    assert job.returncode == 0, job.stderr
+    assert job.stderr.count("epoch") == 0
+    job = mpirun(2, [*command, "--lr", "1e38"], cwd=tmp_path)
+    assert job.returncode == 1
+    for rank in range(2):
+        text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        line = rf"\d{{4}}-\S+ \S+ rank {rank} of 2 on \S+ process \d+"
+        assert len(re.findall(rf"^{line} INFO trainers: epoch [12] of 2: loss \d", text, re.MULTILINE)) == 2
+        assert re.search(rf"^{line} ERROR trainers: DivergedError: the loss became", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("given", "means"), [("0", (0, "127.0.0.1")), ("0.0.0.0:9400", (9400, "0.0.0.0"))])
+def test_the_port_for_prometheus(given: str, means: tuple[int, str]) -> None:
+    assert parse(["--prometheus", given], shown=False).prometheus == means
+    for wrong in ("-1", "host:", "65536"):
+        with pytest.raises(ArgumentError, match="must be PORT or ADDRESS:PORT"):
+            parse([f"--prometheus={wrong}"], shown=False)

@@ -1,6 +1,7 @@
 """The backup of pieces, and the newest state that the ranks assemble from pieces."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -60,19 +61,6 @@ def test_a_backup_has_the_pieces_of_two_steps_of_two_ranks(several: MPI.Intracom
             np.testing.assert_array_equal(each.sliced[name], array)
 
 
-def test_the_newest_whole_state_is_on_all_ranks(several: MPI.Intracomm) -> None:
-    """Only rank 0 has taken one more step; a backup of rank 0's piece replaces its own piece."""
-    rank, size = several.rank, several.size
-    backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
-    backup.keep(4, given([piece(rank, 4, ("parameters",))]))
-    own = [piece(0, 5, ("parameters",))] if rank == 0 else backup.pieces()
-    found = newest(several, own, size * LENGTH)
-    assert found is not None
-    assert found.step == 4
-    np.testing.assert_array_equal(found.state["parameters"], np.arange(size * LENGTH) + 400.0)
-    assert newest(several, own if rank == 0 else [], size * LENGTH) is None
-
-
 def test_a_backup_that_is_made_again_at_the_same_step_is_not_mixed_with_the_one_before(
     several: MPI.Intracomm,
 ) -> None:
@@ -91,24 +79,22 @@ def test_a_backup_that_is_made_again_at_the_same_step_is_not_mixed_with_the_one_
     assert hundreds == {500.0 if size == 2 else 400.0}  # of two ranks the one has all
 
 
-def test_memory_that_one_rank_lacks_for_a_backup(several: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    backup = Backup(several, 0, [(several.rank * LENGTH, (several.rank + 1) * LENGTH)])
-    with monkeypatch.context() as patch:
-        if several.rank == 1:
-            patch.setattr("trainers.state.backup.np.empty", lacking)
-        with pytest.raises(MemoryError, match="rank 1: no room"):
-            backup.keep(1, given([piece(several.rank, 1, ("parameters",))]))
-    backup.keep(1, given([piece(several.rank, 1, ("parameters",))]))
-    assert len(backup.pieces()) == 2
-
-
-def test_pieces_that_one_rank_cannot_give(several: MPI.Intracomm) -> None:
+@pytest.mark.parametrize("lacks", ["memory for a backup", "its own piece"])
+def test_what_one_rank_lacks_for_a_backup(lacks: str, several: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks raise its error, where the others would wait for its pieces, and the backup before it stays."""
     rank = several.rank
     backup = Backup(several, 0, [(rank * LENGTH, (rank + 1) * LENGTH)])
-    backup.keep(1, given([piece(rank, 1, ("parameters",))]))
-    with pytest.raises(MemoryError, match="rank 1: no room"):
-        backup.keep(2, given([piece(rank, 2, ("parameters",))]) if rank != 1 else lacking)
+    own: Any = given([piece(rank, 2, ("parameters",))])
+    if lacks == "its own piece":
+        backup.keep(1, given([piece(rank, 1, ("parameters",))]))
+        own = lacking if rank == 1 else own
+    with monkeypatch.context() as patch:
+        if rank == 1 and lacks == "memory for a backup":
+            patch.setattr("trainers.state.backup.np.empty", lacking)
+        with pytest.raises(MemoryError, match="rank 1: no room"):
+            backup.keep(2, own)
+    if lacks == "memory for a backup":
+        backup.keep(1, given([piece(rank, 1, ("parameters",))]))
     assert [each.first for each in backup.pieces()] == [1, 1]
 
 
@@ -147,38 +133,30 @@ def test_the_state_from_before_an_edit_outlives_its_backups(
         np.testing.assert_array_equal(found.state["parameters"][: parameters.size], parameters)
 
 
-def test_memory_that_rank_0_lacks_for_the_state_of_all(
-    several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["the state of all", "a gathered state"])
+def test_memory_that_one_rank_lacks(
+    place: str, several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It allocates between two messages, in which the others would wait for it."""
-    network = NumpyNetwork([4, 3], optimizer="adam")
-    with MirroredTrainer(network, topology=flat, update="sharded") as trainer:
-        with monkeypatch.context() as patch:
-            if several.rank == 0:
-                patch.setattr("trainers.strategies.sharded.reserved", lacking)
-            with pytest.raises(MemoryError, match="rank 0: no room"):
-                trainer.strategy.owners.snapshot({}, trainer.rank == 0)
-        state = trainer.strategy.owners.snapshot({}, trainer.rank == 0)
-        assert set(state) == (set(network.state()) if several.rank == 0 else set())
-
-
-def test_memory_that_one_rank_lacks_to_gather_the_state(
-    several: MPI.Intracomm, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Rank 0 allocates the state of all between two messages, in which the others would wait for it."""
     empty = np.empty
 
     def lacking_floats(shape: Any, dtype: Any = None) -> np.ndarray:
         return lacking() if dtype == np.float32 else empty(shape, dtype)
 
-    network = NumpyNetwork([4, 3], optimizer="momentum")
+    network = NumpyNetwork([4, 3], optimizer="adam")
     with MirroredTrainer(network, topology=flat, update="sharded") as trainer:
-        update, state = trainer.strategy.owners, network.state()
+        owners, state = trainer.strategy.owners, network.state()
+        call, names = partial(owners.gather_state, state), set(state)
+        target, lack, lacks = "trainers.group.np.empty", lacking_floats, 1
+        if place == "the state of all":
+            call, names = partial(owners.snapshot, {}, trainer.rank == 0), set(state) if trainer.rank == 0 else set()
+            target, lack, lacks = "trainers.strategies.sharded.reserved", lacking, 0
         with monkeypatch.context() as patch:
-            if several.rank == 1:
-                patch.setattr("trainers.group.np.empty", lacking_floats)
-            with pytest.raises(MemoryError, match="rank 1: no room"):
-                update.gather_state(state)
-        assert set(update.gather_state(state)) == set(state)
+            if several.rank == lacks:
+                patch.setattr(target, lack)
+            with pytest.raises(MemoryError, match=f"rank {lacks}: no room"):
+                call()
+        assert set(call()) == names
 
 
 def test_a_load_that_finds_no_state_leaves_the_live_pieces(

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,13 +20,7 @@ import allreduce
 from tests import event_files
 from tests.ranks.training import fits
 from tests.ranks.training.fits import FEATURES, ROWS, SIZE, STRATEGIES, Once, data, on_last, stop
-from trainers import (
-    CentralStorageTrainer,
-    Checkpoint,
-    Loader,
-    MirroredTrainer,
-    NumpyNetwork,
-)
+from trainers import CentralStorageTrainer, Checkpoint, Loader, MirroredTrainer, NumpyNetwork
 from trainers import callbacks as shipped
 from trainers.callbacks import (
     CheckDivergence,
@@ -117,35 +112,6 @@ def test_what_is_collected_is_what_is_saved(strategy: str, flat: allreduce.Topol
             assert np.abs(loaded.state()["optimizer.second_moment"]).min() >= 0
 
 
-class Augmented:
-    """Rows to which every fetch adds noise from NumPy's and Python's own generators."""
-
-    def __init__(self) -> None:
-        self.x, self.y = data()
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
-        noise = np.random.normal(size=FEATURES) + random.gauss(0, 1)
-        return (self.x[row] + 0.1 * noise).astype("float32"), self.y[row]
-
-
-@ONCE
-def test_random_numbers_go_on(flat: allreduce.Topology, folder: Path) -> None:
-    def fit(**options: Any) -> list[str]:
-        np.random.seed(flat.rank)
-        random.seed(flat.rank)
-        with MirroredTrainer(network(), "ring", flat) as trainer:
-            trainer.fit(Loader(Augmented(), prefetch=False), None, EPOCHS, BATCH, progress=False, **options)
-            return trainer.parameters_sha256()
-
-    expected = fit()
-    with pytest.raises(KilledError):
-        fit(checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=killed_before(1, 3))
-    assert fit(checkpoint=str(folder), resume=True) == expected
-
-
 def test_seconds_are_rank_0s(flat: allreduce.Topology, folder: Path) -> None:
     with MirroredTrainer(network(), "ring", flat) as trainer:
         given = Checkpoint(str(folder), "0.000001 s", keep=2)
@@ -184,14 +150,23 @@ def test_a_rank_that_joins_after_the_last_step_writes_the_end_too(
     assert [os.path.basename(path) for path in files.paths(str(folder))] == ["checkpoint-00000005.npz"]
 
 
-REFUSED = {
+Changes = dict[str, Any]  # arguments of fit, and "model": a function that makes another network
+REFUSED: dict[str, tuple[Changes, type[Exception], str]] = {
     "old run": ({"resume": False}, CheckpointError, "holds checkpoints of another training, the newest of the end of"),
     "seed": ({"seed": 5}, CheckpointError, "of a training with seed=0, and this one has seed=5"),
     "batch": ({"batch_size": 13}, CheckpointError, "of a training with batch_size=12, and this one has batch_size=13"),
     "rows": ({"x": data()[0][:40], "y": data()[1][:40]}, CheckpointError, "with rows=50, and this one has rows=40"),
     "nowhere": ({"checkpoint": None}, ArgumentError, "resume=True needs the folder of the checkpoints"),
     "every": ({"checkpoint": "/dev/null/run"}, CheckpointError, "can't be written to /dev/null/run: Not a directory"),
-}
+    "sizes": ({"model": lambda: NumpyNetwork([FEATURES, 9, 3])}, CheckpointError,
+              r"it has layer 1 weights of shape \(6, 8\) where this one has layer 1 weights of shape \(6, 9\)"),
+    "deeper": ({"model": lambda: NumpyNetwork([FEATURES, 8, 3, 3])}, CheckpointError,
+               "it has no more parameters where this one has layer 3 weig"),
+    "activation": ({"model": lambda: network(activation="tanh")}, CheckpointError,
+                   "with activation='relu', and this one has activation='tanh'"),
+    "optimizer": ({"model": lambda: network(optimizer="sgd")}, CheckpointError,
+                  "the saved model is another one: optimizer"),
+}  # fmt: skip
 
 
 @ONCE
@@ -199,48 +174,33 @@ REFUSED = {
 def test_what_can_not_go_on_is_refused_on_all_ranks(case: str, flat: allreduce.Topology, folder: Path) -> None:
     change, kind, words = REFUSED[case]
     x, y = data()
+    options = {"x": x, "y": y, "epochs": 2, "batch_size": BATCH, "checkpoint": str(folder), "resume": True}
+    options |= {"progress": False, **change}
+    make = options.pop("model", network)
     with MirroredTrainer(network(), "ring", flat) as trainer:
         trainer.fit(x, y, 1, BATCH, checkpoint=str(folder), progress=False)
-        before, listed = trainer.parameters_sha256(), sorted(os.listdir(folder))
-        options = {"x": x, "y": y, "epochs": 2, "batch_size": BATCH, "checkpoint": str(folder), "resume": True}
+    listed = sorted(os.listdir(folder))
+    with MirroredTrainer(make(), "ring", flat) as trainer:
+        before = trainer.parameters_sha256()
         with pytest.raises(kind, match=words) as caught:
-            trainer.fit(**{**options, **change, "progress": False})
-        assert caught.value.ranks == tuple(range(flat.size))
+            trainer.fit(**options)
+        assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[attr-defined]
         assert trainer.parameters_sha256() == before
         assert sorted(os.listdir(folder)) == listed
 
 
-MODELS = {
-    "sizes": (lambda: NumpyNetwork([FEATURES, 9, 3]), r"it has layer 1 weights of shape \(6, 8\) where this one has "
-              r"layer 1 weights of shape \(6, 9\)"),
-    "deeper": (lambda: NumpyNetwork([FEATURES, 8, 3, 3]), "it has no more parameters where this one has layer 3 weig"),
-    "activation": (lambda: network(activation="tanh"), "with activation='relu', and this one has activation='tanh'"),
-    "optimizer": (lambda: network(optimizer="sgd"), "the saved model is another one: optimizer"),
-}  # fmt: skip
-
-
-@ONCE
-@pytest.mark.parametrize("model", MODELS)
-def test_another_model_is_named(model: str, flat: allreduce.Topology, folder: Path) -> None:
-    make, words = MODELS[model]
-    with MirroredTrainer(network(), "ring", flat) as trainer:
-        fitted(trainer, checkpoint=str(folder))
-    with MirroredTrainer(make(), "ring", flat) as trainer, pytest.raises(CheckpointError, match=words) as caught:
-        fitted(trainer, checkpoint=str(folder), resume=True)
-    assert caught.value.ranks == tuple(range(flat.size))
-
-
-class Table:
+class Table(fits.Rows):
     """A data set. noisy: adds new random numbers to x at each access, as an augmentation does."""
 
-    def __init__(self, x: np.ndarray, y: np.ndarray, noisy: bool = False) -> None:
-        self.x, self.y, self.noisy = x, y, noisy
-
-    def __len__(self) -> int:
-        return len(self.x)
+    noisy = False
 
     def __getitem__(self, row: int) -> Any:
-        return self.x[row] + (np.float32(random.random()) if self.noisy else 0), self.y[row]
+        x, y = super().__getitem__(row)
+        return x + (np.float32(random.gauss(0, 1) + np.random.rand()) if self.noisy else 0), y
+
+
+class NoisyTable(Table):
+    noisy = True
 
 
 X, Y = data()
@@ -251,7 +211,7 @@ OTHERS = {
     "labels": ((X, (Y + (np.arange(ROWS) == 7)) % 3), "the sampled rows of y differ"),
     "dtype": ((X, Y.astype(np.int32)), r"a row of y was int64\[\], and is int32\[\]"),
     "dataset": ((Table(X + 1, Y), None), "the sampled rows of x differ"),
-    "noisy labels": ((Table(X, 2 - Y, noisy=True), None), "sampled rows of y differ"),
+    "noisy labels": ((NoisyTable(X, 2 - Y), None), "sampled rows of y differ"),
 }
 
 
@@ -259,7 +219,7 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_data_are_refused(other: str, flat: allreduce.Topology, folder: Path) -> None:
     given, words = OTHERS[other]
-    known: Any = (X, Y) if given[1] is not None else (Table(X, Y, noisy=other.startswith("noisy")), None)
+    known: Any = (X, Y) if given[1] is not None else ((NoisyTable if other.startswith("noisy") else Table)(X, Y), None)
 
     def fit(rows: Any, epochs: int, seed: int = 1, **options: Any) -> History:
         with MirroredTrainer(network(seed=seed), "ring", flat) as trainer:
@@ -282,15 +242,24 @@ def test_other_data_are_refused(other: str, flat: allreduce.Topology, folder: Pa
     assert len(fit(known, 5, checkpoint=str(folder))) == 5  # of a version without fingerprints
 
 
-def test_the_fingerprint_draws_no_random_numbers(flat: allreduce.Topology, folder: Path) -> None:
-    """A fit with checkpoints has the bits of a fit without, also with a data set that draws random numbers."""
-    found = []
-    for options in ({}, {"checkpoint": str(folder)}):
-        random.seed(flat.rank)
-        with MirroredTrainer(network(), "ring", flat) as trainer:
-            trainer.fit(Loader(Table(X, Y, noisy=True), prefetch=False), None, 2, BATCH, progress=False, **options)
-            found.append(trainer.parameters_sha256())
-    assert found[0] == found[1]
+def fit_noisy(topology: allreduce.Topology, **options: Any) -> list[str]:
+    """Train on rows that draw random numbers, from Python's and NumPy's own generators."""
+    random.seed(topology.rank)
+    np.random.seed(topology.rank)
+    with MirroredTrainer(network(), "ring", topology) as trainer:
+        rows = Loader(NoisyTable(X, Y), prefetch=False)
+        trainer.fit(rows, None, EPOCHS, BATCH, progress=False, **options)
+        return trainer.parameters_sha256()
+
+
+def test_random_numbers_go_on(flat: allreduce.Topology, folder: Path) -> None:
+    """And the fingerprint draws none: a fit with checkpoints has the bits of a fit without."""
+    expected = fit_noisy(flat)
+    assert fit_noisy(flat, checkpoint=str(folder / "whole")) == expected
+    parts = folder / "parts"
+    with pytest.raises(KilledError):
+        fit_noisy(flat, checkpoint=Checkpoint(str(parts), "2 steps"), callbacks=killed_before(1, 3))
+    assert fit_noisy(flat, checkpoint=str(parts), resume=True) == expected
 
 
 def test_what_the_writing_meets_is_raised_on_all_ranks(
@@ -411,40 +380,25 @@ def test_an_array_that_cannot_be_sent_makes_a_checkpoint_unusable(
 
 
 @ONCE
-def test_servers_pass_over_the_middle_of_an_epoch(
-    flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
-        fitted(trainer, checkpoint=Checkpoint(str(folder), "5 steps"), callbacks=killed_before(1, 3))
-    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
-        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=killed_before(1, 3), resume=True)
-    with TRAINERS["async"](network(seed=7), topology=flat) as trainer, caplog.at_level("WARNING", "trainers"):
-        history = fitted(trainer, checkpoint=str(folder), resume=True)
-    assert history.column("epoch") == [1, 2, 3, 4]
-    assert ("of the middle of an epoch" in caplog.text) == (flat.rank == 0)
-
-
-@ONCE
 @pytest.mark.parametrize("strategy", ["async", "spare"])
 def test_trainers_whose_ranks_go_their_own_way_go_on_from_the_end_of_an_epoch(
-    strategy: str, flat: allreduce.Topology, folder: Path
+    strategy: str, flat: allreduce.Topology, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(KilledError):
-        fitted(trainer, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=killed_before(1, 3))
+    killed("replicated", flat, folder, "2 steps", (1, 3))  # after 4, 6 and 8 steps, all in the middle of an epoch
     with (
         TRAINERS[strategy](network(), topology=flat) as trainer,
         pytest.raises(CheckpointError, match="of the middle of an epoch"),
     ):
         fitted(trainer, checkpoint=str(folder), resume=True)
     if flat.rank == 0:
-        os.unlink(files.paths(str(folder))[0])  # after 8 steps; the one before is after 6, and in the middle as well
-        os.unlink(files.paths(str(folder))[0])
-        os.unlink(files.paths(str(folder))[0])
-    with TRAINERS[strategy](network(), topology=flat) as trainer:
-        fitted(trainer, epochs=2, checkpoint=Checkpoint(str(folder), "7 steps"))
-    with TRAINERS[strategy](network(seed=7), topology=flat) as trainer:
+        shutil.rmtree(folder)
+    flat.agree([], "rank 0 has removed them")
+    killed("replicated", flat, folder, "5 steps", (1, 3))
+    killed("replicated", flat, folder, "2 steps", (1, 3))
+    with TRAINERS[strategy](network(seed=7), topology=flat) as trainer, caplog.at_level("WARNING", "trainers"):
         history = fitted(trainer, checkpoint=Checkpoint(str(folder), "0.000001 s"), resume=True)
         scores, parameters = trainer.evaluate(*data()), trainer.parameters_sha256()
+    assert ("of the middle of an epoch" in caplog.text) == (flat.rank == 0)
     assert history.column("epoch") == [1, 2, 3, 4]
     newest = files.newest(str(folder))
     assert newest is not None

@@ -1,8 +1,10 @@
 """MirroredTrainer(average=Exact()): parameters and histories have the bits of a training on one rank."""
 
 import hashlib
+import random
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ import allreduce
 from allreduce import errors
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere
+from tests.ranks.training.fits import on_last, stop
 from trainers import EMA, ClipNorm, Exact, Loader, MirroredTrainer
 from trainers.callbacks import CheckGradients
+from trainers.data import Samples
 from trainers.errors import ArgumentError, DivergedError
 from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.state.adopt import complete
@@ -22,8 +26,7 @@ from trainers.state.adopt import complete
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
 SHAPES = shapes(SIZE)
-EPOCHS = 5
-FEW = 3  # epochs where many ways are compared
+EPOCHS = 3
 ROWS, BATCH, MICRO = 130, 37, 5  # batches of 7 and 2 micro-batches, and 5, 2 and 4 rows in the last ones
 
 
@@ -37,14 +40,11 @@ def numpy_network(optimizer: str = "adam") -> NumpyNetwork:
     return NumpyNetwork([20, 300, 30, 2], optimizer=optimizer, seed=1)
 
 
-def fitted(make: Callable[[], Any], topology: Any, epochs: int = EPOCHS, **options: Any) -> tuple[str, list[Any]]:
+def fitted(make: Callable[[], Any], topology: Any, **options: Any) -> tuple[str, list[Any]]:
     """Return the SHA-256 of the state and the losses of a training; both are equal on its ranks. Collective."""
-    fit = {name: options.pop(name) for name in ("checkpoint", "resume") if name in options}
     x, y = data()
     with MirroredTrainer(make(), topology=topology, average=Exact(micro_batch=MICRO), **options) as trainer:
-        history = trainer.fit(
-            x, y, epochs=epochs, batch_size=BATCH, progress=False, validation_data=(x[:57], y[:57]), **fit
-        )
+        history = trainer.fit(x, y, EPOCHS, BATCH, progress=False, validation_data=(x[:57], y[:57]))
         assert len(set(trainer.parameters_sha256())) == 1
         complete(trainer.strategy)
         state = trainer.replica.state() if trainer.rank == 0 else {}
@@ -56,10 +56,10 @@ def fitted(make: Callable[[], Any], topology: Any, epochs: int = EPOCHS, **optio
     return topology.world.bcast(digest.hexdigest()), shown
 
 
-def alone(make: Callable[[], Any], **options: Any) -> tuple[str, list[Any]]:
+def alone(make: Callable[[], Any]) -> tuple[str, list[Any]]:
     """The training on one rank; every rank does it."""
     with allreduce.Topology(MPI.COMM_SELF) as topology:
-        return fitted(make, topology, **options)
+        return fitted(make, topology)
 
 
 HOSTILE = ["outlier", "infinite", "weights"]
@@ -92,29 +92,6 @@ def test_hostile_rows(kind: str, topology_of: Callable[..., allreduce.Topology])
     assert len(set(found)) == 1
 
 
-class Failing(NumpyNetwork):
-    """Raises an error on one rank in a step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__([20, 30, 2], seed=1)
-        self.left = step if WORLD.rank == SIZE - 1 else -1
-
-    def gradients(self, *given: Any) -> Any:
-        self.left -= 1
-        if self.left == -1 and WORLD.rank == SIZE - 1:
-            raise ValueError("no gradients")
-        return super().gradients(*given)
-
-
-def test_an_error_on_one_rank(flat: allreduce.Topology) -> None:
-    x, y = data()
-    with MirroredTrainer(Failing(2), topology=flat, average=Exact(micro_batch=1)) as trainer:
-        text = raised_everywhere(
-            WORLD, ValueError, lambda: trainer.fit(x, y, epochs=1, batch_size=BATCH, progress=False)
-        )
-    assert "no gradients" in text
-
-
 def torch_network(kind: str) -> Any:
     torch = pytest.importorskip("torch")
     from trainers.replicas.pytorch.replica import TorchReplica
@@ -140,10 +117,10 @@ def test_torch(kind: str, topology_of: Callable[..., allreduce.Topology]) -> Non
     def make() -> Any:
         return torch_network(kind)
 
-    expected = alone(make, epochs=FEW)
+    expected = alone(make)
     for number, shape in enumerate(SHAPES):
         update = ("replicated", "sharded")[(number + (kind == "norm")) % 2]
-        assert fitted(make, topology_of(SHAPES[shape]), FEW, update=update) == expected, (shape, update)
+        assert fitted(make, topology_of(SHAPES[shape]), update=update) == expected, (shape, update)
 
 
 def test_statistics_that_depend_on_the_ranks_are_refused(flat: allreduce.Topology) -> None:
@@ -210,3 +187,62 @@ def test_padding_follows_the_micro_batch(flat: allreduce.Topology) -> None:
                 trainer.fit(Loader(Padded(), collate=Padded.collate), epochs=2, batch_size=BATCH, progress=False)
                 found += trainer.parameters_sha256()
     assert len(set(found)) == 1
+
+
+# A data set is read so that a row follows from the row and the epoch alone, on any number of ranks.
+twice = pytest.mark.skipif(SIZE != 2, reason="two ranks are enough")
+
+
+class Noisy:
+    """Rows (number of the row, noise of all generators)."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, row: int) -> tuple[Any, int]:
+        import torch
+
+        return torch.tensor([row, random.random(), np.random.rand(), torch.rand(())], dtype=torch.float32), row % 3
+
+
+class Noting(NumpyNetwork):
+    """Notes the rows that it has trained on, by their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__([4, 5, 3], seed=1)
+        self.trained: list[np.ndarray] = []
+
+    def gradients(self, x: np.ndarray, y: np.ndarray, share: float) -> Any:
+        self.trained += list(x.copy())
+        return super().gradients(x, y, share)
+
+
+def noisy_fit(replica: NumpyNetwork, topology: allreduce.Topology, **options: Any) -> list[str]:
+    pytest.importorskip("torch")
+    with MirroredTrainer(replica, topology=topology, average=Exact(micro_batch=4)) as trainer:
+        trainer.fit(Noisy(), None, 2, 6, progress=False, **options)
+        return trainer.parameters_sha256()
+
+
+@twice
+def test_a_row_follows_from_the_row_and_the_epoch(flat: allreduce.Topology) -> None:
+    replica = Noting()
+    noisy_fit(replica, flat)
+    found = [row for each in WORLD.allgather([row.tolist() for row in replica.trained]) for row in each]
+    expected = [Samples(Noisy()).take(np.arange(23), (0, epoch))[0].tolist() for epoch in range(2)]
+    assert sorted(found) == sorted(row for epoch in expected for row in epoch)
+
+
+@twice
+def test_resume_in_mid_epoch_on_other_ranks(flat: allreduce.Topology, folder: Path) -> None:
+    """The bits do not depend on the ranks; the training stops in its first epoch."""
+
+    def network() -> NumpyNetwork:
+        return NumpyNetwork([4, 5, 3], seed=1)
+
+    wanted = set(noisy_fit(network(), flat))
+    stopping = on_last("on_train_batch_end", stop, epoch=0)
+    assert set(noisy_fit(network(), flat, checkpoint=str(folder), callbacks=stopping)) != wanted
+    with allreduce.Topology(MPI.COMM_SELF) as single:
+        found = noisy_fit(network(), single, checkpoint=str(folder), resume=True) if WORLD.rank == 0 else None
+    assert set(WORLD.bcast(found)) == wanted

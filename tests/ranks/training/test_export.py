@@ -12,10 +12,10 @@ import allreduce
 from allreduce.errors import DisagreementError
 from tests.conftest import lacking
 from tests.ranks.together import raised_everywhere
-from tests.ranks.training.test_inputs import TRAINERS
+from tests.ranks.training.fits import TRAINERS, trainer_of
 from tests.ranks.training.test_tables import rows_of
 from tests.training.test_tables import people, write
-from trainers import EMA, LocalSGD, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, datasets, network_of
+from trainers import EMA, MirroredTrainer, NumpyNetwork, datasets, network_of
 from trainers.apps.export.metadata import Exported
 from trainers.cli.main import main
 from trainers.errors import ArgumentError, ExportError
@@ -26,10 +26,6 @@ JOBS = "openmpi 1 2"
 WORLD = MPI.COMM_WORLD
 X = np.random.default_rng(3).normal(size=(40, 6)).astype("float32")
 Y = X[:, :3].argmax(1)
-OTHERS = {
-    "async": ParameterServerTrainer,
-    "local": lambda *given, **rest: MirroredTrainer(*given, **rest, average=LocalSGD(4)),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -58,16 +54,13 @@ class Exports(Callback):
         self.found.append(self.trainer.export(str(self.path)))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", [*TRAINERS, *OTHERS])
+@pytest.mark.parametrize("name", [*TRAINERS, "exact", "async", "local"])
 def test_every_trainer_exports_its_model(name: str, flat: allreduce.Topology, folder: Path) -> None:
-    if flat.size < 2 and name in ("sync", "async"):
-        pytest.skip("one rank is a server, so others must compute")
-    made = ({**TRAINERS, **OTHERS})[name]
     path, calls = folder / "a.onnx", Exports(folder / "callback.onnx")
     network = NumpyNetwork([6, 5, 3], seed=1)
     network.scale_input(0.5, 2.0)
     averages = {} if name in ("async", "local") else {"transforms": [EMA(0.5)]}
-    with made(network, topology=flat) as trainer:
+    with trainer_of(name, flat, network) as trainer:
         trainer.fit(X, Y, epochs=2, batch_size=20, callbacks=[calls], progress=False, **averages)
         about = trainer.export(str(path))
         assert (about.rows, about.average) == (32, bool(averages))

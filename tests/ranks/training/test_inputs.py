@@ -1,7 +1,6 @@
-"""Several inputs and weighted rows: the training is that of one rank, for every strategy and every source of rows."""
+"""Several inputs and weighted rows: nested inputs, weights of a validation, and errors; the matrix has both with every
+strategy and source of rows."""
 
-import functools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,14 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce.errors import DisagreementError
-from tests.ranks.training import fits
-from tests.ranks.training.fits import data, network
-from trainers import (
-    Accumulate,
-    Checkpoint,
-    Exact,
-    Loader,
-    LocalSGD,
-    MirroredTrainer,
-    NumpyNetwork,
-    Replica,
-)
+from tests.ranks.training.fits import TRAINERS, Rows, data, network, trainer_of
+from tests.ranks.training.test_trainers import example
+from trainers import Checkpoint, Loader, MirroredTrainer, NumpyNetwork
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit.weights import ClassWeights
 
-EPOCHS, BATCH = 2, 12
+BATCH = 12
 CLASS_WEIGHT = {0: 3.0, 2: 0.5}
-TRAINERS = fits.TRAINERS | {"exact": functools.partial(MirroredTrainer, average=Exact(micro_batch=5))}
 
 
 class Joined(NumpyNetwork):
@@ -51,9 +40,9 @@ def joined(x: Any) -> np.ndarray:
     if isinstance(x, dict):
         assert list(x) == ["first", "rest"]
         x = (x["first"], *x["rest"])
-    return (
-        np.concatenate([each if each.ndim == 2 else each[:, None] for each in x], axis=1) if isinstance(x, tuple) else x
-    )
+    if not isinstance(x, tuple):
+        return x
+    return np.concatenate([each if each.ndim == 2 else each[:, None] for each in x], axis=1)
 
 
 def as_dict(x: np.ndarray) -> dict[str, Any]:
@@ -68,91 +57,49 @@ def weights() -> np.ndarray:
     return np.random.default_rng(5).integers(0, 4, len(data()[0]))
 
 
-def of_classes() -> np.ndarray:
-    return np.array([CLASS_WEIGHT.get(label, 1.0) for label in data()[1].tolist()])
-
-
-class Rows:
-    """A data set of triples whose x is a dict."""
-
-    def __len__(self) -> int:
-        return len(data()[0])
+class Triples(Rows):
+    """Rows whose x is a dict, with weights."""
 
     def __getitem__(self, row: int) -> Any:
-        x, y = data()
-        return as_dict(x[row]), y[row], weights()[row]
+        x, y = super().__getitem__(row)
+        return as_dict(x), y, weights()[row]
 
 
-def trained(make: Callable[..., Any], topology: allreduce.Topology, *given: Any, **options: Any) -> list[Any]:
-    """Return the parameters, and the losses and accuracies of the epochs, of the validation, and of `evaluate`."""
+def lists() -> list[Any]:
+    """Return batches of triples, x as default_collate makes it: lists instead of tuples."""
+    parts = [slice(at, at + BATCH) for at in range(0, len(data()[0]), BATCH)]
     x, y = data()
-    with make(Joined([6, 8, 3], seed=1), topology=topology) as trainer:
-        history = trainer.fit(*given, epochs=EPOCHS, progress=False, validation_data=(x, y, weights()), **options)
-        scores = trainer.evaluate(as_tuple(x), y, sample_weight=weights())
-        np.testing.assert_allclose(trainer.predict(as_dict(x)), trainer.predict(x), rtol=1e-6)
-        assert len(set(trainer.parameters_sha256())) == 1
-    assert scores == pytest.approx(history[-1].validation)
-    rows = [[epoch.loss, *epoch.metrics.values(), *epoch.validation.values()] for epoch in history]
-    return [trainer.replica.state()["parameters"], rows]
+    return [([each[part] for each in as_tuple(x)], y[part], weights()[part]) for part in parts]
 
 
-def on_one_rank(row_weights: np.ndarray | None) -> list[Any]:
-    """Train on plain arrays with one rank, and no class weights."""
-    x, y = data()
-    with allreduce.Topology(MPI.COMM_SELF) as alone:
-        return trained(TRAINERS["replicated"], alone, x, y, batch_size=BATCH, sample_weight=row_weights, shuffle=False)
-
-
-def loader(x: Any) -> Iterator[Any]:
-    """Batches of triples, x as default_collate makes it: lists instead of tuples."""
-    _, y = data()
-    for begin in range(0, len(y), BATCH):
-        part = slice(begin, begin + BATCH)
-        yield [[each[part] for each in as_tuple(x)], y[part], weights()[part]]
-
-
-class Source:
-    def __iter__(self) -> Iterator[Any]:
-        return loader(data()[0])
-
-
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", ["sharded", "exact"])
 def test_a_training_is_that_of_one_rank(kind: str, flat: allreduce.Topology) -> None:
-    if kind == "sync" and flat.size == 1:
-        pytest.skip("a server needs a worker")
     x, y = data()
-    train = functools.partial(trained, TRAINERS[kind], flat)
     arrays = {"batch_size": BATCH, "shuffle": False}
-    both = weights() * of_classes()
-    accumulate = {} if kind == "exact" else {"transforms": [Accumulate(3)]}
-    found = [
-        (None, train(as_tuple(x), y, **arrays)),
-        (of_classes(), train(as_dict(x), y, class_weight=CLASS_WEIGHT, **arrays, **accumulate)),
-        (both, train(x, y, class_weight=CLASS_WEIGHT, sample_weight=weights().tolist(), **arrays)),
-        (both, train(Loader(Rows(), prefetch=True), class_weight=CLASS_WEIGHT, **arrays)),
+    classes = {"class_weight": CLASS_WEIGHT}
+    both = weights() * [CLASS_WEIGHT.get(label, 1.0) for label in y.tolist()]
+    sources: list[tuple[Any, dict[str, Any]]] = [
+        ((x, y), {"sample_weight": both, **arrays}),
+        ((as_dict(x), y), {"sample_weight": weights().tolist(), **arrays, **classes}),
+        ((Loader(Triples(x, y), prefetch=True),), arrays | classes),
+        ((Loader(lists(), rows="whole"),), classes),
     ]
-    if kind != "spare":
-        server = kind == "sync" and flat.rank == flat.size - 1
-        batches = None if server else Source()
-        found.append((both, train(Loader(batches, rows="whole"), class_weight=CLASS_WEIGHT)))
-    for row_weights, (parameters, history) in found:
-        expected, its = on_one_rank(row_weights)
-        np.testing.assert_allclose(parameters, expected, rtol=1e-3, atol=2e-6)
-        np.testing.assert_allclose(history, its, rtol=1e-4)
-
-
-def test_local_sgd_weighs_rows(flat: allreduce.Topology) -> None:
-    """After one step of gradient descent on equal shares, the mean of the parameters is that of a step of all ranks."""
-    x, y = data()
-    rows = 8 * flat.size
     found = []
-    for options in ({"average": LocalSGD(1)}, {}):
-        made = NumpyNetwork([6, 8, 3], optimizer="sgd", seed=1)
-        with MirroredTrainer(made, "ring", flat, **options) as trainer:
-            given = {"sample_weight": weights()[:rows], "class_weight": CLASS_WEIGHT}
-            history = trainer.fit(x[:rows], y[:rows], 2, rows // 2, progress=False, **given)
-        found.append([*made.state()["parameters"], *(epoch.loss for epoch in history)])
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-6)
+    with allreduce.Topology(MPI.COMM_SELF) as alone:
+        for topology, of in ((alone, sources[:1]), (flat, sources[1:])):
+            for given, options in of:
+                with trainer_of(kind, topology, Joined([6, 8, 3], seed=1)) as trainer:
+                    common: Any = {"epochs": 2, "progress": False, "validation_data": (x, y, weights())}
+                    history = trainer.fit(*given, **common, **options)
+                    scores = trainer.evaluate(as_tuple(x), y, sample_weight=weights())
+                    np.testing.assert_allclose(trainer.predict(as_dict(x)), trainer.predict(x), rtol=1e-6)
+                    assert scores == pytest.approx(history[-1].validation)
+                    assert len(set(trainer.parameters_sha256())) == 1
+                rows = [[epoch.loss, *epoch.metrics.values(), *epoch.validation.values()] for epoch in history]
+                found.append((trainer.replica.state()["parameters"], rows))
+    for parameters, its in found[1:]:
+        np.testing.assert_allclose(parameters, found[0][0], rtol=1e-3, atol=2e-6)
+        np.testing.assert_allclose(its, found[0][1], rtol=1e-4)
 
 
 def test_balanced_classes_count_alike(flat: allreduce.Topology) -> None:
@@ -175,24 +122,6 @@ def test_rows_that_are_not_one_hot_have_no_class(row: list[float]) -> None:
     targets = np.array([[0, 1, 0], row])
     with pytest.raises(ArgumentError, match="a row of y is not one-hot"):
         ClassWeights({0: 2.0})((targets, targets))
-
-
-class Weightless(Replica):
-    """A replica of a user's, which knows no weights."""
-
-    def __init__(self) -> None:
-        self.inner = network()
-        self.gradient_length, self.metrics = self.inner.gradient_length, self.inner.metrics
-        for name in ("bind", "update", "predict", "others", "load_others", "optimizer_state"):
-            setattr(self, name, getattr(self.inner, name))
-
-    def gradients(self, x: Any, y: Any, share: float) -> Any:
-        return self.inner.gradients(x, y, share)
-
-    def evaluate(self, x: Any, y: Any) -> Any:
-        return self.inner.evaluate(x, y)
-
-    bind = update = predict = lambda self: None  # type: ignore[assignment]
 
 
 def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
@@ -218,12 +147,12 @@ def bad_calls() -> dict[str, tuple[dict[str, Any], str]]:
         "unknown class": ({"x": x, "y": y, "class_weight": {0: 1.0, 7: 2.0}}, "class 7, and y has the classes 0, 1, 2"),
         "a negative class": ({"x": x, "y": y, "class_weight": {0: -1.0}}, "numbers >= 0 for class numbers"),
         "a word": ({"x": x, "y": y, "class_weight": "equal"}, "numbers >= 0 for class numbers"),
-        "balanced rows": ({"x": Rows(), "class_weight": "balanced"}, "needs arrays x and y"),
+        "balanced rows": ({"x": Rows(x, y), "class_weight": "balanced"}, "needs arrays x and y"),
         "balanced batches": (
             {"x": Loader([(x, y)], rows="whole"), "class_weight": "balanced"},
             "needs arrays x and y",
         ),
-        "weights of a data set": ({"x": Rows(), "sample_weight": weights()}, r"gives weights in its rows"),
+        "weights of a data set": ({"x": Rows(x, y), "sample_weight": weights()}, r"gives weights in its rows"),
         "weights of a loader": (
             {"x": Loader([(x, y)], rows="whole"), "sample_weight": weights()},
             "leave out its rows, or",
@@ -257,10 +186,10 @@ def test_bad_input_is_one_error_on_all_ranks(kind: str, flat: allreduce.Topology
                 with pytest.raises((DisagreementError, ArgumentError)):
                     trainer.fit(*given[:2], sample_weight=given[2], progress=False)
         assert trainer.parameters_sha256() == before
-    with MirroredTrainer(Weightless(), "ring", flat) as trainer:
-        trainer.fit(x, y, 1, progress=False)
-        with pytest.raises(ArgumentError, match="this Weightless can't weigh rows"):
-            trainer.fit(x, y, 1, sample_weight=weights(), progress=False)
+    with MirroredTrainer(example("Line")(6), "ring", flat) as trainer:  # a replica that knows no weights
+        trainer.fit(x, x[:, 0], 1, progress=False)
+        with pytest.raises(ArgumentError, match="this Line can't weigh rows"):
+            trainer.fit(x, x[:, 0], 1, sample_weight=weights(), progress=False)
 
 
 def test_a_resumed_training_has_the_same_weights(flat: allreduce.Topology, folder: Path) -> None:

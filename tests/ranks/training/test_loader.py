@@ -17,16 +17,8 @@ import allreduce
 from allreduce.errors import DisagreementError
 from allreduce.transport import control
 from tests.ranks.together import raised_everywhere
-from tests.ranks.training.fits import STRATEGIES, TRAINERS, Once, data, network, stop
-from trainers import (
-    Checkpoint,
-    Exact,
-    Loader,
-    LocalSGD,
-    MirroredTrainer,
-    ParameterServerTrainer,
-    SpareReplicasTrainer,
-)
+from tests.ranks.training.fits import EVERY, TRAINERS, Once, Seen, data, network, stop, trainer_of
+from trainers import Checkpoint, Loader, MirroredTrainer, ParameterServerTrainer
 from trainers.data import checksum
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit import prefetch
@@ -35,12 +27,6 @@ from trainers.watching.callback import Callback
 
 Pair = tuple[np.ndarray, np.ndarray]
 EPOCHS = 2
-
-
-def trainer_of(kind: str, topology: allreduce.Topology) -> Any:
-    if kind == "sync" and topology.size == 1:
-        pytest.skip("a server needs a worker")
-    return TRAINERS[kind](network(), topology=topology)
 
 
 def batches_of(parts: int, seed: int) -> list[list[Pair]]:
@@ -66,7 +52,7 @@ def test_local_sgd_ends_when_all_loaders_have_ended(flat: allreduce.Topology) ->
     """A round is 3 steps, and the loaders give 4 batches and fewer."""
     x, y = data()
     own = [(x[:4], y[:4])] * (4 if flat.rank == flat.size - 1 else 1)
-    with MirroredTrainer(network(), "ring", flat, average=LocalSGD(3)) as trainer:
+    with trainer_of("local", flat) as trainer:
         history = trainer.fit(Loader(own, rows="divided"), epochs=EPOCHS, progress=False)
         assert trainer.steps == 4 * EPOCHS
         assert len(set(trainer.parameters_sha256())) == 1
@@ -87,12 +73,21 @@ class Endless:
             yield x[begin : begin + 2 + self.rank], y[begin : begin + 2 + self.rank]
 
 
-def test_an_endless_loader_is_read_on_from_epoch_to_epoch(flat: allreduce.Topology) -> None:
-    loader = Endless(flat.rank)
-    with MirroredTrainer(network(), "ring", flat) as trainer:
-        trainer.fit(Loader(loader, rows="divided", steps=5), epochs=3, progress=False)
-        assert trainer.steps == 15
-    assert loader.read == 15  # none is read that is not used
+@pytest.mark.parametrize("rows", ["divided", "whole"])
+@pytest.mark.parametrize("kind", ["replicated", "async"])
+def test_an_endless_loader_is_read_on_from_epoch_to_epoch(
+    kind: str, rows: str, flat: allreduce.Topology, folder: Path
+) -> None:
+    """Each asynchronous worker takes `steps` batches of its own; of whole batches all of them read equally far."""
+    loader = Endless(flat.rank if rows == "divided" else 0)
+    with trainer_of(kind, flat) as trainer:
+        own = None if trainer.strategy.part is None else loader
+        options: dict[str, Any] = {"progress": False, "checkpoint": str(folder)}
+        given = Loader(own, rows=rows, steps=4)
+        assert len(trainer.fit(given, epochs=2, **options)) == 2
+        assert own is None or own.read == 8  # none is read that is not used
+        assert saved_steps(str(folder)) == [4, 8]
+        assert len(trainer.fit(given, epochs=3, resume=True, **options)) == 3
 
 
 def test_a_short_loader_begins_again_in_the_middle_of_an_epoch(flat: allreduce.Topology) -> None:
@@ -149,18 +144,31 @@ def test_other_ranks_resume_between_passes_only(flat: allreduce.Topology, folder
     control.together(flat.world, lambda: resume() if flat.rank == 0 else None)
 
 
+class Numbered:
+    """A loader whose batches have numbers: batch b of pass p has 100 p + b. noisy: random numbers instead."""
+
+    def __init__(self, steps: int, noisy: bool = False) -> None:
+        self.steps, self.noisy, self.number = steps, noisy, 0
+
+    def set_epoch(self, number: int) -> None:
+        self.number = number
+
+    def __iter__(self) -> Iterator[Pair]:
+        for step in range(self.steps):
+            value = np.random.normal() if self.noisy else 100 * self.number + step
+            yield np.full((2, 1), value), np.zeros(2)
+
+
+def read_by_one(source: Any, rows: str = "divided", steps: int | None = None, saves: bool = False) -> LoaderBatches:
+    """Return the batches of a loader, of the only rank."""
+    batches = LoaderBatches(source, rows, None, steps, 0, 1, saves=saves)
+    batches.meet(lambda value, _: [value])
+    return batches
+
+
 def test_a_fit_goes_back_to_its_first_batch() -> None:
     """From the first batch of the second epoch, whose number in its epoch is the same."""
-
-    class Source:
-        def set_epoch(self, number: int) -> None:
-            self.number = number
-
-        def __iter__(self) -> Iterator[Pair]:
-            yield np.full((2, 1), self.number), np.zeros(2)
-
-    batches = LoaderBatches(Source(), "divided", None, None, 0, 1)
-    batches.meet(lambda value, _: [value])
+    batches = read_by_one(Numbered(1))
     batches.learn(0, batches.begin(0, 0))
     batches.begin(1, 0)
     batches.seek(0, 0, 0, {"sizes": []}, {})
@@ -170,8 +178,7 @@ def test_a_fit_goes_back_to_its_first_batch() -> None:
 
 def test_a_fit_that_resumes_at_its_first_batch_has_seen_that_batch() -> None:
     """The ranks count the batches that they have seen, and compare their checksums."""
-    batches = LoaderBatches([data()] * 2, "whole", None, None, 0, 1)
-    batches.meet(lambda value, _: [value])
+    batches = read_by_one([data()] * 2, "whole")
     batches.seek(0, 0, 0, {"sizes": []}, {})
     batches.begin(0, 0)
     assert batches.seen[0] == (len(data()[0]), checksum(data()))
@@ -179,14 +186,7 @@ def test_a_fit_that_resumes_at_its_first_batch_has_seen_that_batch() -> None:
 
 def test_a_fit_goes_back_to_the_newest_attempt_at_a_step() -> None:
     """A loader that draws random numbers has others in the second attempt."""
-
-    class Source:
-        def __iter__(self) -> Iterator[Pair]:
-            for _ in range(5):
-                yield np.random.normal(size=(2, 1)), np.zeros(2)
-
-    batches = LoaderBatches(Source(), "divided", None, None, 0, 1, saves=True)
-    batches.meet(lambda value, _: [value])
+    batches = read_by_one(Numbered(5, noisy=True), saves=True)
 
     def read() -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return batch 2, and its place as a checkpoint has it."""
@@ -203,28 +203,16 @@ def test_a_fit_goes_back_to_the_newest_attempt_at_a_step() -> None:
     assert np.array_equal(batches.share(0, 2, 0).x, second)
 
 
-@pytest.mark.parametrize("limit", [None, 5])
-def test_a_rank_that_joins_after_the_last_batch_of_an_epoch_reads_the_next_one(limit: int | None) -> None:
+@pytest.mark.parametrize(("limit", "number"), [(None, 300), (5, 15)])
+def test_a_rank_that_joins_after_the_last_batch_of_an_epoch_reads_the_next_one(limit: int | None, number: int) -> None:
     """Without a limit that is another pass over the loader, with one the batches after those of the epochs before."""
-
-    class Source:
-        def set_epoch(self, number: int) -> None:
-            self.number = number
-
-        def __iter__(self) -> Iterator[Pair]:
-            for step in range(5 if limit is None else 99):
-                yield np.full((2, 1), 5 * self.number + step), np.zeros(2)
-
-    batches = LoaderBatches(Source(), "whole", None, limit, 0, 1)
-    batches.meet(lambda value, _: [value])
+    batches, resumed = (read_by_one(Numbered((limit and 99) or 5), "whole", limit) for _ in range(2))
     batches.seek(2, 5, 15, {"sizes": [2] * 5}, {})
     place = batches.tell(3, 0)
-    resumed = LoaderBatches(Source(), "whole", None, limit, 0, 1)
-    resumed.meet(lambda value, _: [value])
     resumed.seek(3, 0, batches.total(3, 0), *place)  # of a checkpoint that is written before the rank has read anything
     for each in (batches, resumed):
         each.learn(0, each.begin(3, 0))
-        assert each.share(3, 0, 0).x[0] == 15
+        assert each.share(3, 0, 0).x[0] == number
 
 
 class Closes:
@@ -331,35 +319,23 @@ def test_loaders_that_differ_where_they_must_not(flat: allreduce.Topology) -> No
             trainer.fit(Loader([(x[flat.rank :], y[flat.rank :])], rows="whole"), progress=False)
         with pytest.raises(DataError, match="all loaders must give the same batches"):
             trainer.fit(Loader([*first, *[(x[:9], y[:9])] * (1 + flat.rank)], rows="whole"), progress=False)
+        with pytest.raises(DataError, match="1 batches, 50 rows, #"):
+            trainer.evaluate(Loader([(x + (flat.rank == 1), y)], rows="whole"))
         with pytest.raises(DataError, match="gives a batch in epoch 2"):
             trainer.fit(Loader(iter(first), rows="divided"), epochs=2, progress=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"batch_size": 10}, "batch_size and shuffle are the loader's"),
-        ({"y": np.zeros(3)}, "a Loader with rows=.*: leave out its rows, or y"),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], text: str, flat: allreduce.Topology) -> None:
+def test_bad_arguments(flat: allreduce.Topology) -> None:
     x, y = data()
-    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(ArgumentError, match=text):
-        trainer.fit(Loader([(x, y)], rows="whole"), progress=False, **options)
-
-
-def test_whole_batches_of_objects_are_refused(flat: allreduce.Topology) -> None:
-    x, y = data()
-    loader = Loader([(x, y.astype(object))], rows="whole")
+    cases: list[tuple[Any, dict[str, Any], Any, str]] = [
+        (y, {"batch_size": 10}, ArgumentError, "batch_size and shuffle are the loader's"),
+        (y, {"y": np.zeros(3)}, ArgumentError, "leave out its rows, or y"),
+        (y.astype(object), {}, DataError, f"shape {y.shape} is of Python objects"),
+    ]
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        text = raised_everywhere(flat.world, DataError, lambda: trainer.fit(loader, progress=False))
-        assert f"shape {y.shape} is of Python objects" in text
-
-
-def test_exact_sums_take_whole_batches_only(flat: allreduce.Topology) -> None:
-    exact = MirroredTrainer(network(), "ring", flat, average=Exact())
-    with exact as trainer, pytest.raises(ArgumentError, match="Exact divides every batch"):
-        trainer.fit(Loader([data()], rows="divided"), progress=False)
+        for labels, options, kind, text in cases:
+            fit = functools.partial(trainer.fit, Loader([(x, labels)], rows="whole"), progress=False, **options)
+            assert text in raised_everywhere(flat.world, kind, fit)
 
 
 def test_a_server_brings_no_rows(flat: allreduce.Topology) -> None:
@@ -388,8 +364,7 @@ def test_a_torch_loader_with_its_sampler(flat: allreduce.Topology) -> None:
 @pytest.mark.parametrize("kind", [*TRAINERS, "exact"])
 def test_a_loader_is_evaluated_as_all_rows_by_one_rank(kind: str, rows: str, flat: allreduce.Topology) -> None:
     """By evaluate, and after each epoch of a fit; of an endless loader the first batches, in each epoch the same."""
-    exact = functools.partial(MirroredTrainer, network(), "ring", flat, average=Exact(micro_batch=2))
-    with exact() if kind == "exact" else trainer_of(kind, flat) as trainer:
+    with trainer_of(kind, flat) as trainer:
         part, parts = trainer.strategy.part, trainer.strategy.parts
         divided = batches_of(parts, 1)
         batches = together(divided)
@@ -446,16 +421,6 @@ def test_a_bad_loader_to_evaluate_is_one_error_on_all_ranks(flat: allreduce.Topo
                 evaluate([(x, y)] * (1 + flat.rank), rows="whole")
 
 
-class Computed(Callback):
-    """Counts this rank's batches."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.count += 1
-
-
 @pytest.mark.parametrize("rows", ["divided", "whole"])
 def test_asynchronous_servers_train_on_every_row_once(rows: str, flat: allreduce.Topology) -> None:
     """With a learning rate of 0 the loss of an epoch is that of the model at its beginning, so it shows which rows were
@@ -471,47 +436,26 @@ def test_asynchronous_servers_train_on_every_row_once(rows: str, flat: allreduce
             divided = batches_of(parts, seed)
             batches = together(divided)
             own = None if part is None else batches if rows == "whole" else divided[part]
-            computed = Computed()
+            computed = Seen()
             history = trainer.fit(Loader(own, rows=rows), epochs=EPOCHS, callbacks=[computed], progress=False)
             x, y = (np.concatenate(sides) for sides in zip(*batches, strict=True))
             assert [each.loss for each in history] == pytest.approx([trainer.evaluate(x, y)["loss"]] * EPOCHS, rel=1e-5)
             updates = sum(map(len, divided)) if rows == "divided" else sum(min(parts, len(x)) for x, _ in batches)
             assert [sum(each.staleness) for each in history] == [updates] * EPOCHS
             if rows == "divided" and part is not None:
-                assert computed.count == EPOCHS * len(divided[part])
+                assert computed.batches == EPOCHS * len(divided[part])
             assert len(set(trainer.parameters_sha256())) == 1
 
 
-@pytest.mark.parametrize("rows", ["divided", "whole"])
-def test_asynchronous_servers_read_endless_loaders_on(rows: str, flat: allreduce.Topology, folder: Path) -> None:
-    """Each worker takes `steps` batches of its own; with whole batches all of them read equally far."""
-    if flat.size == 1:
-        pytest.skip("a server needs a worker")
-    loader = Endless(flat.rank if rows == "divided" else 0)
-    with ParameterServerTrainer(network(), topology=flat, updates="async") as trainer:
-        own = None if trainer.strategy.part is None else loader
-        options: dict[str, Any] = {"progress": False, "checkpoint": str(folder)}
-        given = Loader(own, rows=rows, steps=4)
-        assert len(trainer.fit(given, epochs=2, **options)) == 2
-        assert own is None or own.read == 8
-        assert saved_steps(str(folder)) == [4, 8]
-        assert len(trainer.fit(given, epochs=3, resume=True, **options)) == 3
-
-
-KINDS: dict[str, Any] = STRATEGIES | {
-    "spare 1": functools.partial(SpareReplicasTrainer, spare=1),
-    "local": functools.partial(MirroredTrainer, average=LocalSGD(3)),
-}
+KINDS = [kind for kind in EVERY if kind not in ("exact", "workers")]
 FEW = ("raises", "later width", "no pairs", "empty")  # of the errors, for strategies other than "replicated"
 BAD = [(strategy, kind) for strategy in KINDS for kind in (BROKEN if strategy == "replicated" else FEW)]
 
 
 @pytest.mark.parametrize(("strategy", "kind"), BAD)
 def test_a_bad_loader_in_every_strategy(strategy: str, kind: str, flat: allreduce.Topology) -> None:
-    if flat.size == 1 and strategy in ("sync", "async", "spare 1"):
-        pytest.skip("needs two ranks")
     error, text = BROKEN[kind]
-    with KINDS[strategy](network(), topology=flat) as trainer:
+    with trainer_of(strategy, flat) as trainer:
         own = None if trainer.strategy.part is None else broken(kind, flat.rank == 0)
         with pytest.raises(error, match=text) as caught:
             trainer.fit(Loader(own, rows="divided"), progress=False)
@@ -529,7 +473,6 @@ def test_whole_batches_with_other_values_on_one_rank(
     strategy: str, epoch: int, number: int, flat: allreduce.Topology
 ) -> None:
     """Only some of the values differ. The number of rows is the same."""
-    exact = functools.partial(MirroredTrainer, allreduce="ring", average=Exact(micro_batch=2))
     if flat.size == 1:
         pytest.skip("needs two ranks")
     x, y = data()
@@ -545,7 +488,7 @@ def test_whole_batches_with_other_values_on_one_rank(
                 batches[number] = changed, good[number][1]
             yield from batches
 
-    with (KINDS | {"exact": exact})[strategy](network(), topology=flat) as trainer:
+    with trainer_of(strategy, flat) as trainer:
         reads = trainer.strategy.part is not None
         other = trainer.strategy.part == trainer.strategy.parts - 1
         text = rf"batch {number + 1} of epoch {epoch + 1} is not the same on all ranks(.|\n)*rank 0: #(.|\n)*rank 1: "
@@ -556,14 +499,6 @@ def test_whole_batches_with_other_values_on_one_rank(
         assert len(set(trainer.parameters_sha256())) == 1
         history = trainer.fit(Loader(good if reads else None, rows="whole"), epochs=2, progress=False)
         assert len(history) == 2
-
-
-def test_whole_batches_that_differ_in_an_evaluation(flat: allreduce.Topology) -> None:
-    if flat.size == 1:
-        pytest.skip("needs two ranks")
-    x, y = data()
-    with MirroredTrainer(network(), "ring", flat) as trainer, pytest.raises(DataError, match="1 batches, 50 rows, #"):
-        trainer.evaluate(Loader([(x + (flat.rank == 1), y)], rows="whole"))
 
 
 class Sleeps(Callback):
@@ -585,8 +520,18 @@ def test_an_error_in_batches_that_a_late_rank_reads_at_the_end(kind: str, flat: 
             raise OSError("the disk is full")
         yield data()
 
-    with KINDS[kind](network(), topology=flat) as trainer, pytest.raises(DataError, match="the disk is full"):
+    with trainer_of(kind, flat) as trainer, pytest.raises(DataError, match="the disk is full"):
         trainer.fit(Loader(batches(), rows="whole"), epochs=1, progress=False, callbacks=[Sleeps()])
+
+
+class First:
+    """A loader that ends after some batches of another one."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self._loader, self._count = loader, count
+
+    def __iter__(self) -> Iterator[Pair]:
+        return itertools.islice(self._loader, self._count)
 
 
 class Slow(Endless):
@@ -602,40 +547,25 @@ class Slow(Endless):
             yield pair
 
 
+@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("rows", ["divided", "whole"])
 def test_a_late_rank_of_spare_replicas_goes_on_with_its_loader(
-    rows: str, flat: allreduce.Topology, folder: Path
+    rows: str, ends: bool, flat: allreduce.Topology, folder: Path
 ) -> None:
-    """Divided rows: with its next batch, so it reads fewer. Whole batches: with that of the newest step."""
-    if flat.size == 1:
-        pytest.skip("a spare rank needs another one")
+    """Divided rows: with its next batch, so it reads fewer; those of a loader that ends are the last steps, which no
+    other rank has. Whole batches: with that of the newest step."""
     loader = Slow(flat.rank, rows == "whole")
-    with SpareReplicasTrainer(network(), topology=flat, spare=1) as trainer:
+    with trainer_of("spare 1", flat) as trainer:
         options: dict[str, Any] = {"progress": False, "checkpoint": str(folder)}
-        given = Loader(loader, rows=rows, steps=9)
+        given = Loader(First(loader, 5), rows) if ends else Loader(loader, rows, steps=9)
         history = trainer.fit(given, epochs=2, **options)
-        assert saved_steps(str(folder)) == [9, 18]
         assert len(set(trainer.parameters_sha256())) == 1
         assert np.isfinite([each.loss for each in history]).all()
+        if ends:
+            assert loader.read == 10
+            return
+        assert saved_steps(str(folder)) == [9, 18]
         assert loader.read == 18 if rows == "whole" else loader.read <= 18
         if rows == "divided" and loader.slow:
             assert loader.read < 18
         assert len(trainer.fit(given, epochs=3, resume=True, **options)) == 3
-
-
-@pytest.mark.parametrize("rows", ["divided", "whole"])
-def test_a_late_rank_of_spare_replicas_ends_its_loader(rows: str, flat: allreduce.Topology) -> None:
-    """Divided rows: its batches are the last steps, which no other rank has."""
-    if flat.size == 1:
-        pytest.skip("a spare rank needs another one")
-
-    class Ends(Slow):
-        def __iter__(self) -> Iterator[Pair]:
-            return itertools.islice(super().__iter__(), 5)
-
-    with SpareReplicasTrainer(network(), topology=flat, spare=1) as trainer:
-        loader = Ends(flat.rank, rows == "whole")
-        history = trainer.fit(Loader(loader, rows=rows), epochs=2, progress=False)
-        assert len(history) == 2
-        assert loader.read == 10
-        assert len(set(trainer.parameters_sha256())) == 1

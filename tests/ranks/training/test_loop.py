@@ -23,7 +23,6 @@ from trainers import (
     ClipNorm,
     Exact,
     Loader,
-    LocalSGD,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
@@ -47,7 +46,6 @@ TRAINERS = fits.TRAINERS | {"sync": functools.partial(ParameterServerTrainer, up
 if SIZE == 1:
     del TRAINERS["sync"]  # a server needs a worker
 few = pytest.mark.skipif(SIZE > 3, reason="what happens on three ranks happens on more")
-several = pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
 
 
 def network(optimizer: str = "adam") -> NumpyNetwork:
@@ -86,22 +84,6 @@ def test_running_statistics_of_micro_batches_are_averaged(flat: allreduce.Topolo
 
 
 @few
-@several
-def test_ranks_that_train_on_their_own_clip_their_own_gradients(flat: allreduce.Topology) -> None:
-    """A tiny norm keeps every step tiny."""
-    start = network("sgd").state()["parameters"].copy()
-    for make in (
-        functools.partial(MirroredTrainer, average=LocalSGD(2)),
-        functools.partial(ParameterServerTrainer, updates="async"),
-    ):
-        with make(network("sgd"), topology=flat) as trainer:
-            found = fitted(trainer, transforms=[Accumulate(2), ClipNorm(1e-3)])
-        steps = EPOCHS * STEPS * SIZE
-        assert 0 < np.linalg.norm(found["parameters"] - start) <= 0.02 * 1e-3 * steps * 1.01
-        assert found["history"][0].metrics["grad_norm"] > 1e-3
-
-
-@few
 @pytest.mark.parametrize("kind", ["sharded", "sync"])
 def test_a_checkpoint_has_the_rates_from_before_the_fit(kind: str, flat: allreduce.Topology, folder: Path) -> None:
     """So a model that is read from it, and a fit that resumes from it without a schedule, train with these."""
@@ -122,7 +104,7 @@ def test_a_checkpoint_has_the_rates_from_before_the_fit(kind: str, flat: allredu
 @few
 def test_the_average_is_evaluated_and_saved(flat: allreduce.Topology, folder: Path) -> None:
     x, y = data()
-    for kind in TRAINERS:
+    for kind in ("replicated", "sharded", "central"):  # of the others the matrix has the average
         with TRAINERS[kind](network(), topology=flat) as trainer:
             assert "there is no average" in raised_everywhere(
                 trainer.topology.world, ArgumentError, functools.partial(trainer.evaluate, x, y, ema=True)
@@ -237,19 +219,6 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
         assert trainer.replica.average is None  # so the ranks evaluate the same weights
         assert trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)
         trainer.fit(x, y, 1, BATCH, progress=False)
-    refusing: list[tuple[dict[str, Any], Transform]] = [
-        ({"average": Exact()}, Accumulate(2)),
-        ({"average": LocalSGD(2)}, EMA(0.9)),
-    ]
-    for made, transform in refusing:
-        with MirroredTrainer(network(), "ring", flat, **made) as trainer:
-            text = raised_everywhere(
-                flat.world,
-                ArgumentError,
-                functools.partial(trainer.fit, x, y, 1, BATCH, progress=False, transforms=[transform]),
-            )
-            assert type(made["average"]).__name__ in text
-            assert type(transform).__name__ in text
 
 
 @dataclass(frozen=True)

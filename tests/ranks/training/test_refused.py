@@ -13,35 +13,43 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import DisagreementError
 from tests.ranks.together import raised_everywhere
-from tests.ranks.training.fits import STRATEGIES
-from trainers import (
-    Checkpoint,
-    MirroredTrainer,
-    NumpyNetwork,
-)
+from tests.ranks.training.fits import FEATURES, SIZE, STRATEGIES, Rows, data, trainer_of
+from trainers import Checkpoint, Loader, MirroredTrainer, NumpyNetwork
 from trainers.callbacks import Callback, EarlyStopping
 from trainers.errors import ArgumentError, DataError, ModelFileError
 
 JOBS = "quick 2, openmpi 1 2 3, mpich 2"
 
-SIZE = MPI.COMM_WORLD.size
-FEATURES, CLASSES = 4, 3
-X, Y = np.zeros((6, FEATURES), "float32"), np.zeros(6, int)
+CLASSES = 3
+X, Y = data(6)
 
 
-class Rows:
-    """A data set by rows. bad: a row that can't be read."""
+class Text(Rows):
+    """Rows that are no pairs."""
 
-    def __init__(self, bad: int | None = None) -> None:
-        self.bad = bad
+    def __getitem__(self, row: int) -> Any:
+        return "no pair"
 
+
+class Words(Rows):
+    """Rows as Hugging Face's data sets give them."""
+
+    def __getitem__(self, row: int) -> Any:
+        return {"words": self.x[row], "label": self.y[row]}
+
+
+class Empty(Rows):
     def __len__(self) -> int:
-        return len(X)
+        return 0
 
-    def __getitem__(self, row: int) -> tuple[np.ndarray, Any]:
-        if row == self.bad:
-            raise OSError("no such row")
-        return X[row], Y[row]
+
+class Gone(Rows):
+    def __len__(self) -> int:
+        raise OSError("the disk is gone")
+
+
+def made_up(rows: int, features: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((rows, features)), np.zeros(rows, int)
 
 
 class Collects(Callback):
@@ -54,12 +62,30 @@ def fit(trainer: Any, x: Any = X, y: Any = Y, epochs: Any = 1, batch_size: Any =
     trainer.fit(x, y, epochs, batch_size, progress=False, **options)
 
 
-Refused = dict[str, tuple[Callable[[Any, bool], Any], Any, str]]  # by name: the call, the error and its words
-# bad: whether this rank gives the wrong argument
+def fit_set(trainer: Any, bad: bool, x: Any, y: Any = None) -> None:
+    """Fit with a bad data set on this rank, or with a good one."""
+    fit(trainer, x if bad else Rows(X, Y), y if bad else None)
+
+
+Call = tuple[Callable[[Any, bool], Any], Any, str]  # the call, the error and its words
+Refused = dict[str, Call]  # bad: whether this rank gives the wrong argument
+
+
+def alone(name: str) -> Call:
+    """Return a call of one rank alone. The classic mistake: if trainer.rank == 0: trainer.save(path)."""
+
+    def call(trainer: Any, bad: bool) -> None:
+        path = os.path.join(trainer.folder, "model.npz")
+        given: dict[str, tuple[Any, ...]] = {"save": (path,), "load": (path,), "predict": (X,), "surviving": (list,)}
+        getattr(trainer, name)(*given.get(name, (X, Y))) if bad else trainer.parameters_sha256()
+
+    return call, DisagreementError, f"parameters_sha256 and {name} are collective: every rank calls them, in one order"
+
+
 ALONE: Refused = {
     "epochs": (lambda of, bad: fit(of, epochs=-bad), ArgumentError, "epochs must be an integer >= 0, got -1"),
     "batch": (lambda of, bad: fit(of, batch_size=2 * (not bad)), ArgumentError, "batch_size must be an integer >= 1"),
-    "features": (lambda of, bad: fit(of, X[:, bad:]), ArgumentError, "4 features"),
+    "features": (lambda of, bad: fit(of, X[:, bad:]), ArgumentError, "6 features"),
     "lengths": (lambda of, bad: fit(of, y=Y[bad:]), ArgumentError, "the same number of rows"),
     "labels": (lambda of, bad: fit(of, y=Y + CLASSES * bad), ArgumentError, "expected 0 to 2"),
     "floats": (lambda of, bad: fit(of, y=Y.astype("float32") if bad else Y), ArgumentError, "class numbers"),
@@ -70,18 +96,35 @@ ALONE: Refused = {
     "validation": (lambda of, bad: fit(of, validation_data=(X, Y[bad:])), ArgumentError, "the same number of rows"),
     "keyword": (lambda of, bad: of.fit(X, Y, epoch=3), TypeError, "argument 'epoch'; did you mean 'epochs'?"),
     "callbacks": (lambda of, bad: fit(of, callbacks=5 if bad else []), ArgumentError, "callbacks"),
-    "evaluate": (lambda of, bad: of.evaluate(X[:, bad:], Y), ArgumentError, "4 features"),
+    "evaluate": (lambda of, bad: of.evaluate(X[:, bad:], Y), ArgumentError, "6 features"),
     "evaluate nothing": (lambda of, bad: of.evaluate(X[6 * bad :], Y[6 * bad :]), ArgumentError, "no samples"),
-    "predict": (lambda of, bad: of.predict(X[:, bad:]), ArgumentError, "4 features"),
+    "predict": (lambda of, bad: of.predict(X[:, bad:]), ArgumentError, "6 features"),
     "save": (lambda of, bad: of.save("/no/such/folder/model.npz"), ModelFileError, "can't be written"),
     "load": (lambda of, bad: of.load("missing.npz"), ModelFileError, "missing.npz can't be read: No such file"),
-    "row": (lambda of, bad: of.fit(Rows(0 if bad else None), epochs=1, progress=False), ArgumentError, "no such row"),
-}
+    "row": (lambda of, bad: fit_set(of, bad, Rows(X, Y, 0)), ArgumentError, "OSError: this row is damaged"),
+    "iterator": (lambda of, bad: fit_set(of, bad, iter([])), ArgumentError, "or a data set with len"),
+    "array without y": (lambda of, bad: fit_set(of, bad, X), ArgumentError, "ndarray can't give rows"),
+    "text": (lambda of, bad: fit_set(of, bad, Text(X, Y)), ArgumentError, "a row is a str, not a pair"),
+    "dictionaries": (lambda of, bad: fit_set(of, bad, Words(X, Y)), ArgumentError, "give a Loader(x, collate="),
+    "no rows": (lambda of, bad: fit_set(of, bad, Empty(X, Y)), ArgumentError, "the Empty is empty"),
+    "length": (lambda of, bad: fit_set(of, bad, Gone(X, Y)), ArgumentError, "OSError: the disk is gone"),
+    "collate with y": (
+        lambda of, bad: fit_set(of, bad, Loader(X, collate=list), Y), ArgumentError, "leave out collate",
+    ),
+    "collated features": (
+        lambda of, bad: fit_set(of, bad, Loader(Rows(X, Y), collate=lambda rows: made_up(len(rows), 9))),
+        ArgumentError, "6 features",
+    ),
+    "collated lengths": (
+        lambda of, bad: fit_set(of, bad, Loader(Rows(X, Y), collate=lambda rows: made_up(3, FEATURES))),
+        ArgumentError, "for 2 rows",
+    ),
+}  # fmt: skip
 DIFFERS: Refused = {
     "epochs": (lambda of, bad: fit(of, epochs=1 + bad), DisagreementError, "epochs=2"),
     "batch": (lambda of, bad: fit(of, batch_size=2 + bad), DisagreementError, "batch_size=3"),
     "seed": (lambda of, bad: fit(of, seed=int(bad)), DisagreementError, "seed=1"),
-    "data": (lambda of, bad: fit(of, X + bad), DisagreementError, "rank 0: fit: x float32[6, 4]"),
+    "data": (lambda of, bad: fit(of, X + bad), DisagreementError, "rank 0: fit: x float32[6, 6]"),
     "callbacks": (lambda of, bad: fit(of, callbacks=[Collects()] * bad), DisagreementError, "Collects"),
     "validation": (
         lambda of, bad: fit(of, validation_data=(X, Y) if bad else None), DisagreementError, "validation_data=none",
@@ -89,9 +132,11 @@ DIFFERS: Refused = {
     "checkpoint": (
         lambda of, bad: fit(of, checkpoint=Checkpoint(of.folder) if bad else None), DisagreementError, "checkpoint",
     ),
-    "call": (lambda of, bad: of.evaluate(X, Y) if bad else of.predict(X), DisagreementError, "predict"),
-    "surviving": (lambda of, bad: of.surviving(list) if bad else of.predict(X), DisagreementError, "predict"),
-    "digest": (lambda of, bad: of.save("x") if bad else of.parameters_sha256(), DisagreementError, "parameters_sha256"),
+    "rows of a data set": (
+        lambda of, bad: fit(of, Rows(X[bad:], Y[bad:]), None), DisagreementError,
+        "rank 0: fit: Rows of 6 rows, x float32",
+    ),
+    **{call: alone(call) for call in ("fit", "evaluate", "predict", "save", "load", "surviving")},
 }  # fmt: skip
 
 
@@ -99,17 +144,16 @@ DIFFERS: Refused = {
 def test_calls_that_are_refused_on_all_ranks(
     kind: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: Path
 ) -> None:
-    if kind in ("sync", "async") and SIZE == 1:
-        pytest.skip("a server needs a worker")
-    replica = NumpyNetwork([FEATURES, 5, CLASSES], seed=1)
-    with STRATEGIES[kind](replica, topology=flat) as trainer:
+    with trainer_of(kind, flat) as trainer:
         trainer.folder = os.fspath(folder)
         before = trainer.parameters_sha256()
         for culprits in ([SIZE - 1], range(SIZE)):
             for name, (call, error, words) in {**ALONE, **(DIFFERS if len(culprits) < SIZE else {})}.items():
                 text = raised_everywhere(world, error, partial(call, trainer, flat.rank in culprits))
                 assert words in text, f"{name}: {text}"
+                assert "collective" not in text or "collective" in words
         assert trainer.parameters_sha256() == before
+        assert not folder.exists()
         missing = [EarlyStopping("nothing")] if flat.rank == SIZE - 1 else []
         assert "'nothing'" in raised_everywhere(world, ArgumentError, partial(fit, trainer, callbacks=missing))
         assert len(set(trainer.parameters_sha256())) == 1  # after an epoch
@@ -120,8 +164,8 @@ def test_a_fit_with_checkpoints_reads_its_rows_before_it_begins(flat: allreduce.
     """Also in a fit of no epochs: a sample of the rows tells later fits whether they have the same data."""
     with MirroredTrainer(NumpyNetwork([FEATURES, CLASSES]), "ring", flat) as trainer:
         before = trainer.parameters_sha256()
-        with pytest.raises(DataError, match="no such row"):
-            trainer.fit(Rows(3), epochs=0, progress=False, checkpoint=str(folder))
+        with pytest.raises(DataError, match="this row is damaged"):
+            trainer.fit(Rows(X, Y, 3), epochs=0, progress=False, checkpoint=str(folder))
         assert not list(folder.glob("*"))
         assert trainer.parameters_sha256() == before
-        trainer.fit(Rows(3), epochs=0, progress=False)  # without checkpoints no row is read
+        trainer.fit(Rows(X, Y, 3), epochs=0, progress=False)  # without checkpoints no row is read

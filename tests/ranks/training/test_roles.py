@@ -70,14 +70,10 @@ def test_tf_config_and_ranks_that_differ(flat: allreduce.Topology) -> None:
     if flat.size == 1:
         return
     served = environment(("worker", flat.size - 1), ("ps", 1))
-    with pytest.raises(RoleError, match="has 1 ps, and this training uses no servers: add --strategy parameter_serv"):
-        roles.assign(flat, 0, environment=served)
     with pytest.raises(RoleError, match="chief 1 is asked for, and TF_CONFIG makes rank 0 the chief"):
         roles.assign(flat, None, environment=served, chief=1)
     with pytest.raises(RoleError, match="3 servers are asked for, and TF_CONFIG has 1 ps"):
         roles.assign(flat, 3, environment=served)
-    with pytest.raises(RoleError, match="ranks 0 and 1 are both worker 0; give every rank"):
-        roles.assign(flat, environment=environment(("worker", flat.size), task={"type": "worker", "index": 0}))
     damaged = {"TF_CONFIG": "{"} if flat.rank == 1 else {}
     with pytest.raises(RoleError, match="rank 1: TF_CONFIG is not valid JSON") as met:
         roles.assign(flat, environment=damaged)

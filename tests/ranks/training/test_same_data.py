@@ -45,45 +45,35 @@ def test_the_same_gradients(flat: allreduce.Topology, caplog: pytest.LogCaptureF
     assert all("`rows`" in each and "ALLREDUCE_SAME_DATA=allow" in each for each in text)
 
 
-@several
-def test_no_false_alarm(flat: allreduce.Topology, caplog: pytest.LogCaptureFixture) -> None:
-    legitimate: dict[str, Callable[[int], np.ndarray]] = {
-        "data of their own": lambda step: _gradients(step, RANK),
-        "one rank differs": lambda step: _gradients(step, int(RANK == SIZE - 1)),
-        "zeros": lambda step: np.zeros(1000),
-        "constants": lambda step: np.full(1000, step + 1.0),
-        "the same array again": lambda step: _gradients(0),
-        "few elements": lambda step: _gradients(step, length=50),
-        "the first differs": lambda step: _gradients(step, RANK if step == 0 else 0),
-        "later steps": lambda step: _gradients(step, RANK if step < 3 else 0),
-    }
-    with allreduce.create("ring", flat) as reduce:
-        for name, gradients in legitimate.items():
-            check = SameData(reduce)
-            for step in range(12):
-                check.compare(gradients(step))
-            assert _warnings(caplog) == 0, name
+LEGITIMATE: dict[str, Callable[[int], np.ndarray]] = {
+    "data of their own": lambda step: _gradients(step, RANK),
+    "one rank differs": lambda step: _gradients(step, int(RANK == SIZE - 1)),
+    "zeros": lambda step: np.zeros(1000),
+    "constants": lambda step: np.full(1000, step + 1.0),
+    "the same array again": lambda step: _gradients(0),
+    "few elements": lambda step: _gradients(step, length=50),
+    "the first differs": lambda step: _gradients(step, RANK if step == 0 else 0),
+    "later steps": lambda step: _gradients(step, RANK if step < 3 else 0),
+    "one rank has all data": _gradients,
+    "switched off": _gradients,
+}
 
 
 @several
-def test_it_can_be_switched_off(
+def test_no_false_alarm(
     flat: allreduce.Topology, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if RANK == 0:  # a setting of one rank keeps no other waiting
-        monkeypatch.setitem(os.environ, "ALLREDUCE_SAME_DATA", "allow")
-    with allreduce.create("ring", flat) as reduce:
-        check = SameData(reduce)
-        for step in range(12):
-            check.compare(_gradients(step))
-    assert _warnings(caplog) == 0
-
-
-def test_one_rank_has_all_data(caplog: pytest.LogCaptureFixture) -> None:
-    with allreduce.Topology(MPI.COMM_SELF) as alone, allreduce.create("auto", alone) as reduce:
-        check = SameData(reduce)
-        for step in range(12):
-            check.compare(_gradients(step))
-    assert _warnings(caplog) == 0
+    for name, gradients in LEGITIMATE.items():
+        if name == "switched off" and RANK == 0:  # a setting of one rank keeps no other waiting
+            monkeypatch.setitem(os.environ, "ALLREDUCE_SAME_DATA", "allow")
+        with (
+            flat.split(RANK if name.startswith("one rank has") else 0) as ranks,
+            allreduce.create("ring", ranks) as ring,
+        ):
+            check = SameData(ring)
+            for step in range(12):
+                check.compare(gradients(step))
+        assert _warnings(caplog) == 0, name
 
 
 @several

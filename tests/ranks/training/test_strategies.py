@@ -1,6 +1,7 @@
-"""Parameter servers and spare replicas on several ranks: results equal to one rank's where possible, errors on all
-ranks."""
+"""Parameter servers, their workers of several ranks, spare replicas and central storage: results equal to one rank's
+where possible, errors on all ranks."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,23 +12,25 @@ from mpi4py import MPI
 import allreduce
 from allreduce.arrays.chunks import chunk
 from allreduce.call import queue
-from allreduce.errors import CollectiveTimeoutError, RankLostError, UnavailableError
+from allreduce.errors import AllReduceError, CollectiveTimeoutError, DisagreementError, RankLostError, UnavailableError
 from tests.ranks.training import fits
-from tests.ranks.training.fits import SIZE, Once, fail
+from tests.ranks.training.fits import SIZE, Once, Seen, stop, trainer_of
 from trainers import (
+    EMA,
+    Accumulate,
+    CentralStorageTrainer,
+    ClipNorm,
     Loader,
-    LocalSGD,
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
     SkipNotFinite,
     SpareReplicasTrainer,
 )
-from trainers.data import Samples
-from trainers.errors import ArgumentError, DataError, DivergedError
+from trainers.errors import ArgumentError, DivergedError
 from trainers.group import RankGroup
 from trainers.strategies.servers.service import ServerStrategy
-from trainers.trainer import Trainer
+from trainers.strategies.sharded import SliceOwners
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
 
@@ -35,7 +38,6 @@ JOBS = "openmpi 1 2 3 5"
 
 ROWS, BATCH = 53, 20
 STEPS = 3
-Make = Callable[[NumpyNetwork, allreduce.Topology], Trainer]
 
 served = pytest.mark.skipif(SIZE < 2, reason="one rank is a server, so others must compute")
 few = pytest.mark.skipif(SIZE not in (2, 3), reason="what happens on two and three ranks happens on more")
@@ -50,31 +52,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return fits.data(ROWS)
 
 
-def asynchronous(replica: NumpyNetwork, topology: allreduce.Topology, **options: Any) -> ParameterServerTrainer:
-    return ParameterServerTrainer(replica, topology, **options)
-
-
-def in_step(replica: NumpyNetwork, topology: allreduce.Topology) -> ParameterServerTrainer:
-    return ParameterServerTrainer(replica, topology, servers=min(2, SIZE - 1), updates="sync")
-
-
-def with_spare(replica: NumpyNetwork, topology: allreduce.Topology) -> SpareReplicasTrainer:
-    return SpareReplicasTrainer(replica, topology, spare=min(1, SIZE - 1))
-
-
-STRATEGIES: dict[str, Make] = {"async": asynchronous, "sync": in_step, "spare": with_spare}
-every_strategy = pytest.mark.parametrize("make", STRATEGIES.values(), ids=list(STRATEGIES))
-
-
-class Seen(Callback):
-    """Counts the batches of this rank, and records their losses."""
-
-    def __init__(self) -> None:
-        self.batches, self.losses = 0, list[float]()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.batches += 1
-        self.losses.append(logs["loss"])
+every_strategy = pytest.mark.parametrize("kind", ["async", "sync", "spare 1"])
 
 
 @straggling
@@ -111,7 +89,7 @@ def test_asynchronous_training_visits_every_part_once(
 ) -> None:
     x, y = data()
     seen = Seen()
-    with asynchronous(network(), flat, **options) as trainer:
+    with ParameterServerTrainer(network(), flat, **options) as trainer:
         first = trainer.evaluate(x, y)
         history = trainer.fit(x, y, 6, BATCH, progress=False, callbacks=[seen])
         last = trainer.evaluate(x, y)
@@ -131,14 +109,22 @@ def test_asynchronous_training_visits_every_part_once(
 
 
 class Stuck(Callback):
-    """The rank `slow` stays in its first batch until other ranks have reported `batches` batches."""
+    """The rank `slow` stays in its first batch until other ranks have reported `batches` batches. late: it does so
+    before its first epoch."""
 
-    def __init__(self, world: MPI.Intracomm, slow: int, others: list[int], batches: int) -> None:
-        self._world, self._slow, self._others, self._missing = world, slow, others, batches
+    def __init__(self, world: MPI.Intracomm, slow: int, others: list[int], batches: int, late: bool = False) -> None:
+        self._world, self._slow, self._others, self._missing, self._late = world, slow, others, batches, late
         self._first, self._told = True, list[MPI.Request]()
         self.batches = 0
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._late:
+            self._wait()
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
         if self._first and self._world.rank == self._slow:
             for rank in self._others:  # so that nobody is through before this rank has begun
                 self._world.send("begins", rank)
@@ -171,7 +157,7 @@ def test_servers_serve_whoever_is_ready(place: str, flat: allreduce.Topology, wo
     workers = list(range(flat.size - 1))
     slow = workers[0 if place == "first" else -1]
     stuck = Stuck(world, slow, [rank for rank in workers if rank != slow], 53 - 8)
-    with asynchronous(network(), flat) as trainer:
+    with ParameterServerTrainer(network(), flat) as trainer:
         history = trainer.fit(x, y, 1, len(workers), progress=False, callbacks=[stuck])
     batches = stuck.counts()
     assert 1 <= batches[slow] <= 8
@@ -198,89 +184,27 @@ def test_a_step_does_not_wait_for_the_spare_rank(place: str, flat: allreduce.Top
     assert history[0].dropped >= 1
 
 
-class Late(Callback):
-    """The last rank begins an epoch when the other ranks have reported `batches` batches of it."""
-
-    def __init__(self, world: MPI.Intracomm, batches: int) -> None:
-        self._world, self._missing, self._last = world, batches, world.rank == world.size - 1
-        self._told = list[MPI.Request]()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        for _ in range(self._missing if self._last else 0):
-            assert self._world.recv() == "a batch"
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if not self._last:
-            self._told.append(self._world.isend("a batch", self._world.size - 1))
-
-    def finish(self) -> None:
-        """Receive what is left. Collective."""
-        told = sum(self._world.allgather(len(self._told)))
-        for _ in range(told - self._missing if self._last else 0):
-            self._world.recv()
-        MPI.Request.waitall(self._told)
-
-
 @straggling
-@pytest.mark.parametrize("late", ["all steps", "half of the steps"])
+@pytest.mark.parametrize("steps", [10, 5])
 def test_a_spare_rank_that_begins_late_has_the_newest_parameters(
-    late: str, flat: allreduce.Topology, world: MPI.Intracomm
+    steps: int, flat: allreduce.Topology, world: MPI.Intracomm
 ) -> None:
-    size, steps = flat.size, 10
-    x, y = (rows[: steps * size] for rows in data())
-    each = steps if late == "all steps" else steps // 2
-    callback = Late(world, each * (size - 1))
+    """After all ten steps, and after half of them."""
+    others = list(range(flat.size - 1))
+    stuck = Stuck(world, flat.size - 1, others, steps * len(others), late=True)
+    x, y = (rows[: 10 * flat.size] for rows in data())
     with SpareReplicasTrainer(network(), flat, spare=1) as trainer:
-        trainer.fit(x, y, 1, size, progress=False, callbacks=[callback])
+        trainer.fit(x, y, 1, flat.size, progress=False, callbacks=[stuck])
         assert len(set(trainer.parameters_sha256())) == 1
-    callback.finish()
-
-
-@few
-@every_strategy
-@pytest.mark.parametrize("place", ["first", "last"])
-@pytest.mark.parametrize("event", ["on_epoch_begin", "on_train_batch_end"])
-def test_an_error_of_one_rank_is_raised_on_all(make: Make, event: str, place: str, flat: allreduce.Topology) -> None:
-    """The last rank is a server, or a spare replica. Afterwards the ranks are in step, and the trainer works."""
-    x, y = data()
-    rank = 0 if place == "first" else flat.size - 1
-    failing = [Once(event, fail, batch=None)] if flat.rank == rank else []
-    with make(network(), flat) as trainer:
-        with pytest.raises(OSError, match="the disk is full") as caught:
-            # Many epochs, because in one of them others may have done everything when a worker asks.
-            trainer.fit(x, y, 100, BATCH, callbacks=failing, progress=False)
-        assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[attr-defined]
-        assert len(set(trainer.parameters_sha256())) == 1
-        assert len(trainer.fit(x, y, 2, BATCH, progress=False)) == 2
-
-
-@few
-@every_strategy
-@pytest.mark.parametrize("where", ["gradients", "update"])
-def test_an_error_of_a_replica_is_raised_on_all(
-    make: Make, where: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the first rank computes, and while the serving rank updates."""
-    if make is in_step and where == "update":
-        return  # as with mirrored replicas it ends the job
-    x, y = data()
-    replica = network()
-    with make(replica, flat) as trainer:
-        whose = 0 if where == "gradients" or make is with_spare else flat.size - 1  # rank 0 leads spare replicas
-        if flat.rank == whose:
-            monkeypatch.setattr(replica, where, lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            trainer.fit(x, y, 100, BATCH, progress=False)
-        monkeypatch.undo()
-        assert len(trainer.fit(x, y, 2, BATCH, progress=False)) == 2
+    stuck.counts()
 
 
 @served
 @every_strategy
-def test_fits_of_one_epoch_train_one_after_the_other(make: Make, flat: allreduce.Topology) -> None:
+def test_fits_of_one_epoch_train_one_after_the_other(kind: str, flat: allreduce.Topology) -> None:
     """Each fit starts anew: the progress of a fit in its epoch does not count in the next fit."""
     x, y = data()
-    with make(network(), flat) as trainer:
+    with trainer_of(kind, flat, network()) as trainer:
         models = [trainer.parameters_sha256()[0]]
         for _ in range(3):
             trainer.fit(x, y, 1, BATCH, progress=False)
@@ -288,47 +212,15 @@ def test_fits_of_one_epoch_train_one_after_the_other(make: Make, flat: allreduce
         assert len(set(models)) == len(models)
 
 
-class Breaks:
-    """A data set with a row that can't be read."""
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
-        if row == ROWS - 2:
-            raise OSError("no such row")
-        x, y = data()
-        return x[row], y[row]
-
-
-@few
-@every_strategy
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_a_data_set_that_fails_fails_on_all(make: Make, prefetch: bool, flat: allreduce.Topology) -> None:
-    with make(network(), flat) as trainer:
-        with pytest.raises(DataError, match="no such row") as caught:
-            # twenty epochs: spare replicas leave out a late rank, which then never reads the row in that epoch
-            trainer.fit(Loader(Breaks(), prefetch=prefetch), epochs=20, batch_size=BATCH, progress=False)
-        assert caught.value.ranks == tuple(range(flat.size))
-        x, y = data()
-        assert len(trainer.fit(Samples(list(zip(x, y, strict=True))), None, 2, BATCH, progress=False)) == 2
-
-
 @served
-@pytest.mark.parametrize("strategy", ["async", "sync", "no spare replica", "local", "local, with a loader"])
+@pytest.mark.parametrize("strategy", ["async", "sync", "spare", "local", "local, with a loader"])
 def test_discarded_rows_weigh_nothing_in_the_loss(strategy: str, flat: allreduce.Topology) -> None:
     """The history's loss is the mean over the rows that took part in an update: of the batches, or of a rank's parts of
     them, without the part with a NaN."""
     x, y = data()
     x[7] = np.nan
-    replica = network("sgd", lr=1e-30)
-    alone = network("sgd", lr=1e-30)
-    if "local" in strategy:
-        trainer: Trainer = MirroredTrainer(replica, "ring", flat, average=LocalSGD(2))
-    else:
-        spare = {"no spare replica": lambda: SpareReplicasTrainer(replica, flat, spare=0)}
-        trainer = spare[strategy]() if strategy in spare else STRATEGIES[strategy](replica, flat)
-    with trainer:
+    replica, alone = (network("sgd", lr=1e-30) for _ in range(2))
+    with trainer_of(strategy.partition(",")[0], flat, replica) as trainer:
         given: dict[str, Any] = {"epochs": 1, "progress": False, "transforms": [SkipNotFinite()]}
         if "loader" in strategy:
             batches = [slice(at, min(at + BATCH, ROWS)) for at in range(0, ROWS, BATCH)]
@@ -347,9 +239,10 @@ def test_discarded_rows_weigh_nothing_in_the_loss(strategy: str, flat: allreduce
 
 @few
 @every_strategy
-def test_divergence_is_told_on_all_ranks(make: Make, flat: allreduce.Topology) -> None:
+def test_divergence_is_told_on_all_ranks(kind: str, flat: allreduce.Topology) -> None:
     x, y = data()
-    with make(network("sgd", lr=1e30), flat) as trainer, pytest.raises(DivergedError) as caught:
+    diverges = network("sgd", lr=1e30)
+    with trainer_of(kind, flat, diverges) as trainer, pytest.raises(DivergedError) as caught:
         trainer.fit(x, y, 5, BATCH, progress=False)
     assert caught.value.ranks == tuple(range(flat.size))
 
@@ -361,10 +254,10 @@ def test_an_mpi_without_threads(flat: allreduce.Topology, monkeypatch: pytest.Mo
     monkeypatch.setattr(queue, "thread_error", lambda: UnavailableError("no MPI_THREAD_MULTIPLE"))
     x, y = data()
     with flat.split(0) as own:  # nobody has started the thread of its worker
-        with asynchronous(network(), own) as trainer:
+        with ParameterServerTrainer(network(), own) as trainer:
             assert applied(trainer.fit(x, y, 2, BATCH, progress=False)) == [STEPS * (SIZE - 1)] * 2
         with pytest.raises(UnavailableError, match="MPI_THREAD_MULTIPLE") as caught:
-            with_spare(network(), own)
+            SpareReplicasTrainer(network(), own, spare=1)
         assert caught.value.ranks == tuple(range(SIZE))
 
 
@@ -382,6 +275,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"updates": "sync", "warm_up": 1}, "no use"),
     ({"on_failure": "replace"}, "on_failure='replace' is unknown; use one of stop, continue"),
 ]
+if SIZE == 3:  # a server, and a worker of two ranks
+    BAD += [
+        ({"ranks_per_worker": 0}, "ranks_per_worker must be an integer >= 1, got 0"),
+        ({"ranks_per_worker": True}, "must be an integer >= 1, got True"),
+        ({"ranks_per_worker": 3}, "2 ranks are left for workers: start more ranks, or give at most 2"),
+        ({"allreduce": "ring"}, "allreduce='ring' has no use with ranks_per_worker=1"),
+        ({"allreduce": "rign", "ranks_per_worker": 2}, "allreduce='rign' is unknown"),
+        ({"allreduce": "nccl", "ranks_per_worker": 2}, "nccl"),
+        ({"updates": "sync", "ranks_per_worker": 2}, 'ranks_per_worker has no use with updates="sync"'),
+    ]
 
 
 @pytest.mark.parametrize(("options", "words"), BAD, ids=str)
@@ -392,7 +295,8 @@ def test_options_that_make_no_sense_are_refused_on_all_ranks(
         return
     replica = network()
     parameters = replica.parameters
-    with pytest.raises(ArgumentError, match=words) as caught:
+    kind = (ArgumentError, AllReduceError) if "allreduce" in options else ArgumentError
+    with pytest.raises(kind, match=words) as caught:
         ParameterServerTrainer(replica, flat, **options)
     assert caught.value.ranks == tuple(range(SIZE))
     assert replica.parameters is parameters  # nothing was made
@@ -446,3 +350,159 @@ def test_servers_are_abandoned_in_the_middle_of_their_construction(
     bound = made[0]._parameters
     made[0].abandon()
     assert not np.shares_memory(mine.parameters, bound)
+
+
+# Workers of several ranks
+
+# (servers, ranks of a worker) of which a worker has several ranks here; of 5 ranks some workers are smaller
+SHAPES = [(servers, ranks) for servers in (1, 2) for ranks in (2, 3) if ranks <= SIZE - servers]
+once = pytest.mark.skipif(SIZE != 3, reason="what happens on three ranks happens on more")
+
+
+class Checksums(Callback):
+    """Records the batches that this rank computes, and the checksum of the parameters with which it does."""
+
+    def __init__(self, replica: NumpyNetwork) -> None:
+        self._replica = replica
+        self.seen: list[tuple[int, int]] = []
+        self.ended = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.seen.append((batch, zlib.crc32(self._replica.state()["parameters"].tobytes())))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ended += 1
+        self.seen.append((batch, zlib.crc32(np.float64(logs["loss"]).tobytes())))
+
+
+@straggling
+@pytest.mark.every_pair
+@pytest.mark.parametrize(
+    ("options", "per_node"),
+    [({}, None), ({"max_staleness": 0}, 1), ({"stale": "scale", "warm_up": 1}, 2)],
+)
+@pytest.mark.parametrize(("servers", "ranks"), SHAPES)
+def test_the_ranks_of_an_asynchronous_worker_have_equal_parameters(
+    servers: int, ranks: int, options: dict[str, Any], per_node: int | None, topology_of: Any, world: MPI.Intracomm
+) -> None:
+    """After each pull. Every part of a batch gives one update, however many ranks compute it."""
+    x, y = data()
+    replica = network()
+    sums = Checksums(replica)
+    topology = topology_of(per_node)
+    given: dict[str, Any] = {"servers": servers, "ranks_per_worker": ranks, **options}
+    with ParameterServerTrainer(replica, topology, **given) as trainer:
+        first = trainer.evaluate(x, y)
+        history = trainer.fit(x, y, 6, BATCH, progress=False, callbacks=[sums])
+        last = trainer.evaluate(x, y)
+        assert len(set(trainer.parameters_sha256())) == 1
+        workers = trainer.ranks_of_workers
+    seen, ended = world.allgather(sums.seen), world.allgather(sums.ended)
+    for members in workers:
+        assert all(seen[rank] == seen[members[0]] for rank in members)
+    parts = STEPS * len(workers)
+    assert sum(ended[members[0]] for members in workers) == 6 * parts
+    assert applied(history) == [parts] * 6
+    assert last["loss"] < first["loss"]
+    if "max_staleness" in options:
+        assert all(len(epoch.staleness) == 1 for epoch in history)
+
+
+@straggling
+def test_a_replica_has_memory_of_its_own_when_the_trainer_is_closed(flat: allreduce.Topology) -> None:
+    x, y = data()
+    with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
+        trainer.fit(x, y, 1, BATCH, progress=False)
+    parameters = trainer.replica.parameters
+    parameters[:] = flat.rank  # the ranks of a worker shared these
+    flat.world.Barrier()
+    assert (parameters == flat.rank).all()
+    flat.world.Barrier()
+
+
+@once
+def test_a_worker_computes_the_gradient_of_its_parts_as_one_rank(flat: allreduce.Topology) -> None:
+    """A single worker's training is that of one rank: if a part has fewer rows than ranks, with weights of rows, with
+    clipping and a moving average."""
+    x, y = data()
+    options = {"transforms": [Accumulate(2), ClipNorm(0.05), EMA(0.9)], "sample_weight": np.linspace(0, 2, len(x))}
+    for rows, given in ((BATCH, {}), (1, {}), (BATCH, options)):
+        common: dict[str, Any] = {"progress": False, "validation_data": (x, y), **given}
+        with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
+            history = trainer.fit(x, y, 2, rows, **common)
+        with MirroredTrainer(network(), topology=allreduce.Topology(MPI.COMM_SELF)) as alone:
+            expected = alone.fit(x, y, 2, rows, **common)
+        for name in ("loss", "validation_loss"):
+            np.testing.assert_allclose(history.column(name), expected.column(name), rtol=1e-3)
+        for name, array in trainer.replica.state().items():
+            np.testing.assert_allclose(array, alone.replica.state()[name], rtol=1e-2, atol=1e-4, err_msg=name)
+
+
+@once
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_of_one_rank_of_a_worker_reaches_all(rank: int, flat: allreduce.Topology) -> None:
+    """Of the leader, and of the other rank."""
+    stopping = [Once("on_train_batch_end", stop, batch=0)] if flat.rank == rank else []
+    with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
+        history = trainer.fit(*data(), 9, BATCH, callbacks=stopping, progress=False)
+        assert len(history) == 2
+        assert len(set(trainer.parameters_sha256())) == 1
+
+
+@once
+def test_workers_of_several_ranks_refuse_loaders(flat: allreduce.Topology) -> None:
+    x, y = data()
+    loader = [(x[flat.rank :: 2], y[flat.rank :: 2])] if flat.rank < 2 else None
+    with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
+        with pytest.raises(ArgumentError, match='use ranks_per_worker=1, or updates="sync"'):
+            trainer.fit(Loader(loader, rows="divided"), epochs=2, progress=False)
+        assert len(trainer.fit(x, y, 1, BATCH, progress=False)) == 1
+
+
+# Central storage
+
+
+class Bare(NumpyNetwork):
+    """A replica of which no slice can be updated."""
+
+    def slice_error(self) -> str:
+        return "it has no slices"
+
+
+def test_the_optimizer_of_central_storage_works_on_one_rank_alone(flat: allreduce.Topology) -> None:
+    """The model of rank 0 is trained, wherever the storage is."""
+    replica = network(seed=1 + flat.rank)
+    with CentralStorageTrainer(replica, flat, storage=flat.size - 1) as trainer:
+        assert np.array_equal(replica.parameters, network(seed=1).parameters)
+        if flat.size > 1:
+            assert type(trainer.strategy.owners) is SliceOwners
+        trainer.fit(*data(), 1, progress=False)
+        touched = bool(replica.optimizer.state["first_moment"].any())
+        assert touched == (flat.rank == flat.size - 1)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_arguments_of_central_storage_that_make_no_sense_leave_nothing_behind(
+    size: int | None, topology_of: Callable[[Any], allreduce.Topology]
+) -> None:
+    topology = topology_of(size)
+    owned = len(topology._owned)
+    with pytest.raises(
+        ArgumentError, match=f"storage must be a rank of this training, 0 to {topology.size - 1}, got {topology.size}"
+    ):
+        CentralStorageTrainer(network(), topology, storage=topology.size)
+    with pytest.raises(ArgumentError, match="device='gpu' is unknown; use one of cpu, cuda, or None"):
+        CentralStorageTrainer(network(), topology, device="gpu")
+    with pytest.raises(ArgumentError, match='device="cuda": this NumpyNetwork is on cpu'):
+        CentralStorageTrainer(network(), topology, device="cuda")
+    for copies in (0, None, 3):
+        with pytest.raises(ArgumentError, match=f"copies={copies}: give 1, or 2"):
+            CentralStorageTrainer(network(), topology, copies=copies)  # type: ignore[arg-type]
+    if topology.size > 1:
+        with pytest.raises(ArgumentError, match=r"CentralStorageTrainer updates slices .*it has no slices"):
+            CentralStorageTrainer(Bare([6, 8, 3]), topology)
+        with pytest.raises(DisagreementError, match=r"rank 0: .*storage=0.*\n.*rank 1: .*storage=1"):
+            CentralStorageTrainer(network(), topology, storage=min(topology.rank, 1))
+        with pytest.raises(DisagreementError, match="the ranks disagree"):
+            CentralStorageTrainer(NumpyNetwork([6, 3 + topology.rank, 3]), topology)
+    assert len(topology._owned) == owned

@@ -3,7 +3,7 @@
 import gc
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import allreduce
 from allreduce import algorithms
 from allreduce.algorithm import TwoPhase
 from allreduce.arrays.ops import Op
-from allreduce.errors import ClosedError, DisagreementError, OptionError, UnknownBackendError
+from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
 from tests import launch
 from tests.backends import SHARDED
 from tests.ranks.together import raised_everywhere
@@ -34,10 +34,9 @@ from trainers import (
     datasets,
 )
 from trainers.callbacks import CheckDivergence
-from trainers.cli.options import parse
-from trainers.data import Arrays, Batch, Batches
-from trainers.errors import ArgumentError, DivergedError
-from trainers.replica import ALL, FORMER, Replica
+from trainers.data import Arrays, Batches
+from trainers.errors import ArgumentError
+from trainers.replica import FORMER, Replica
 from trainers.strategies.rule import FLAGS
 
 JOBS = "quick 1 2 3, openmpi 1 2 3 4 5, mpich 1 2"
@@ -125,69 +124,21 @@ def test_gradients_lie_in_the_memory_of_the_backend(flat: allreduce.Topology) ->
         backend(np.ones(3, np.float32))  # still usable: the trainer closes only what it made
 
 
-def test_predict_is_in_order_on_every_rank(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
+def test_predictions_and_scores_are_those_of_all_rows_in_order(
+    digits: datasets.Dataset, flat: allreduce.Topology
+) -> None:
     mine = network()
     with MirroredTrainer(mine, "native", flat) as trainer:
-        for rows in (0, 1, flat.size - 1, flat.size + 1, 1437):
-            outputs = trainer.predict(digits.x_train[:rows])
+        for rows in (0, 1, flat.size - 1, flat.size + 1, 360):
+            x, y = digits.x_test[:rows], digits.y_test[:rows]
+            outputs, probabilities = trainer.predict(x), mine.predict(x).astype(np.float64)
             assert outputs.shape == (rows, 10)
             assert outputs.dtype == np.float32
-            np.testing.assert_allclose(outputs, mine.predict(digits.x_train[:rows]), rtol=1e-4, atol=1e-6)
-
-
-def test_evaluate_weighs_by_samples(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
-    mine = network()
-    with MirroredTrainer(mine, "native", flat) as trainer:
-        for rows in (1, flat.size + 1, 360):
-            x, y = digits.x_test[:rows], digits.y_test[:rows]
-            scores = trainer.evaluate(x, y)
-            probabilities = mine.predict(x).astype(np.float64)
-            assert scores["loss"] == pytest.approx(-np.log(probabilities[np.arange(rows), y]).mean(), rel=1e-4)
-            assert scores["accuracy"] == (probabilities.argmax(1) == y).mean()
-
-
-def test_replicas_of_different_shape_are_told(flat: allreduce.Topology) -> None:
-    if flat.size == 1:
-        pytest.skip("one rank agrees with itself")
-    with pytest.raises(DisagreementError, match="allocate"):
-        MirroredTrainer(NumpyNetwork([64, 8 + flat.rank, 10]), "native", flat)
-    with pytest.raises(DisagreementError, match=r"optimizer\.first_moment"):
-        MirroredTrainer(network(optimizer="adam" if flat.rank else "sgd"), "native", flat)
-    with pytest.raises(DisagreementError, match='"activation": "tanh"'):
-        MirroredTrainer(network(activation="tanh" if flat.rank else "relu"), "native", flat)
-
-
-def test_one_rank_alone_in_a_call_is_told(digits: datasets.Dataset, flat: allreduce.Topology, tmp_path: Path) -> None:
-    """The classic mistake: if trainer.rank == 0: trainer.save(path)."""
-    if flat.size == 1:
-        pytest.skip("one rank agrees with itself")
-    with MirroredTrainer(network(), "native", flat) as trainer:
-        rows = digits.x_test, digits.y_test
-        of_rank_0: dict[str, tuple[Any, ...]] = {"fit": rows, "evaluate": rows, "predict": rows[:1]}
-        for call in ("save", "load"):
-            of_rank_0[call] = (str(tmp_path / "model.npz"),)
-        for call, arguments in of_rank_0.items():
-            text = rf"rank 0: {call}[\s\S]*\n{call} and parameters_sha256 are collective: every rank calls them, "
-            with pytest.raises(DisagreementError, match=text):
-                getattr(trainer, call)(*arguments) if flat.rank == 0 else trainer.parameters_sha256()
-        with pytest.raises(DisagreementError) as raised:  # the same call
-            trainer.evaluate(digits.x_test[flat.rank :], digits.y_test[flat.rank :])
-        assert "collective" not in str(raised.value)
-        with pytest.raises(DisagreementError, match="parameters_sha256"):
-            trainer.parameters_sha256() if flat.rank == 0 else trainer.predict(digits.x_test)
-        assert not (tmp_path / "model.npz").exists()
-
-
-def test_any_error_of_rank_0_alone_reaches_all(
-    flat: allreduce.Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: str) -> None:
-        raise MemoryError("no room")
-
-    mine = network()
-    monkeypatch.setattr(mine, "save", fail)
-    with MirroredTrainer(mine, "native", flat) as trainer, pytest.raises(MemoryError, match="no room"):
-        trainer.save(str(tmp_path / "model.npz"))
+            np.testing.assert_allclose(outputs, probabilities, rtol=1e-4, atol=1e-6)
+            if rows:
+                scores = trainer.evaluate(x, y)
+                assert scores["loss"] == pytest.approx(-np.log(probabilities[np.arange(rows), y]).mean(), rel=1e-4)
+                assert scores["accuracy"] == (probabilities.argmax(1) == y).mean()
 
 
 def test_a_fit_after_a_failed_one_is_timed_anew(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
@@ -197,52 +148,11 @@ def test_a_fit_after_a_failed_one_is_timed_anew(digits: datasets.Dataset, flat: 
     assert history[0].communication_share <= 1
 
 
-@pytest.mark.parametrize(("data", "accuracy", "backend"), [("iris", 0.967, "auto"), ("digits", 0.95, "ring")])
-def test_the_defaults_reach_the_accuracy(data: str, accuracy: float, backend: str, flat: allreduce.Topology) -> None:
-    """The defaults of the command line. Tests above check that all backends train alike."""
-    defaults, loaded = parse(["--data", data], shown=False), datasets.load(data)
-    mine = NumpyNetwork([loaded.features, *defaults.hidden, len(loaded.classes)], lr=defaults.lr)
-    mine.scale_input(loaded.shift, loaded.scale)
-    with MirroredTrainer(mine, backend, flat) as trainer:
-        trainer.fit(loaded.x_train, loaded.y_train, defaults.epochs, defaults.batch_size, progress=False)
-        assert trainer.evaluate(loaded.x_test, loaded.y_test)["accuracy"] >= accuracy
-
-
-def test_divergence_is_told_once_by_all(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
-    x = digits.x_train.copy()
-    x[700] = np.nan
-    step = int(np.flatnonzero(np.random.default_rng([0, 0]).permutation(1437) == 700)[0]) // 100 + 1
-    with (
-        MirroredTrainer(network(), "shared", flat) as trainer,
-        pytest.raises(DivergedError, match=rf"nan in epoch 1, step {step}:") as caught,
-    ):
-        trainer.fit(x, digits.y_train, progress=False)
-    assert caught.value.ranks
-
-
-def test_names_instances_and_closing(
+def test_a_backend_of_another_topology_is_refused(
     flat: allreduce.Topology, topology_of: Callable[[int], allreduce.Topology]
 ) -> None:
-    with pytest.raises(UnknownBackendError, match="did you mean 'ring'"):
-        MirroredTrainer(network(), "rign", flat)
     with allreduce.create("native", flat) as backend, pytest.raises(ArgumentError, match="topology of its own"):
         MirroredTrainer(network(), backend, topology_of(1))
-    trainer = MirroredTrainer(network(), "ring", flat)
-    trainer.close()
-    trainer.close()
-    assert trainer.allreduce.closed
-    with pytest.raises(ClosedError, match="MirroredTrainer is closed"):
-        trainer.predict(np.zeros((1, 64), np.float32))
-
-
-def trained(
-    update: str, backend: str, topology: allreduce.Topology, data: tuple[np.ndarray, np.ndarray], **options: Any
-) -> tuple[NumpyNetwork, list[float]]:
-    """Return the results of a fit, after the trainer is closed."""
-    mine = network(**options)
-    with MirroredTrainer(mine, backend, topology, update=update) as trainer:
-        history = trainer.fit(*data, 2, BATCH, seed=7, progress=False)
-    return mine, history.column("loss")
 
 
 @pytest.mark.parametrize("backend", SHARDED)
@@ -252,18 +162,15 @@ def test_a_sharded_update_gives_the_bits_of_a_replicated_one(
 ) -> None:
     """Parameters, losses, and the optimizer's state, which every replica holds completely after the trainer is
     closed."""
-    data = (digits.x_train[:550], digits.y_train[:550])
-    phases = "shared" if backend == "auto" else backend
-    with allreduce.create(phases, flat) as same_sums:
-        plain = network(optimizer=optimizer)
-        with MirroredTrainer(plain, same_sums) as trainer:
-            history = trainer.fit(*data, 2, BATCH, seed=7, progress=False)
-    mine, losses = trained("sharded", backend, flat, data, optimizer=optimizer)
-    expected, found = plain.state(), mine.state()
-    assert expected.keys() == found.keys()
-    for name, array in expected.items():
-        assert np.array_equal(array, found[name]), name
-    assert losses == history.column("loss")
+    found = []
+    for update, name in (("replicated", "shared" if backend == "auto" else backend), ("sharded", backend)):
+        mine = network(optimizer=optimizer)
+        with MirroredTrainer(mine, name, flat, update=update) as trainer:
+            history = trainer.fit(digits.x_train[:330], digits.y_train[:330], 2, BATCH, seed=7, progress=False)
+        found.append(mine.state() | {"losses": np.array(history.column("loss"))})
+    assert found[0].keys() == found[1].keys()
+    for entry, array in found[0].items():
+        assert np.array_equal(array, found[1][entry]), entry
 
 
 class OwnsEverything(TwoPhase):
@@ -314,16 +221,6 @@ class Bare(NumpyNetwork):
         return "it has no slices"
 
 
-@pytest.mark.parametrize("update", ["replicated", "sharded"])
-def test_an_edit_is_applied_once(update: str, flat: allreduce.Topology) -> None:
-    mine = network()
-    with MirroredTrainer(mine, "shared", flat, update=update) as trainer:
-        before = mine.parameters.copy()
-        trainer.edit(lambda: np.multiply(mine.parameters, 0.5, out=mine.parameters))
-        np.testing.assert_array_equal(mine.parameters, before / 2)
-        assert len(set(trainer.parameters_sha256())) == 1
-
-
 def test_equal_options_in_two_forms_are_no_difference(flat: allreduce.Topology) -> None:
     with MirroredTrainer(network(), "ring", flat, update=Sharded() if flat.rank else "sharded") as trainer:
         assert len(set(trainer.parameters_sha256())) == 1
@@ -338,7 +235,12 @@ def test_refused_trainers_leave_nothing_behind(flat: allreduce.Topology) -> None
         ({"replica": Bare([4, 3]), "update": "sharded", "allreduce": "ring"}, ArgumentError, "it has no slices"),
     ]
     if flat.size > 1:
-        refusals.append(({"replica": NumpyNetwork([4, 3 + flat.rank])}, DisagreementError, "allocate"))
+        others: list[tuple[NumpyNetwork, str]] = [
+            (NumpyNetwork([4, 3 + flat.rank]), "allocate"),
+            (network(optimizer="adam" if flat.rank else "sgd"), r"optimizer\.first_moment"),
+            (network(activation="tanh" if flat.rank else "relu"), '"activation": "tanh"'),
+        ]
+        refusals += [({"replica": replica}, DisagreementError, text) for replica, text in others]
         refusals.append(({"update": "sharded" if flat.rank else "replicated"}, DisagreementError, "update='sharded'"))
     else:
         refusals.pop(3)  # with one rank nothing is divided
@@ -450,20 +352,6 @@ def test_replicas_keep_no_memory_of_a_trainer_that_one_rank_has_refused(flat: al
     assert mine.binds == 3  # the last one is to memory of its own
 
 
-def test_shares_are_a_partition(world: MPI.Intracomm) -> None:
-    """Every row is used once an epoch by one rank, and the shares of a batch add up to 1."""
-    x = np.arange(23)
-    batches = Batches(Arrays((x, x)), 5, world.rank, world.size, seed=1)
-    seen = [Batch((b.x.copy(), b.y.copy()), b.rows, b.share) for b in batches.epoch(2)]
-    everyone = world.allgather(seen)
-    for step, size in enumerate(batches.sizes()):
-        parts = [of_rank[step] for of_rank in everyone]
-        assert sum(part.share for part in parts) == pytest.approx(1.0)
-        assert sum(len(part.x) for part in parts) == size == parts[0].rows
-    rows = np.concatenate([batch.x for of_rank in everyone for batch in of_rank])
-    assert np.array_equal(np.sort(rows), x)
-
-
 def test_the_micro_batches_of_a_part_have_their_seeds_whatever_the_own_parts_are() -> None:
     """`share` gives a part of any number of parts."""
     x = np.arange(12)
@@ -472,104 +360,6 @@ def test_the_micro_batches_of_a_part_have_their_seeds_whatever_the_own_parts_are
         found = whole.share(0, 0, part, 2)
         assert len(found.seeds) == len(found.parts) == 3
         assert found.seeds == halves.share(0, 0, part).seeds
-
-
-class ReadOnly(NumpyNetwork):
-    """A replica with read-only state arrays, as those of a framework with immutable arrays (JAX)."""
-
-    def state(self) -> dict[str, np.ndarray]:
-        held = {name: np.array(array) for name, array in super().state().items()}
-        for array in held.values():
-            array.flags.writeable = False
-        return held
-
-
-def test_states_may_be_read_only(digits: datasets.Dataset, flat: allreduce.Topology, tmp_path: Path) -> None:
-    replica = ReadOnly([64, 8, 10], seed=flat.rank)
-    with MirroredTrainer(replica, topology=flat) as trainer:
-        trainer.fit(digits.x_train[:200], digits.y_train[:200], epochs=1, progress=False)
-        trainer.save(str(tmp_path / f"model{flat.rank}.npz"))
-        assert len(set(trainer.parameters_sha256())) == 1
-
-
-class Sliced(Replica):
-    """A replica of a user's with momentum, whose slices other ranks update."""
-
-    updated = ("momentum",)
-
-    def __init__(self, declares: bool, reloads: bool) -> None:
-        self.elementwise = ("momentum",) if declares else ()
-        self.reloads, self.gradient_length = reloads, 6
-        self.w, self.momentum, self.slopes = (np.zeros(6, "float32") for _ in range(3))
-        self.flat = self.w
-
-    def bind(self, parameters: Any, gradients: Any) -> None:
-        parameters[:], self.flat, self.slopes = self.w, parameters, gradients
-
-    def refresh(self) -> None:
-        if self.reloads:
-            self.w[:] = self.flat
-
-    def gradients(self, x: Any, y: Any, share: float, weights: Any = None) -> Any:
-        error = x @ self.w - y
-        self.slopes[:] = 2 * share * (x.T @ error) / max(len(x), 1)
-        return [float((error**2).mean()) if len(x) else 0.0]
-
-    def update(self, part: Any = ALL) -> None:
-        self.momentum[part] = 0.9 * self.momentum[part] + self.slopes[part]
-        self.flat[part] -= 0.1 * self.momentum[part]
-        self.w[part] = self.flat[part]
-
-    def evaluate(self, x: Any, y: Any, weights: Any = None) -> Any:
-        return [float(((x @ self.w - y) ** 2).sum())]
-
-    def predict(self, x: Any) -> Any:
-        return x @ self.w
-
-    def others(self) -> dict[str, np.ndarray]:
-        return {"momentum": self.momentum}
-
-    def load_others(self, state: Mapping[str, np.ndarray]) -> None:
-        self.momentum[:] = state["momentum"]
-
-
-class Former(Sliced):
-    """A replica in the form of an earlier version."""
-
-    def bind(self, buffer: Any) -> None:  # type: ignore[override]
-        self.slopes = buffer
-
-    def bind_parameters(self, buffer: Any) -> None:
-        buffer[:], self.flat = self.w, buffer
-
-
-def test_a_replica_of_the_former_form_is_shown_the_new_one(flat: allreduce.Topology) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"this Former has the form of earlier .* bind\(self, parameters, gradients"
-    ):
-        MirroredTrainer(Former(declares=True, reloads=True), "ring", flat)
-
-
-@pytest.mark.parametrize("name", FORMER)
-def test_a_former_method_of_a_replica_is_shown_its_new_form(name: str, flat: allreduce.Topology) -> None:
-    kind = type("Own", (Sliced,), {name: lambda *_: None})
-    with pytest.raises(ArgumentError, match=re.escape(f"this Own has {name} as in earlier versions: {FORMER[name]}")):
-        MirroredTrainer(kind(declares=True, reloads=True), "ring", flat)
-
-
-@pytest.mark.parametrize("name", ["shapes", "config"])
-def test_a_replica_does_not_add_to_the_attributes_of_all_replicas(name: str) -> None:
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        getattr(Sliced(declares=True, reloads=True), name)["w"] = (3,)
-
-
-def test_a_replica_of_a_user_restores_a_model_before_a_trainer_binds_it(tmp_path: Path) -> None:
-    first, second = (Sliced(declares=True, reloads=True) for _ in range(2))
-    first.w[:], first.momentum[:] = np.arange(6), 2
-    first.save(str(tmp_path / "model.npz"))
-    second.restore(str(tmp_path / "model.npz"))
-    np.testing.assert_array_equal(second.w, np.arange(6))
-    np.testing.assert_array_equal(second.momentum, 2)
 
 
 def example(name: str) -> Any:
@@ -583,72 +373,99 @@ def example(name: str) -> Any:
     return names[name]
 
 
-@pytest.mark.parametrize(
-    ("options", "fit"),
-    [
-        ({}, {"transforms": [ClipNorm(1e9), SkipNotFinite(), EMA(0.5)], "callbacks": [CheckDivergence(every=1)]}),
-        ({}, {"transforms": [Accumulate(2), EMA(0.5)]}),
-        ({"update": "sharded"}, {"transforms": [ClipNorm(1e9), EMA(0.5)]}),
-        ({"update": Sharded(copies=2)}, {"transforms": [Accumulate(2), SkipNotFinite()]}),
-        ({"average": Exact(micro_batch=4)}, {"transforms": [EMA(0.5)]}),
-        ({"average": LocalSGD(1)}, {"transforms": [ClipNorm(1e9)]}),
-    ],
-    ids=["transforms", "accumulate", "sharded", "copies", "exact", "local"],
-)
-def test_the_example_of_a_replica_needs_no_line_for_any_option(
-    options: dict[str, Any], fit: dict[str, Any], flat: allreduce.Topology
+def line(**changes: Any) -> Any:
+    """Return a replica of the second example, some of whose attributes are others."""
+    return type("Own", (example("LineWithMomentum"),), changes)(7)
+
+
+@pytest.mark.parametrize("name", ["bind", *FORMER])
+def test_a_replica_of_the_former_form_is_shown_the_new_one(name: str, flat: allreduce.Topology) -> None:
+    text = f"this Own has {name} as in earlier versions: {FORMER.get(name)}"
+    if name == "bind":
+        text = "this Own has the form of earlier versions: write bind(self, parameters, gradients)"
+    with pytest.raises(ArgumentError, match=re.escape(text)):
+        MirroredTrainer(line(**{name: lambda self, buffer: None}), "ring", flat)
+
+
+@pytest.mark.parametrize("name", ["shapes", "config"])
+def test_a_replica_does_not_add_to_the_attributes_of_all_replicas(name: str) -> None:
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        getattr(example("Line")(7), name)["w"] = (3,)
+
+
+def test_a_replica_of_a_user_restores_a_model_before_a_trainer_binds_it(tmp_path: Path) -> None:
+    first, second = line(), line()
+    first.flat[:], first.momentum[:] = np.arange(8), 2
+    first.save(str(tmp_path / "model.npz"))
+    second.restore(str(tmp_path / "model.npz"))
+    np.testing.assert_array_equal(second.flat, np.arange(8))
+    np.testing.assert_array_equal(second.momentum, 2)
+
+
+def bind_copies(replica: Any, parameters: Any, gradients: Any) -> None:
+    """As `bind` of a replica that trains in memory of its own."""
+    parameters[:], replica.grads = replica.flat, gradients
+
+
+MAKE: dict[str, Callable[..., Any]] = {
+    "sharded": partial(MirroredTrainer, allreduce="ring", update="sharded"),
+    "servers": partial(ParameterServerTrainer, updates="sync"),
+}
+several = pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="a server and a worker, or two slices, are two ranks")
+
+
+@several
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_replica_that_divides_no_state_is_refused(kind: str, flat: allreduce.Topology) -> None:
+    with pytest.raises(ArgumentError, match=r"the state 'momentum' of this Own .* is not in its `elementwise`"):
+        MAKE[kind](line(elementwise=()), topology=flat)
+    with pytest.raises(ArgumentError, match="does not train its parameters in the memory of bind"):
+        MAKE[kind](line(bind=bind_copies), topology=flat)
+
+
+OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "transforms": (
+        partial(MirroredTrainer, allreduce="ring"),
+        {"transforms": [ClipNorm(1e9), SkipNotFinite(), EMA(0.5)], "callbacks": [CheckDivergence(every=1)]},
+    ),
+    "accumulate": (partial(MirroredTrainer, allreduce="ring"), {"transforms": [Accumulate(2), EMA(0.5)]}),
+    "sharded": (MAKE["sharded"], {"transforms": [ClipNorm(1e9), EMA(0.5)]}),
+    "copies": (
+        partial(MirroredTrainer, allreduce="ring", update=Sharded(copies=2)),
+        {"transforms": [Accumulate(2), SkipNotFinite()]},
+    ),
+    "exact": (
+        partial(MirroredTrainer, allreduce="ring", average=Exact(micro_batch=4)),
+        {"transforms": [EMA(0.5)]},
+    ),
+    "local": (partial(MirroredTrainer, allreduce="ring", average=LocalSGD(1)), {"transforms": [ClipNorm(1e9)]}),
+    "servers": (MAKE["servers"], {}),
+}
+
+
+@pytest.mark.parametrize("name", ["Line", "LineWithMomentum"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_examples_of_a_replica_need_no_line_for_any_option(
+    option: str, name: str, flat: allreduce.Topology
 ) -> None:
-    if "copies=2" in str(options) and flat.size == 1:
-        pytest.skip("a copy is on another rank")
+    if option in ("copies", "servers") and flat.size == 1:
+        pytest.skip("a copy, or a server, is on another rank")
+    if (option, name) == ("local", "LineWithMomentum"):
+        return  # each rank has a momentum of its own
+    make, fit = OPTIONS[option]
     x = np.random.default_rng(0).normal(size=(60, 7)).astype("float32")
-    y, wanted = x @ np.arange(7, dtype="float32"), np.ones(7)
-    for _ in range(4):
-        wanted -= 0.1 * 2 * x.T @ (x @ wanted - y) / len(x)
-    with MirroredTrainer(example("Line")(7), "ring", flat, **options) as trainer:
-        trainer.edit(lambda: trainer.replica.w.fill(1.0))
-        trainer.fit(x, y, 4, 60, shuffle=False, progress=False, **fit)
-        np.testing.assert_allclose(trainer.replica.w, wanted, rtol=1e-4, atol=1e-5)
-        averages = any(isinstance(each, EMA) for each in fit["transforms"])
-        assert (trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)) != averages
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"update": "sharded"}, {"average": Exact(micro_batch=4)}],
-    ids=["replicated", "sharded", "exact"],
-)
-def test_the_example_of_a_replica_with_a_momentum(options: dict[str, Any], flat: allreduce.Topology) -> None:
-    x = np.random.default_rng(0).normal(size=(60, 7)).astype("float32")
-    y, alone = x @ np.arange(7, dtype="float32") + 3, example("LineWithMomentum")(7)
-    alone.bind(np.zeros(8, "float32"), np.zeros(8, "float32"))
+    y, alone = x @ np.arange(7, dtype="float32"), example(name)(7)
+    alone.bind(*np.zeros((2, alone.gradient_length), "float32"))
+    alone.w.fill(1.0)
     for _ in range(6):
         alone.gradients(x, y, 1.0)
         alone.update()
-    with MirroredTrainer(example("LineWithMomentum")(7), "ring", flat, **options) as trainer:
-        trainer.fit(x, y, 6, 60, shuffle=False, progress=False)
-        assert trainer.evaluate(x, y)["loss"] == pytest.approx(alone.evaluate(x, y)[0] / 60, rel=1e-3)
-    state = trainer.replica.state()
-    np.testing.assert_allclose(state["parameters"], alone.flat, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(state["momentum"], alone.momentum, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["sharded", "servers"])
-def test_a_replica_that_divides_no_state_is_refused(kind: str, flat: allreduce.Topology) -> None:
-    make = {
-        "sharded": lambda replica: MirroredTrainer(replica, "ring", flat, update="sharded"),
-        "servers": lambda replica: ParameterServerTrainer(replica, flat, updates="sync"),
-    }[kind]
-    if kind == "servers" and flat.size == 1:
-        pytest.skip("a server and a worker are two ranks")
-    if flat.size > 1:
-        with pytest.raises(ArgumentError, match=r"the state 'momentum' of this Sliced .* is not in its `elementwise`"):
-            make(Sliced(declares=False, reloads=True))
-        with pytest.raises(ArgumentError, match="does not train its parameters in the memory of bind"):
-            make(Sliced(declares=True, reloads=False))
-    plain, x = Sliced(declares=True, reloads=True), np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
-    for _ in range(4):
-        plain.gradients(x, x.sum(axis=1), 1.0)
-        plain.update()
-    with make(Sliced(declares=True, reloads=True)) as trainer:
-        trainer.fit(x, x.sum(axis=1), 4, 40, shuffle=False, progress=False)
-    np.testing.assert_allclose(trainer.replica.state()["parameters"], plain.w, rtol=1e-4)
+    with make(example(name)(7), topology=flat) as trainer:
+        trainer.edit(lambda: trainer.replica.w.fill(1.0))
+        trainer.fit(x, y, 6, 60, shuffle=False, progress=False, **fit)
+        np.testing.assert_allclose(trainer.replica.w, alone.w, rtol=1e-4, atol=1e-5)
+        assert trainer.evaluate(x, y, ema=False)["loss"] == pytest.approx(alone.evaluate(x, y)[0] / 60, rel=1e-3)
+        averages = any(isinstance(each, EMA) for each in fit.get("transforms", ()))
+        assert (trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)) != averages
+    if name == "LineWithMomentum":
+        np.testing.assert_allclose(trainer.replica.state()["momentum"], alone.momentum, rtol=1e-3, atol=1e-4)
