@@ -10,9 +10,10 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import DisagreementError
 from tests.ranks.together import raised_everywhere
-from trainers import MirroredTrainer, NumpyNetwork, Schedule
+from trainers import Accumulate, MirroredTrainer, NumpyNetwork, Schedule
 from trainers.callbacks import Callback, ModelCheckpoint
 from trainers.errors import ArgumentError
+from trainers.options.buckets import Buckets
 
 JOBS = "quick 1 2, openmpi 1 2 3"
 
@@ -65,6 +66,23 @@ def test_a_module_may_keep_its_batches(flat: allreduce.Topology) -> None:
         mine = [slice(12 * trainer.rank // trainer.size, 12 * (trainer.rank + 1) // trainer.size)] * 4
     found = np.concatenate([each.numpy() for each in kept])
     assert (found == np.concatenate([X[at * 12 : at * 12 + 12][part] for at, part in enumerate(mine)])).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"buckets": Buckets(True)}], ids=["after", "during"])
+def test_hooks_see_the_gradients_of_the_rows(options: Any, flat: allreduce.Topology) -> None:
+    """All rows are equal, so the hooks of each rank and of each half see the gradient of one process."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+    seen = []
+    made = replica(lr=0.0)
+    made.module.bias.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    with MirroredTrainer(made, topology=flat, **options) as trainer:
+        trainer.fit(
+            np.repeat(X[:1], 12, axis=0), np.repeat(Y[:1], 12), 1, 12, progress=False, transforms=[Accumulate(2)]
+        )
+        one = replica(lr=0.0)
+        one.loss(one.module(torch.from_numpy(X[:1])), torch.from_numpy(Y[:1])).backward()
+    assert np.allclose(seen, one.module.bias.grad.tolist())
+    assert len(seen) == 2
 
 
 def test_frozen_batch_norm_stays_frozen(flat: allreduce.Topology) -> None:

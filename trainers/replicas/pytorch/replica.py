@@ -168,9 +168,9 @@ class TorchReplica(FlatReplica):
         self._training()
         output, target = self._output(x), self._target(y)
         loss = self._mean_loss(output, target, weights)
-        hooks = self._tell_early(ready) if self.ready else []
+        hooks = self._tell_early(ready, share) if self.ready else []
         try:
-            (loss * share).backward()
+            loss.backward()  # the user's hooks see the gradients of these rows' mean
         finally:
             for hook in hooks:
                 hook.remove()
@@ -179,15 +179,15 @@ class TorchReplica(FlatReplica):
             self.unused = np.array([each.grad is None for each in self._trained])
             for number, (parameter, view) in enumerate(zip(self._trained, self._views, strict=False)):
                 if parameter.grad is not view:  # else the hook has been called
-                    view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+                    view.zero_() if parameter.grad is None else torch.mul(parameter.grad, share, out=view)
                     ready(number)
             for statistic, view in zip(self._statistics, self._views[len(self._trained) :], strict=True):
                 torch.mul(statistic, share, out=view)
             self._attach()
             return self._device.numbers(self._values(loss, output, target))
 
-    def _tell_early(self, ready: Callable[[int], None]) -> list[Any]:
-        """Return hooks of autograd: each moves the gradient of a parameter into the buffer, and tells it."""
+    def _tell_early(self, ready: Callable[[int], None], share: float) -> list[Any]:
+        """Return hooks of autograd: each moves `share` times a parameter's gradient into the buffer, and tells it."""
 
         def move(number: int, parameter: Tensor) -> None:
             if parameter.grad is None:  # a hook of the user has taken it
@@ -195,7 +195,7 @@ class TorchReplica(FlatReplica):
             if parameter.grad is not self._views[number]:  # else it is complete for the second time
                 self._check_untouched()
                 with torch.no_grad():
-                    self._views[number].copy_(parameter.grad)
+                    torch.mul(parameter.grad, share, out=self._views[number])
                 parameter.grad = self._views[number]
             ready(number)
             self._version = version_of(self._buffer)
