@@ -88,18 +88,6 @@ def test_a_version_is_loaded_again_when_its_second_file_is_whole(tmp_path: Path)
     assert world.look(3) == {1: AVAILABLE}
 
 
-def test_a_model_of_another_width_is_refused(tmp_path: Path) -> None:
-    world = World(tmp_path, keep=1)
-    world.write(1)
-    world.look()
-    world.write(2, size=5)
-    assert world.look(4) == {2: END, 1: AVAILABLE}
-    error = world.versions.listed()[0].error
-    assert "takes rows of 5 float32 and gives 3 outputs, and the version that answers takes rows of 4" in error
-    shutil.rmtree(tmp_path / "0002")
-    assert world.look() == {1: AVAILABLE}
-
-
 def test_what_is_no_version(tmp_path: Path) -> None:
     for name in ("x", "0001", "0002", "1000000000", ".3"):
         (tmp_path / name).mkdir()
@@ -112,13 +100,6 @@ def test_what_is_no_version(tmp_path: Path) -> None:
     assert set(found := scan(str(tmp_path))) == {1}
     (tmp_path / "0001" / "notes.txt").write_text("its version goes on to answer")
     assert scan(str(tmp_path)) == found
-
-
-def test_a_relative_folder_has_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "m" / "0001").mkdir(parents=True)
-    (tmp_path / "m" / "0001" / "m.npz").write_text("")
-    monkeypatch.chdir(tmp_path)
-    assert scan("m") == scan(str(tmp_path / "m"))
 
 
 def test_a_state_changes_only_from_those_that_are_named() -> None:
