@@ -1,8 +1,6 @@
-"""benchmarks.compression: its tables, and small runs; one on simulated hosts, where root can make them."""
+"""benchmarks.compression: its tables, and small runs; test_cluster_sim.py has one on simulated hosts."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,7 @@ import pytest
 
 from allreduce.errors import OptionError
 from benchmarks.lib import hosts
-from tests import launch
-from tests.conftest import JobRunner, in_one_job, lacking
+from tests.conftest import JobRunner, in_one_job
 
 NETWORK = """\
 Inter-|   Receive                            |  Transmit
@@ -130,27 +127,3 @@ def test_refused_before_measuring(tmp_path: Path) -> None:
         told = "".join(rank["stderr"] for rank in ranks)
         assert complaint in told
         assert "Traceback" not in told
-
-
-@pytest.mark.jobs
-def test_simulated_hosts_send_fewer_bytes(tmp_path: Path) -> None:
-    """Where root can make such hosts."""
-    try:
-        python = launch.environment("openmpi") / "bin" / "python"
-    except launch.MissingEnvironmentError as error:
-        lacking(error)
-    record, root = tmp_path / "speed.json", {"PYTHONPATH": str(launch.ROOT)}
-    variables = {**launch.variables("rig"), **root, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-    options = ["--size", "1M", "--iters", "2", "--methods", "none,bfloat16,int8", "--json", str(record)]
-    rig = ["bash", str(launch.ROOT / "scripts" / "cluster_sim.sh"), "2x1", "1gbit", "--"]
-    command = [*rig, str(python), "-m", "benchmarks.compression", *options]
-    job = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=150)
-    if job.returncode == 2 and "cluster_sim.sh: " in job.stderr and os.environ.get("ALLREDUCE_TEST_RIG") != "1":
-        pytest.skip(job.stderr.strip())
-    assert job.returncode == 0, job.stdout + job.stderr
-    found = json.loads(record.read_text())
-    assert found["node_sizes"] == [1, 1]
-    sent = {cost["method"]: cost["bytes_per_rank"] for cost in found["costs"]}
-    assert sent["none"] == pytest.approx(1 << 20, rel=0.1)
-    assert sent["bfloat16"] == pytest.approx((1 << 20) / 2, rel=0.1)
-    assert sent["int8"] == pytest.approx((1 << 20) / 4, rel=0.15)
