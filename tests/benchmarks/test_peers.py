@@ -43,13 +43,6 @@ def test_peers_with_cold_caches_beside_another_job(mpirun: JobRunner, tmp_path: 
     assert picture.read_bytes().startswith(b"<?xml")
 
 
-def test_a_run_of_other_arrays_is_not_merged(mpirun: JobRunner, tmp_path: Path) -> None:
-    (tmp_path / "none.json").write_text("{}")
-    job = mpirun(2, [*MODULE, "--backends", "shared", "--also", tmp_path / "none.json"])
-    assert job.returncode == 2
-    assert job.stderr.count("error: rank 0: --also: ") == 1
-
-
 def test_a_run_of_other_calls_or_ranks_is_not_merged(mpirun: JobRunner, tmp_path: Path) -> None:
     """The error is in one line, from rank 0, which alone reads the file."""
     other = made_run(4)

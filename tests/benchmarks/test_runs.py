@@ -193,6 +193,7 @@ REFUSED = {
     "bandwidth --backends nccl -e 8": "nccl",
     "bandwidth --backends native -d half": "native does not reduce float16",
     "bandwidth --peers glue": "did you mean 'gloo'?",
+    "bandwidth --backends shared --also notes.json": "error: rank 0: --also: ",
     "bandwidth -o avg -d int32": "not defined for int32",
     "bandwidth -b 1K -e 8": "no size between them",
     "bandwidth -e 100000G --backends native": "2 ranks need",
@@ -259,14 +260,6 @@ def test_refused_before_measuring(outcomes: Outcomes, quiet: dict[str, str], lin
     if line == "bandwidth --backends nccl -e 8" and os.path.exists("/dev/nvidia0"):
         pytest.skip("there is a GPU here")
     refused(*outcomes.of(2, line, REFUSED, env=quiet), REFUSED[line])
-
-
-def test_refused_under_the_launcher(mpirun: JobRunner, quiet: dict[str, str]) -> None:
-    """By an agreement of the ranks."""
-    job = mpirun(2, [*MODULE, "--backends", "shard"], env=quiet)
-    assert job.returncode == 2, job.stdout + job.stderr
-    assert job.stderr.count("error: ") == 1, job.stderr
-    assert "Traceback" not in job.stderr
 
 
 @pytest.mark.parametrize("line", MISSING)
