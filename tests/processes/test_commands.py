@@ -49,13 +49,6 @@ def test_a_mistyped_command_is_an_error_on_all_ranks_that_appears_once(mpirun: J
     assert job.stderr.count("allreduce: error: unknown command 'benhc'; did you mean 'bench'?") == 1
 
 
-def test_a_training(mpirun: JobRunner) -> None:
-    train = "import sys, allreduce_commands; sys.exit(allreduce_commands.train(['--data', 'iris', '--epochs', '1']))"
-    job = mpirun(2, ["-c", train])
-    assert job.returncode == 0, job.stderr
-    assert job.stdout.splitlines()[-1].startswith("test accuracy: ")
-
-
 @pytest.mark.parametrize(("name", "package"), [("train", "trainers"), ("bench", "benchmarks")])
 def test_a_folder_that_hides_a_package_is_named(name: str, package: str, tmp_path: Path) -> None:
     (tmp_path / package).mkdir()
