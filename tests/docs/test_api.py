@@ -147,11 +147,6 @@ def test_documented_names_exist(target: str, arguments: str) -> None:
         }
 
 
-def test_no_name_is_documented_twice() -> None:
-    names = [name for name, _ in targets()]
-    assert [name for name in names if names.count(name) > 1] == []
-
-
 @pytest.mark.parametrize("page", API, ids=lambda path: path.stem)
 def test_every_page_says_whether_a_call_is_collective(page: Path) -> None:
     text = page.read_text()

@@ -71,20 +71,14 @@ def test_a_folder_in_the_working_directory_hides_nothing(tmp_path: Path) -> None
 
 
 def test_completion_has_the_options_of_all_commands() -> None:
+    """Also without PyTorch, when benchmarks.training_step can't be imported."""
     pytest.importorskip("shtab")
-    done = run("--print-completion", "bash")
-    assert done.returncode == 0, done.stderr
-    for option in ("--backup-workers", "--peers", "--threshold", "--node-size"):
-        assert option in done.stdout
+    for program in (RUN, f"import sys; sys.modules['torch'] = None\n{RUN}"):
+        done = run("--print-completion", "bash", program=program)
+        assert done.returncode == 0, done.stderr
+        for option in ("--backup-workers", "--peers", "--threshold", "--node-size"):
+            assert option in done.stdout
     assert run("--print-completion", "cmd").returncode == 2
-
-
-def test_completion_without_pytorch() -> None:
-    """benchmarks.training_step can't be imported then."""
-    pytest.importorskip("shtab")
-    done = run("--print-completion", "bash", program=f"import sys; sys.modules['torch'] = None\n{RUN}")
-    assert done.returncode == 0, done.stderr
-    assert "--backup-workers" in done.stdout
 
 
 def test_completion_without_its_extra() -> None:
