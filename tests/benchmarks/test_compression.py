@@ -26,30 +26,38 @@ def test_the_bytes_of_all_interfaces_but_the_loopback_are_counted(tmp_path: Path
     assert hosts.interface_bytes() >= 0
 
 
+METHODS = ["none", "bfloat16", "float16", "int8", "float8", "exact"]
+REFUSED = {
+    "--methods none,int9": "did you mean 'int8'?",
+    "--size 3": "one element has 4 bytes",
+    "sped": "invalid choice: 'sped'",
+    "training --models mpl": "--models mpl is unknown; use mlp or conv",
+}
+
+
 @pytest.mark.jobs
-def test_calls_are_measured(mpirun: JobRunner, tmp_path: Path) -> None:
-    record = tmp_path / "speed.json"
-    methods = ["none", "bfloat16", "float16", "int8", "float8", "exact"]
-    options = ["--size", "64K", "--iters", "2", "--methods", ",".join(methods), "--json", record]
-    job = mpirun(2, ["-m", "benchmarks.compression", *options])
-    assert job.returncode == 0, job.stderr
-    found = json.loads(record.read_text())
+def test_calls_are_measured_or_refused(tmp_path: Path) -> None:
+    given = [f"--size 64K --iters 2 --methods {','.join(METHODS)} --json speed.json", *REFUSED]
+    lines = [("benchmarks.compression", line.split(), str(tmp_path)) for line in given]
+    measured, *others = in_one_job(2, lines, tmp_path)
+    assert [rank["code"] for rank in measured] == [0, 0], measured
+    found = json.loads((tmp_path / "speed.json").read_text())
     costs = {cost["method"]: cost for cost in found["costs"]}
-    assert list(costs) == methods
+    assert list(costs) == METHODS
     assert costs["none"]["speedup"] == 1.0
-    assert (
-        costs["exact"]["error"]
-        <= costs["none"]["error"]
-        < 1e-6
-        < costs["float16"]["error"]
-        < costs["bfloat16"]["error"]
-        < 0.01
-    )
+    errors = [costs[name]["error"] for name in ("exact", "none", "float16", "bfloat16")]
+    assert errors == sorted(errors)
+    assert errors[1] < 1e-6 < errors[2] < errors[3] < 0.01
     for name in ("int8", "float8"):
         assert costs["bfloat16"]["error"] < costs[name]["error"] < 0.1
         assert costs[name]["error_of_mean"] < costs[name]["error"] / 4, "error feedback"
     assert {cost["bytes_per_rank"] for cost in found["costs"]} == {None}, "one host sends nothing"
     assert found["node_sizes"] == [2]
+    for complaint, ranks in zip(REFUSED.values(), others, strict=True):
+        assert [rank["code"] for rank in ranks] == [2, 2], ranks
+        told = "".join(rank["stderr"] for rank in ranks)
+        assert complaint in told
+        assert "Traceback" not in told
 
 
 @pytest.mark.parametrize(
@@ -109,21 +117,3 @@ def test_trainings_are_timed(mpirun: JobRunner, tmp_path: Path) -> None:
     assert runs["none"]["at"] == [2, 4]
     assert all(0 < run["best_accuracy"] <= 1 and run["seconds"][0] > 0 for run in found["runs"])
     assert {run["bytes_per_step"] for run in found["runs"]} == {None}, "one host sends nothing"
-
-
-REFUSED = {
-    "--methods none,int9": "did you mean 'int8'?",
-    "--size 3": "one element has 4 bytes",
-    "sped": "invalid choice: 'sped'",
-    "training --models mpl": "--models mpl is unknown; use mlp or conv",
-}
-
-
-@pytest.mark.jobs
-def test_refused_before_measuring(tmp_path: Path) -> None:
-    lines = [("benchmarks.compression", line.split(), str(tmp_path)) for line in REFUSED]
-    for complaint, ranks in zip(REFUSED.values(), in_one_job(2, lines, tmp_path), strict=True):
-        assert [rank["code"] for rank in ranks] == [2, 2], ranks
-        told = "".join(rank["stderr"] for rank in ranks)
-        assert complaint in told
-        assert "Traceback" not in told

