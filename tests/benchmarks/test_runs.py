@@ -62,24 +62,6 @@ def test_on_a_terminal_a_bar_shows_the_time_left(tmp_path: Path, quiet: dict[str
     assert re.search(r"\d/2 \[00:\d\d<", shown), shown
 
 
-def test_peers_pictures_and_simulated_nodes(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
-    for module in ("torch", "matplotlib"):
-        pytest.importorskip(module)
-    outputs = ["--plot", tmp_path / "p.png", "--html", tmp_path / "p.html", "--json", tmp_path / "p.json"]
-    options = ["--peers", "gloo", "--ranks-per-node", "1,1", "-d", "double", "-o", "avg", "-b", "8K", "-e", "8K"]
-    job = mpirun(2, [*MODULE, *QUICK, *options, *outputs], env=quiet)
-    assert job.returncode == 0, job.stderr
-    run = load(tmp_path / "p.json")
-    assert (run.node_sizes, run.simulated, run.dtype, run.op) == ([1, 1], True, "float64", "mean")
-    assert {"gloo", "hierarchical_copy"} <= set(run.backends())
-    assert "shared" in run.skipped
-    assert run.machine["memory_gbs"] > 0
-    assert "network_gbs" not in run.machine  # simulated nodes have none
-    assert {result.wrong for result in run.results} == {0}
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert "hierarchical_copy" in (tmp_path / "p.html").read_text()
-
-
 @pytest.fixture
 def spoilt() -> str:
     """The beginning of a script: native spoils one element of its result on one rank."""
@@ -179,7 +161,11 @@ REFUSED = {
 }
 MISSING = {"bandwidth --peers=gloo": "torch", "bandwidth --plot=p.png": "bench", "bandwidth --html=p.html": "bench"}
 ONE_RANK = ("bandwidth -b 64 -e 64", "tune --output t.json", "strategies --json r.json")
-RUNS = ("latency -e 2K -f 64 --turns 1 --json run.json", "bandwidth -b 4 -e 256K -f 256 --json run.json")
+RUNS = (
+    "latency -e 2K -f 64 --turns 1 --json run.json",
+    "bandwidth -b 4 -e 256K -f 256 --json run.json",
+    "bandwidth --ranks-per-node 1,1 -d double -o avg -b 8K -e 8K --json run.json",
+)
 NOTES = '{"mine": 1}'
 
 
@@ -269,6 +255,18 @@ def test_a_person_reads_a_line_for_each_size_and_one_sentence(outcomes: Outcomes
     assert sum(line.startswith("# all ranks at once copy ") for line in lines) == 1
     assert "size/s" not in rank["stderr"]  # no progress bar: stderr is no terminal
     assert other["stdout"] == ""
+
+
+def test_simulated_nodes(outcomes: Outcomes, quiet: dict[str, str]) -> None:
+    folder, (rank, _) = outcomes.of(2, RUNS[2], RUNS, env=quiet)
+    assert rank["code"] == 0, rank["stderr"]
+    run = load(folder / "run.json")
+    assert (run.node_sizes, run.simulated, run.dtype, run.op) == ([1, 1], True, "float64", "mean")
+    assert "hierarchical_copy" in run.backends()
+    assert "shared" in run.skipped
+    assert run.machine["memory_gbs"] > 0
+    assert "network_gbs" not in run.machine  # simulated nodes have none
+    assert {result.wrong for result in run.results} == {0}
 
 
 def test_one_rank_works_and_says_that_it_means_nothing(outcomes: Outcomes, quiet: dict[str, str]) -> None:
