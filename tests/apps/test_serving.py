@@ -98,8 +98,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.jobs
 @pytest.mark.usefixtures("_environment")
 def test_a_rank_is_killed_and_a_version_replaced(tmp_path: Path) -> None:
-    sizes, requests, reached, replaced = [8, 16, 4], 400, [0], threading.Event()
-    bodies, inputs = serving.requests_of(sizes, 2)
+    sizes, requests, reached, replaced = [2048, 16, 4], 400, [0], threading.Event()
+    bodies, inputs = serving.requests_of(sizes, 2)  # more than MPI sends at once
     networks, models = [NumpyNetwork(sizes, seed=seed) for seed in (1, 2)], tmp_path / "models"
 
     def write(number: int) -> None:
@@ -299,11 +299,12 @@ def _is_answer(given: tuple[int, dict], wanted: np.ndarray) -> bool:
 
 
 def _check_a_stopped_rank(job: Job, connection: http.client.HTTPConnection, x: np.ndarray) -> None:
-    """Its batch is dealt once more; it gets no other until it has answered."""
+    """Its batch, of more than MPI sends at once, is dealt once more; it gets no other until it has answered."""
+    rows = np.repeat(x, 1000, axis=0).tolist()
     stopped, before = job.ranks()[1], job.text().count("has not answered")
     os.kill(stopped, signal.SIGSTOP)
     try:
-        assert [_ask(connection, "", x.tolist())[0] for _ in range(5)] == [200] * 5
+        assert [_ask(connection, "", rows)[0] for _ in range(5)] == [200] * 5
         while "has not answered" not in job.text():
             time.sleep(0.02)
         assert job.text().count("has not answered") <= before + 1
