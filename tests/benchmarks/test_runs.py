@@ -44,7 +44,9 @@ def test_every_backend_and_every_output(mpirun: JobRunner, tmp_path: Path, quiet
     assert all(0 < result.min_us <= result.time_us <= result.p99_us for result in run.results)
     rows = [line for line in lines if not line.startswith("#")]
     assert len(rows) == len({(result.size, result.backend) for result in run.results})
-    assert len(list(csv.DictReader(files["csv"].open()))) == len(run.results)
+    table = list(csv.DictReader(files["csv"].open()))
+    found = [(row["backend"], row["type"], row["ranks"], float(row["time_us"])) for row in table]
+    assert found == [(result.backend, "float32", "2", result.time_us) for result in run.results]
     assert sorted(tmp_path.iterdir()) == sorted(files.values())
 
 
@@ -152,6 +154,7 @@ REFUSED = {
     "bandwidth -e 100000G --backends native": "2 ranks need",
     "bandwidth --json none/run.json": "the folder none does not exist",
     f"bandwidth --json {'x' * 300}": "File name too long",
+    "bandwidth --json=": "give the name of a file",
     "bandwidth --csv .": "this is a folder",
     "bandwidth --plot picture.txt": ".png",
     "bandwidth --json same --csv same": "two outputs go to the same file",
