@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import allreduce  # prepares the environment of MPI, so it comes first
+
+# isort: split
 from mpi4py import MPI
 
-import allreduce
 from trainers.apps.search import command
 from trainers.apps.search.searching import search
 from trainers.apps.search.trial import Trial
