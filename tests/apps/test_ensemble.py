@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import JobRunner, in_one_job
-from trainers import EMA, NumpyNetwork, Samples, datasets
+from trainers import EMA, MirroredTrainer, NumpyNetwork, Samples, datasets
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.drawn_rows import DrawnRows, taken
 from trainers.apps.ensemble.ensemble import EnsembleTrainer
@@ -21,23 +21,17 @@ from trainers.data import Arrays
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError
 from trainers.files import model_file
 
+JOB = ["-m", "tests.apps.ensemble_job"]
+
 
 def test_killed_ranks(mpirun: JobRunner) -> None:
-    job = mpirun(4, [Path(__file__).with_name("ensemble_job.py")], ulfm=True)
+    job = mpirun(4, [*JOB, "members"], ulfm=True)
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.split("\n"))[-2:] == ["rank 0 ends", "rank 1 ends"], job.stdout + job.stderr
 
 
 def test_a_rank_that_is_killed_while_the_ensemble_is_created_ends_the_job(mpirun: JobRunner) -> None:
-    code = (
-        "import os, signal\nfrom allreduce import Topology\nfrom trainers import EnsembleTrainer, NumpyNetwork\n"
-        "topology = Topology()\n"
-        "def make(seed):\n"
-        "    if topology.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return NumpyNetwork([4, 3], seed=seed)\n"
-        "EnsembleTrainer(make, 3, topology=topology)\n"
-    )
-    job = mpirun(3, ["-c", code], ulfm=True)
+    job = mpirun(3, [*JOB, "creation"], ulfm=True)
     assert job.returncode != 0
     assert "the ensemble was not created: rank 1 of 3 was lost; start the job again" in job.stderr
 
@@ -45,7 +39,7 @@ def test_a_rank_that_is_killed_while_the_ensemble_is_created_ends_the_job(mpirun
 def test_killed_ranks_of_parts_that_have_several(mpirun: JobRunner, tmp_path: Path) -> None:
     """The other ranks of the part have its member."""
     path = tmp_path / "ensemble.npz"
-    job = mpirun(5, [Path(__file__).with_name("ensemble_parts_job.py"), path], ulfm=True)
+    job = mpirun(5, [*JOB, "parts", path], ulfm=True)
     assert job.returncode == 0, job.stdout + job.stderr
     assert sorted(job.stdout.split("\n"))[-2:] == ["rank 0 ends", "rank 2 ends"], job.stdout + job.stderr
     saved, states = ensemble_model.read(str(path))
@@ -98,7 +92,7 @@ def test_the_command(tmp_path: Path, digits: datasets.Dataset) -> None:
 
 def test_sigterm(mpirun: JobRunner, tmp_path: Path) -> None:
     """Both parts have written their checkpoints when the first rank ends."""
-    job = mpirun(2, [Path(__file__).with_name("ensemble_sigterm_job.py"), tmp_path])
+    job = mpirun(2, [*JOB, "sigterm", tmp_path])
     for rank in range(2):
         assert f"rank {rank} ends with 143, 2 folders" in job.stdout, job.stdout + job.stderr
 
@@ -167,21 +161,17 @@ def make(seed: int) -> NumpyNetwork:
     return network
 
 
-@pytest.mark.parametrize("bagging", [None, "rows"])
-def test_an_ensemble_is_better_than_its_mean_member(bagging: str | None, digits: datasets.Dataset) -> None:
+def test_an_ensemble_is_better_than_its_mean_member(digits: datasets.Dataset) -> None:
     x, y = digits.x_test, digits.y_test
-    with EnsembleTrainer(make, 5, bagging=bagging, seed=1) as ensemble:
+    with EnsembleTrainer(make, 5, bagging="rows", seed=1) as ensemble:
         ensemble.fit(digits.x_train, digits.y_train, 6, 50, progress=False)
         whole, own = ensemble.evaluate(x, y), ensemble.evaluate_members(x, y)
         assert whole["accuracy"] > np.mean([each["accuracy"] for each in own.values()])
         assert whole["loss"] < np.mean([each["loss"] for each in own.values()])
-        if bagging:
-            assert ensemble.oob["accuracy"] == pytest.approx(whole["accuracy"], abs=0.05)
+        assert ensemble.oob["accuracy"] == pytest.approx(whole["accuracy"], abs=0.05)
 
 
 def test_one_member_is_its_trainer(digits: datasets.Dataset) -> None:
-    from trainers import MirroredTrainer
-
     x, y = digits.x_train[:200], digits.y_train[:200]
     with EnsembleTrainer(make, 1) as ensemble:
         ensemble.fit(x, y, 2, progress=False, transforms=[EMA(0.9)])

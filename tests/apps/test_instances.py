@@ -47,16 +47,13 @@ def test_rows_of_a_table() -> None:
 
 REFUSED = [
     (MODEL, b"", "must be JSON"),
-    (MODEL, b"\xff\xfe", "must be JSON"),
     (MODEL, b"[1]", 'no "instances"'),
     (MODEL, b'{"instances": 5}', "must be a list"),
     (MODEL, b'{"instances": []}', "at least one row"),
-    (MODEL, b'{"inputs": [[1, 2, 3, 4]]}', 'no "instances"'),
     (MODEL, b'{"inputs": [[1, 2, 3, 4]], "instances": [[1, 2, 3, 4]]}', "has 'inputs'"),
     (MODEL, b'{"instances": [[1]], "more": 1}', "'more'"),
     (MODEL, b'{"instances": [[1, 2, 3, 4]], "signature_name": "x"}', "serving_default"),
     (MODEL, b'{"instances": [[NaN, 1, 1, 1]]}', "must be JSON"),
-    (MODEL, b'{"instances": [[-Infinity, 1, 1, 1]]}', "must be JSON"),
     (MODEL, b'{"instances": [[1e999, 1, 1, 1]]}', "must be JSON"),
     (MODEL, b'{"instances": [[1e39, 1, 1, 1]]}', "too large for float32"),
     (MODEL, b'{"instances": [[true, 1, 1, 1]]}', "texts or objects, true"),

@@ -52,33 +52,14 @@ def test_errors_before_anything_starts(tmp_path: Path) -> None:
         path.write_text(text)
         return "trainers.cli.main", ["search", "--config", str(path), "--data", "iris", *given], str(tmp_path)
 
+    reason = "none of 3 trials is complete; the first reason: ArgumentError: "
     cases = [
         (lines(TUNING, "--ranks-per-trial", "3"), "a part of 3 ranks: this job has 2 ranks"),
         (lines(TUNING.replace("goal", "gaol")), "gaol: Extra inputs are not permitted"),
-        (lines(TUNING.replace("0.001", "0")), "UNIT_LOG_SCALE needs a minValue > 0"),
-        (lines(TUNING.replace("maxValue: 9", "maxValue: 0")), "minValue 2 is larger than maxValue 0"),
         (lines(TUNING, "--units", "3"), "--units is varied by --config; leave it out here"),
-        (lines(TUNING, "--trace", "t.json"), "--trace: a search does not take this option"),
-        (lines(TUNING, "--epoch", "3"), "--epoch"),
         (lines(TUNING, "--storage", "none/journal"), "--storage none/journal: this can't be written"),
-        (
-            lines(TUNING, "--strategy", "spare_replicas"),
-            "none of 3 trials is complete; the first reason: ArgumentError: --backup-workers 1: spare must be",
-        ),
-        (
-            lines(TUNING + "successiveHalving: {firstEpochs: 1.5}\n"),
-            "successiveHalving.firstEpochs: Input should be a valid integer",
-        ),
-        (
-            lines(TUNING + "successiveHalving: {factor: 1}\n"),
-            "factor: Input should be greater than or equal to 2, got '1'",
-        ),
-        (lines(TUNING + "successiveHalving: {epochs: 1}\n"), "successiveHalving.epochs: Extra inputs"),
-        (
-            lines(TUNING + "successiveHalving: {}\nenableTrialEarlyStopping: false\n"),
-            "can't be used with successiveHalving",
-        ),
-        (lines(TUNING, "--epochs", "0"), "none of 3 trials is complete; the first reason: ArgumentError: --epochs 0"),
+        (lines(TUNING, "--strategy", "spare_replicas"), f"{reason}--backup-workers 1: spare must be"),
+        (lines(TUNING, "--epochs", "0"), f"{reason}--epochs 0"),
     ]
     outcomes = in_one_job(2, [line for line, _ in cases], tmp_path)
     for (_, text), ranks in zip(cases, outcomes, strict=True):

@@ -22,7 +22,7 @@ def told(journal: Path) -> Counter[int]:
 
 
 def searched(mpirun: JobRunner, journal: Path, ranks_per_trial: int, who: str, **options: Any) -> dict[str, Any]:
-    ended = mpirun(2, ["-m", "tests.apps.search_job", journal, str(ranks_per_trial), who], **options)
+    ended = mpirun(2, ["-m", "tests.apps.search_job", "objective", journal, str(ranks_per_trial), who], **options)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
@@ -46,7 +46,7 @@ def test_a_lost_rank_costs_the_trial_of_its_part(
 
 def test_a_killed_job_goes_on(mpirun: JobRunner, tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    ended = mpirun(2, ["-m", "tests.apps.search_job", journal, "1", "0,1"])
+    ended = mpirun(2, ["-m", "tests.apps.search_job", "objective", journal, "1", "0,1"])
     assert ended.returncode != 0
     running = sorted(number for number, count in told(journal).items() if count == 0)
     assert running
@@ -66,10 +66,10 @@ PARAMS = "params:\n- {parameterName: lr, type: DOUBLE, minValue: 0.001, maxValue
 
 
 def command(mpirun: JobRunner, folder: Path, ranks: int, tuning: str, *given: str, **options: Any) -> dict[str, Any]:
-    """Run the command on iris with tests.apps.search_signal_job; returns its JSON. given: the job's own arguments."""
+    """Run the command on iris with tests.apps.search_job; returns its JSON. given: the job's own arguments."""
     (folder / "tuning.yaml").write_text(f"goal: MAXIMIZE\n{tuning}{PARAMS}")
     own = ["--config", "tuning.yaml", "--data", "iris", "--storage", "journal", "--json", "s.json", "--epochs", "6"]
-    ended = mpirun(ranks, ["-m", "tests.apps.search_signal_job", *given, *own], cwd=folder, **options)
+    ended = mpirun(ranks, ["-m", "tests.apps.search_job", "command", *given, *own], cwd=folder, **options)
     assert ended.returncode == 0, ended.stderr
     assert "last bits may" not in ended.stderr  # of checkpoints of other numbers of ranks
     return json.loads((folder / "s.json").read_text())  # type: ignore[no-any-return]

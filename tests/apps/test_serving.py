@@ -1,14 +1,16 @@
 """The server as a job: a rank is killed and a version is replaced under load; errors at its start."""
 
-import argparse
 import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
+import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from allreduce.elastic.exchange import Exchange, Message
 from allreduce.topology import Topology
 from benchmarks import serving
 from tests import launch
-from tests.apps.served_job import Job, chaos, server
 from tests.apps.server import Target, request
 from tests.conftest import in_one_job
 from trainers.apps.ensemble import model as ensemble_model
@@ -40,21 +41,99 @@ from trainers.replicas.numpy.network import NumpyNetwork
 ANSWER_SECONDS = "3"  # with less, a busy machine makes ranks late that are not stopped, and requests 504
 
 
+LOAD_SECONDS = 180.0  # on a busy machine
+
+
+class Job:
+    """A server that runs. code: its exit code, when it has ended."""
+
+    def __init__(self, started: serving.Job) -> None:
+        self.process, self.port, self.text = started.process, started.port, started.text
+        self.code: int | None = None
+
+    def get(self, path: str) -> str:
+        """Return the body of a GET."""
+        with contextlib.closing(_connection(self)) as connection:
+            connection.request("GET", path)
+            return connection.getresponse().read().decode()
+
+    def wait_for(self, states: dict[int, str]) -> None:
+        """Wait until the versions have these states."""
+        deadline, found = time.monotonic() + LOAD_SECONDS, dict[int, str]()
+        while found != states:
+            assert time.monotonic() < deadline, f"the server has the versions {found}, and {states} are expected"
+            time.sleep(0.05)
+            listed = json.loads(self.get(serving.PATH))["model_version_status"]
+            found = {int(each["version"]): each["state"] for each in listed}
+
+    def ranks(self) -> dict[int, int]:
+        """Return the process of each rank."""
+        processes = {number: Path(f"/proc/{number}/environ") for number in launch.marked(os.environ[launch.MARK])}
+        found = {
+            number: re.search(rb"\0OMPI_COMM_WORLD_RANK=(\d+)", each.read_bytes()) for number, each in processes.items()
+        }
+        return {int(rank[1]): number for number, rank in found.items() if rank}
+
+    def end(self) -> None:
+        """End by SIGTERM to a rank: mpirun itself would kill the ranks a moment later."""
+        if self.process.poll() is None:
+            os.kill(self.ranks()[0], signal.SIGTERM)
+        self.code = self.process.wait(serving.STOP_SECONDS)
+
+
+@contextlib.contextmanager
+def server(ranks: int, options: Sequence[str], folder: Path, *launcher: str) -> Iterator[Job]:
+    """Context manager: start a server, yield it when it answers, end it. launcher: more options of mpirun."""
+    with serving.server(ranks, options, folder, *launcher) as started:
+        yield (job := Job(started))
+        job.end()
+
+
 @pytest.fixture
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in launch.variables("serving").items():
+    for name, value in launch.variables(uuid.uuid4().hex).items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.mark.jobs
 @pytest.mark.usefixtures("_environment")
 def test_a_rank_is_killed_and_a_version_replaced(tmp_path: Path) -> None:
-    options = argparse.Namespace(sizes=[8, 16, 4], rows=2, clients=4, max_batch=8, requests=400)
-    result = chaos(options, tmp_path)
+    sizes, requests, reached, replaced = [2048, 16, 4], 400, [0], threading.Event()
+    bodies, inputs = serving.requests_of(sizes, 2)  # more than MPI sends at once
+    networks, models = [NumpyNetwork(sizes, seed=seed) for seed in (1, 2)], tmp_path / "models"
+
+    def write(number: int) -> None:
+        networks[number - 1].save(str(tmp_path / "model.npz"))
+        (models / f"{number:04}").mkdir(parents=True)
+        (tmp_path / "model.npz").rename(models / f"{number:04}" / "model.npz")
+
+    def trouble(job: Job) -> None:
+        while reached[0] < requests // 4:
+            time.sleep(0.001)
+        os.kill(job.ranks()[2], signal.SIGKILL)
+        write(2)
+        job.wait_for({2: "AVAILABLE", 1: "AVAILABLE"})
+        shutil.rmtree(models / "0001")
+        job.wait_for({2: "AVAILABLE"})
+        replaced.set()
+
+    def ends(number: int) -> bool:
+        reached[0] = max(reached[0], number)
+        return number >= requests
+
+    write(1)
+    given = ["--model", str(models), "--poll-seconds", "0.1", "--max-batch", "8"]
+    with server(3, given, tmp_path, "--with-ft", "ulfm") as job:
+        load, thread = serving.Load(job.port, bodies, 4), threading.Thread(target=trouble, args=(job,))
+        thread.start()
+        elapsed = load.run(ends)
+        thread.join()
+        metrics = job.get("/metrics").splitlines()
+    result = serving.result_of(load, [[network.predict(each) for network in networks] for each in inputs], elapsed)
     assert serving.is_right(result), result
-    assert (result["exit_code"], result["replaced"]) == (0, True)
-    assert result["allreduce_serving_ranks"] == 2
-    assert result["allreduce_serving_newest_version"] == 2
+    assert replaced.is_set()
+    assert job.code == 0
+    assert {"allreduce_serving_ranks 2.0", "allreduce_serving_newest_version 2.0"} <= {*metrics}
 
 
 @pytest.mark.jobs
@@ -65,16 +144,8 @@ def test_canary_other_models_and_a_stopped_rank(tmp_path: Path) -> None:
         (folder / f"{number:04}").mkdir(parents=True)
         NumpyNetwork([4, 3], seed=number).save(str(folder / f"{number:04}" / "m.npz"))
     NumpyNetwork([5, 3]).save(str(tmp_path / "wide.npz"))
-    given = [
-        "--model",
-        os.path.relpath(folder),
-        "--canary",
-        "0002=0.5",
-        "--poll-seconds",
-        "0.05",
-        "--answer-seconds",
-        ANSWER_SECONDS,
-    ]
+    given = ["--model", os.path.relpath(folder), "--canary", "0002=0.5"]
+    given += ["--poll-seconds", "0.05", "--answer-seconds", ANSWER_SECONDS]
     x = np.ones((1, 4), np.float32)
     answers = [NumpyNetwork([4, 3], seed=number).predict(x)[0] for number in (1, 2)]
 
@@ -91,7 +162,7 @@ def test_canary_other_models_and_a_stopped_rank(tmp_path: Path) -> None:
         (folder / "0003" / "m.npz").write_bytes((folder / "0001" / "m.npz").read_bytes()[:-30])
         job.wait_for({3: "END", 2: "AVAILABLE", 1: "AVAILABLE"})
         shutil.copy(tmp_path / "wide.npz", folder / "0003" / "m.npz")
-        while "rows of 5 float32" not in (status := json.dumps(job.get(serving.PATH))):
+        while "rows of 5 float32" not in (status := job.get(serving.PATH)):
             assert "END" in status or "LOADING" in status or len(status) < 300
         shutil.rmtree(folder / "0002")
         job.wait_for({3: "END", 1: "AVAILABLE"})
@@ -122,7 +193,7 @@ def test_sigterm_answers_what_has_come(tmp_path: Path) -> None:
         clients[0].sendall(raw[:-9])
         for client in clients[1:3]:
             client.sendall(raw)
-        while "allreduce_serving_waiting_rows 2.0" not in job.metrics():
+        while "allreduce_serving_waiting_rows 2.0" not in job.get("/metrics"):
             time.sleep(0.02)
         clients[3].sendall(raw)
         assert b"retry-after: 1\r\n" in (refused := clients[3].recv(4096))
@@ -228,11 +299,12 @@ def _is_answer(given: tuple[int, dict], wanted: np.ndarray) -> bool:
 
 
 def _check_a_stopped_rank(job: Job, connection: http.client.HTTPConnection, x: np.ndarray) -> None:
-    """Its batch is dealt once more; it gets no other until it has answered."""
+    """Its batch, of more than MPI sends at once, is dealt once more; it gets no other until it has answered."""
+    rows = np.repeat(x, 1000, axis=0).tolist()
     stopped, before = job.ranks()[1], job.text().count("has not answered")
     os.kill(stopped, signal.SIGSTOP)
     try:
-        assert [_ask(connection, "", x.tolist())[0] for _ in range(5)] == [200] * 5
+        assert [_ask(connection, "", rows)[0] for _ in range(5)] == [200] * 5
         while "has not answered" not in job.text():
             time.sleep(0.02)
         assert job.text().count("has not answered") <= before + 1

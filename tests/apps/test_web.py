@@ -5,15 +5,12 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 
-import numpy as np
 import pytest
 
-from tests.apps.server import PREDICT, Direct, Target, request
-from trainers.apps.serving.batches import Request, Waiting
-from trainers.apps.serving.versions import AVAILABLE, UNLOADING, Version
+from tests.apps.server import PREDICT, Target, request
+from trainers.apps.serving.versions import AVAILABLE, UNLOADING
 from trainers.apps.serving.web import CLIENT_GONE, MOST_HEAD
 
 RIGHT = b'{"instances": [[1, 2, 3, 4]]}'
@@ -101,21 +98,3 @@ def test_clients_that_close_early(target: Target) -> None:
     while target.codes[CLIENT_GONE] < 1:  # of the one that has sent a part of a body
         time.sleep(0.01)
     assert target.codes[500] == 0
-
-
-def test_overload_is_told_with_a_time(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = Waiting(most_rows=4, max_batch=8, seconds=5, wake=lambda: None)
-
-    def submit(self: Direct, version: Version, rows: np.ndarray) -> "Future[np.ndarray]":
-        waiting.put(each := Request(version, rows))
-        return each.future
-
-    monkeypatch.setattr(Direct, "submit", submit)
-    waiting.put(Request(Version(1, ""), np.zeros((4, 4))))
-    with socket.create_connection(("127.0.0.1", target.port)) as connection:
-        connection.sendall(request(PREDICT, RIGHT))
-        with connection.makefile("rb") as file:
-            head, _, body = file.read().partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 429 ")
-    assert b"retry-after: 1" in head.lower()
-    assert "4 rows wait already" in json.loads(body)["error"]

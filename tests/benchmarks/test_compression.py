@@ -1,8 +1,6 @@
-"""benchmarks.compression: its tables, and small runs; one on simulated hosts, where root can make them."""
+"""benchmarks.compression: its tables, and small runs; test_cluster_sim.py has one on simulated hosts."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,7 @@ import pytest
 
 from allreduce.errors import OptionError
 from benchmarks.lib import hosts
-from tests import launch
-from tests.conftest import JobRunner, in_one_job, lacking
+from tests.conftest import JobRunner, in_one_job
 
 NETWORK = """\
 Inter-|   Receive                            |  Transmit
@@ -29,30 +26,38 @@ def test_the_bytes_of_all_interfaces_but_the_loopback_are_counted(tmp_path: Path
     assert hosts.interface_bytes() >= 0
 
 
+METHODS = ["none", "bfloat16", "float16", "int8", "float8", "exact"]
+REFUSED = {
+    "--methods none,int9": "did you mean 'int8'?",
+    "--size 3": "one element has 4 bytes",
+    "sped": "invalid choice: 'sped'",
+    "training --models mpl": "--models mpl is unknown; use mlp or conv",
+}
+
+
 @pytest.mark.jobs
-def test_calls_are_measured(mpirun: JobRunner, tmp_path: Path) -> None:
-    record = tmp_path / "speed.json"
-    methods = ["none", "bfloat16", "float16", "int8", "float8", "exact"]
-    options = ["--size", "64K", "--iters", "2", "--methods", ",".join(methods), "--json", record]
-    job = mpirun(2, ["-m", "benchmarks.compression", *options])
-    assert job.returncode == 0, job.stderr
-    found = json.loads(record.read_text())
+def test_calls_are_measured_or_refused(tmp_path: Path) -> None:
+    given = [f"--size 64K --iters 2 --methods {','.join(METHODS)} --json speed.json", *REFUSED]
+    lines = [("benchmarks.compression", line.split(), str(tmp_path)) for line in given]
+    measured, *others = in_one_job(2, lines, tmp_path)
+    assert [rank["code"] for rank in measured] == [0, 0], measured
+    found = json.loads((tmp_path / "speed.json").read_text())
     costs = {cost["method"]: cost for cost in found["costs"]}
-    assert list(costs) == methods
+    assert list(costs) == METHODS
     assert costs["none"]["speedup"] == 1.0
-    assert (
-        costs["exact"]["error"]
-        <= costs["none"]["error"]
-        < 1e-6
-        < costs["float16"]["error"]
-        < costs["bfloat16"]["error"]
-        < 0.01
-    )
+    errors = [costs[name]["error"] for name in ("exact", "none", "float16", "bfloat16")]
+    assert errors == sorted(errors)
+    assert errors[1] < 1e-6 < errors[2] < errors[3] < 0.01
     for name in ("int8", "float8"):
         assert costs["bfloat16"]["error"] < costs[name]["error"] < 0.1
         assert costs[name]["error_of_mean"] < costs[name]["error"] / 4, "error feedback"
     assert {cost["bytes_per_rank"] for cost in found["costs"]} == {None}, "one host sends nothing"
     assert found["node_sizes"] == [2]
+    for complaint, ranks in zip(REFUSED.values(), others, strict=True):
+        assert [rank["code"] for rank in ranks] == [2, 2], ranks
+        told = "".join(rank["stderr"] for rank in ranks)
+        assert complaint in told
+        assert "Traceback" not in told
 
 
 @pytest.mark.parametrize(
@@ -112,45 +117,3 @@ def test_trainings_are_timed(mpirun: JobRunner, tmp_path: Path) -> None:
     assert runs["none"]["at"] == [2, 4]
     assert all(0 < run["best_accuracy"] <= 1 and run["seconds"][0] > 0 for run in found["runs"])
     assert {run["bytes_per_step"] for run in found["runs"]} == {None}, "one host sends nothing"
-
-
-REFUSED = {
-    "--methods none,int9": "did you mean 'int8'?",
-    "--size 3": "one element has 4 bytes",
-    "sped": "invalid choice: 'sped'",
-    "training --models mpl": "--models mpl is unknown; use mlp or conv",
-}
-
-
-@pytest.mark.jobs
-def test_refused_before_measuring(tmp_path: Path) -> None:
-    lines = [("benchmarks.compression", line.split(), str(tmp_path)) for line in REFUSED]
-    for complaint, ranks in zip(REFUSED.values(), in_one_job(2, lines, tmp_path), strict=True):
-        assert [rank["code"] for rank in ranks] == [2, 2], ranks
-        told = "".join(rank["stderr"] for rank in ranks)
-        assert complaint in told
-        assert "Traceback" not in told
-
-
-@pytest.mark.jobs
-def test_simulated_hosts_send_fewer_bytes(tmp_path: Path) -> None:
-    """Where root can make such hosts."""
-    try:
-        python = launch.environment("openmpi") / "bin" / "python"
-    except launch.MissingEnvironmentError as error:
-        lacking(error)
-    record, root = tmp_path / "speed.json", {"PYTHONPATH": str(launch.ROOT)}
-    variables = {**launch.variables("rig"), **root, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-    options = ["--size", "1M", "--iters", "2", "--methods", "none,bfloat16,int8", "--json", str(record)]
-    rig = ["bash", str(launch.ROOT / "scripts" / "cluster_sim.sh"), "2x1", "1gbit", "--"]
-    command = [*rig, str(python), "-m", "benchmarks.compression", *options]
-    job = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=150)
-    if job.returncode == 2 and "cluster_sim.sh: " in job.stderr and os.environ.get("ALLREDUCE_TEST_RIG") != "1":
-        pytest.skip(job.stderr.strip())
-    assert job.returncode == 0, job.stdout + job.stderr
-    found = json.loads(record.read_text())
-    assert found["node_sizes"] == [1, 1]
-    sent = {cost["method"]: cost["bytes_per_rank"] for cost in found["costs"]}
-    assert sent["none"] == pytest.approx(1 << 20, rel=0.1)
-    assert sent["bfloat16"] == pytest.approx((1 << 20) / 2, rel=0.1)
-    assert sent["int8"] == pytest.approx((1 << 20) / 4, rel=0.15)

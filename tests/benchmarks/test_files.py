@@ -1,6 +1,5 @@
 """Result files: saved, read and compared; never left half-written."""
 
-import csv
 import json
 import os
 import stat
@@ -12,7 +11,7 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.lib import outputs
-from benchmarks.lib.results import from_json, to_csv, to_json
+from benchmarks.lib.results import from_json, to_json
 from tests.benchmarks.made_runs import made_run
 
 
@@ -134,23 +133,3 @@ def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
     assert link.is_symlink()
     assert (tmp_path / "there" / "file").read_text() == "content"
     assert stat.S_ISFIFO(pipe.stat().st_mode)
-
-
-@pytest.mark.parametrize(
-    ("path", "problem"),
-    [("", "give the name of a file"), (".", "a folder"), ("none/x", "does not exist"), ("x" * 300, "name too long")],
-)
-def test_what_cannot_be_written_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, problem: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert problem in str(outputs.unwritable(path))
-    assert not list(tmp_path.iterdir())
-
-
-def test_csv_has_a_line_for_each_result() -> None:
-    run = made_run()
-    lines = list(csv.DictReader(to_csv(run).splitlines()))
-    assert len(lines) == len(run.results)
-    assert (lines[0]["backend"], lines[0]["type"], lines[0]["ranks"]) == ("ring", "float32", "4")
-    assert float(lines[0]["time_us"]) == run.results[0].time_us

@@ -68,17 +68,3 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     found = json.loads(record.read_text())["stages"][0]
     assert [row["ranks"] for row in found["rows"]] == [4, 8, 16]
     assert found["bubble"] == bubble(4, 16)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--microbatches", "4"], "--microbatches needs --stages"),
-        (["--schedule", "gpipe"], "--schedule needs --stages"),
-        (["--stages", "4", "--chunks", "2"], "needs --schedule interleaved, not 1f1b"),
-        (["--stages", "4", "--microbatches", "2"], "1f1b needs --microbatches 4 or more"),
-    ],
-)
-def test_options_that_do_not_fit_together(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scaling.main(arguments) == 2
-    assert text in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 import io
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +15,7 @@ from benchmarks.lib.limits import Limit, limit_of
 from benchmarks.lib.plot import COLOURS, colour
 from benchmarks.lib.results import to_json
 from tests.benchmarks.made_runs import CURVES, made_run
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars --window-size=1300,1500 --virtual-time-budget=10000"
-)
+from tests.docs.browser import browse
 
 
 def pixels(png: bytes) -> np.ndarray:
@@ -56,15 +49,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def browse(page: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if browser is None:
-        pytest.skip("no browser: install Debian's package chromium")
-    profile = page.parent / "profile"
-    command = [str(browser), *FLAGS.split(), f"--user-data-dir={profile}", "--enable-logging=stderr", *options]
-    return subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
-
-
 def test_page_needs_no_network(page: Path) -> None:
     text = page.read_text()
     assert not re.search(r"<script|<(img|iframe)[^>]*\ssrc=|<link[^>]*href=.http|@import", text)
@@ -73,7 +57,7 @@ def test_page_needs_no_network(page: Path) -> None:
 
 @pytest.mark.expensive
 def test_page_in_a_browser(page: Path) -> None:
-    seen = browse(page, "--dump-dom")
+    seen = browse(page.as_uri())
     dom = seen.stdout
     assert dom.count("<svg") == 1
     assert len(re.findall(r'<g id="axes_\d+"', dom)) == 4  # busbw and time, of allocated and foreign arrays

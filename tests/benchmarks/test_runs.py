@@ -44,37 +44,10 @@ def test_every_backend_and_every_output(mpirun: JobRunner, tmp_path: Path, quiet
     assert all(0 < result.min_us <= result.time_us <= result.p99_us for result in run.results)
     rows = [line for line in lines if not line.startswith("#")]
     assert len(rows) == len({(result.size, result.backend) for result in run.results})
-    assert len(list(csv.DictReader(files["csv"].open()))) == len(run.results)
+    table = list(csv.DictReader(files["csv"].open()))
+    found = [(row["backend"], row["type"], row["ranks"], float(row["time_us"])) for row in table]
+    assert found == [(result.backend, "float32", "2", result.time_us) for result in run.results]
     assert sorted(tmp_path.iterdir()) == sorted(files.values())
-
-
-def test_short_calls_beside_mpi4py(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
-    record = tmp_path / "latency.json"
-    options = ["-e", "2K", "-f", "64", "--turns", "1", "--json", record]
-    job = mpirun(2, ["-m", "benchmarks.latency", *options], env=quiet)
-    assert job.returncode == 0, job.stderr
-    found = json.loads(record.read_text())["results"]
-    ways = ["mpi4py", "bound", "allocated", "foreign"]
-    assert [(each["size"], each["way"]) for each in found] == [(size, way) for size in (32, 2048) for way in ways]
-    assert all(each["loop_us"] > 0 and each["cold_us"] > 0 for each in found)
-    bare = [line.split() for line in job.stdout.splitlines() if "mpi4py " in line and "size" not in line]
-    assert [(row[4:6], row[-1]) for row in bare] == [(["+0.00", "1.00"], "1.00")] * 2
-
-
-def test_a_person_reads_a_line_for_each_size_and_one_sentence(
-    mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]
-) -> None:
-    options = ["-b", "4", "-e", "256K", "-f", "256", "--json", tmp_path / "run.json"]
-    job = mpirun(2, [*MODULE, *QUICK, *options], env=quiet)
-    assert job.returncode == 0, job.stderr
-    lines = job.stdout.splitlines()
-    sizes = [line.split()[:2] for line in lines if not line.startswith("#")]
-    assert sizes == [["4", "B"], ["1", "KiB"], ["256", "KiB"]]
-    advice = json.loads((tmp_path / "run.json").read_text())["advice"]
-    assert lines[-1] == f"# {advice}"
-    assert len(lines) <= 13
-    assert sum(line.startswith("# all ranks at once copy ") for line in lines) == 1
-    assert "size/s" not in job.stderr  # no progress bar: stderr is a file
 
 
 @pytest.mark.expensive
@@ -89,24 +62,6 @@ def test_on_a_terminal_a_bar_shows_the_time_left(tmp_path: Path, quiet: dict[str
         shown = os.read(terminal, 1 << 16).decode()
     os.close(terminal)
     assert re.search(r"\d/2 \[00:\d\d<", shown), shown
-
-
-def test_peers_pictures_and_simulated_nodes(mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]) -> None:
-    for module in ("torch", "matplotlib"):
-        pytest.importorskip(module)
-    outputs = ["--plot", tmp_path / "p.png", "--html", tmp_path / "p.html", "--json", tmp_path / "p.json"]
-    options = ["--peers", "gloo", "--ranks-per-node", "1,1", "-d", "double", "-o", "avg", "-b", "8K", "-e", "8K"]
-    job = mpirun(2, [*MODULE, *QUICK, *options, *outputs], env=quiet)
-    assert job.returncode == 0, job.stderr
-    run = load(tmp_path / "p.json")
-    assert (run.node_sizes, run.simulated, run.dtype, run.op) == ([1, 1], True, "float64", "mean")
-    assert {"gloo", "hierarchical_copy"} <= set(run.backends())
-    assert "shared" in run.skipped
-    assert run.machine["memory_gbs"] > 0
-    assert "network_gbs" not in run.machine  # simulated nodes have none
-    assert {result.wrong for result in run.results} == {0}
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert "hierarchical_copy" in (tmp_path / "p.html").read_text()
 
 
 @pytest.fixture
@@ -193,11 +148,13 @@ REFUSED = {
     "bandwidth --backends nccl -e 8": "nccl",
     "bandwidth --backends native -d half": "native does not reduce float16",
     "bandwidth --peers glue": "did you mean 'gloo'?",
+    "bandwidth --backends shared --also notes.json": "error: rank 0: --also: ",
     "bandwidth -o avg -d int32": "not defined for int32",
     "bandwidth -b 1K -e 8": "no size between them",
     "bandwidth -e 100000G --backends native": "2 ranks need",
     "bandwidth --json none/run.json": "the folder none does not exist",
     f"bandwidth --json {'x' * 300}": "File name too long",
+    "bandwidth --json=": "give the name of a file",
     "bandwidth --csv .": "this is a folder",
     "bandwidth --plot picture.txt": ".png",
     "bandwidth --json same --csv same": "two outputs go to the same file",
@@ -206,7 +163,12 @@ REFUSED = {
     "tune --output t.json --iters 0": "must be an integer >= 1",
 }
 MISSING = {"bandwidth --peers=gloo": "torch", "bandwidth --plot=p.png": "bench", "bandwidth --html=p.html": "bench"}
-ONE_RANK = ("bandwidth -b 64 -e 64", "tune --output t.json")
+ONE_RANK = ("bandwidth -b 64 -e 64", "tune --output t.json", "strategies --json r.json")
+RUNS = (
+    "latency -e 2K -f 64 --turns 1 --json run.json",
+    "bandwidth -b 4 -e 256K -f 256 --json run.json",
+    "bandwidth --ranks-per-node 1,1 -d double -o avg -b 8K -e 8K --json run.json",
+)
 NOTES = '{"mine": 1}'
 
 
@@ -230,7 +192,7 @@ class Outcomes:
             cases = []
             for line, folder in zip(lines, folders, strict=True):
                 module, *options = line.split()
-                quick = QUICK[:2] if module == "tune" else QUICK
+                quick = {"bandwidth": QUICK, "tune": QUICK[:2]}.get(module, [])
                 cases.append((f"benchmarks.{module}", [*quick, *options], str(folder)))
             for line, folder, outcome in zip(lines, folders, in_one_job(ranks, cases, here, **job), strict=True):
                 self._found[ranks, line] = folder, outcome
@@ -261,14 +223,6 @@ def test_refused_before_measuring(outcomes: Outcomes, quiet: dict[str, str], lin
     refused(*outcomes.of(2, line, REFUSED, env=quiet), REFUSED[line])
 
 
-def test_refused_under_the_launcher(mpirun: JobRunner, quiet: dict[str, str]) -> None:
-    """By an agreement of the ranks."""
-    job = mpirun(2, [*MODULE, "--backends", "shard"], env=quiet)
-    assert job.returncode == 2, job.stdout + job.stderr
-    assert job.stderr.count("error: ") == 1, job.stderr
-    assert "Traceback" not in job.stderr
-
-
 @pytest.mark.parametrize("line", MISSING)
 def test_what_is_missing_is_named_with_its_extra(
     outcomes: Outcomes, quiet: dict[str, str], tmp_path: Path, line: str
@@ -279,6 +233,43 @@ def test_what_is_missing_is_named_with_its_extra(
     variables = {**quiet, "PYTHONPATH": f"{launch.ROOT}:{tmp_path}"}
     job = outcomes.of(2, line, MISSING, env=variables)
     refused(*job, f'pip install ".[{MISSING[line]}]" in the checkout')
+
+
+def test_short_calls_beside_mpi4py(outcomes: Outcomes, quiet: dict[str, str]) -> None:
+    folder, (rank, _) = outcomes.of(2, RUNS[0], RUNS, env=quiet)
+    assert rank["code"] == 0, rank["stderr"]
+    found = json.loads((folder / "run.json").read_text())["results"]
+    ways = ["mpi4py", "bound", "allocated", "foreign"]
+    assert [(each["size"], each["way"]) for each in found] == [(size, way) for size in (32, 2048) for way in ways]
+    assert all(each["loop_us"] > 0 and each["cold_us"] > 0 for each in found)
+    bare = [line.split() for line in rank["stdout"].splitlines() if "mpi4py " in line and "size" not in line]
+    assert [(row[4:6], row[-1]) for row in bare] == [(["+0.00", "1.00"], "1.00")] * 2
+
+
+def test_a_person_reads_a_line_for_each_size_and_one_sentence(outcomes: Outcomes, quiet: dict[str, str]) -> None:
+    folder, (rank, other) = outcomes.of(2, RUNS[1], RUNS, env=quiet)
+    assert rank["code"] == 0, rank["stderr"]
+    lines = rank["stdout"].splitlines()
+    sizes = [line.split()[:2] for line in lines if not line.startswith("#")]
+    assert sizes == [["4", "B"], ["1", "KiB"], ["256", "KiB"]]
+    advice = json.loads((folder / "run.json").read_text())["advice"]
+    assert lines[-1] == f"# {advice}"
+    assert len(lines) <= 13
+    assert sum(line.startswith("# all ranks at once copy ") for line in lines) == 1
+    assert "size/s" not in rank["stderr"]  # no progress bar: stderr is no terminal
+    assert other["stdout"] == ""
+
+
+def test_simulated_nodes(outcomes: Outcomes, quiet: dict[str, str]) -> None:
+    folder, (rank, _) = outcomes.of(2, RUNS[2], RUNS, env=quiet)
+    assert rank["code"] == 0, rank["stderr"]
+    run = load(folder / "run.json")
+    assert (run.node_sizes, run.simulated, run.dtype, run.op) == ([1, 1], True, "float64", "mean")
+    assert "hierarchical_copy" in run.backends()
+    assert "shared" in run.skipped
+    assert run.machine["memory_gbs"] > 0
+    assert "network_gbs" not in run.machine  # simulated nodes have none
+    assert {result.wrong for result in run.results} == {0}
 
 
 def test_one_rank_works_and_says_that_it_means_nothing(outcomes: Outcomes, quiet: dict[str, str]) -> None:
@@ -308,8 +299,10 @@ def test_tune_writes_merges_and_auto_reads(mpirun: JobRunner, tmp_path: Path) ->
     assert f"by the constants of {table}" in used.stderr
 
 
-def test_tune_on_one_rank_is_refused(outcomes: Outcomes, quiet: dict[str, str]) -> None:
+def test_one_rank_is_refused(outcomes: Outcomes, quiet: dict[str, str]) -> None:
     refused(*outcomes.of(1, ONE_RANK[1], ONE_RANK, env=quiet), "one rank has nothing to reduce")
+    too_few = "benchmarks.strategies: error: too few ranks for these strategies: 1; start more\n"
+    refused(*outcomes.of(1, ONE_RANK[2], ONE_RANK, env=quiet), too_few)
 
 
 @pytest.mark.expensive

@@ -247,6 +247,10 @@ def test_every_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--node-size", "0"], "from 1 to 1024"),
         (["--overlap", "1.5"], "from 0 to 1"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
+        (["--microbatches", "4"], "--microbatches needs --stages"),
+        (["--schedule", "gpipe"], "--schedule needs --stages"),
+        (["--stages", "4", "--chunks", "2"], "needs --schedule interleaved, not 1f1b"),
+        (["--stages", "4", "--microbatches", "2"], "1f1b needs --microbatches 4 or more"),
     ],
 )
 def test_bad_options(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

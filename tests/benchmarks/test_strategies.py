@@ -39,10 +39,3 @@ def test_a_run(mpirun: JobRunner, tmp_path: Path) -> None:
     for each in result["runs"]:
         assert each["accuracy"] > 0.2  # guessing gives 0.1
         assert each["variant"] in job.stdout
-
-
-@pytest.mark.jobs
-def test_bad_arguments_end_with_one_line(mpirun: JobRunner, tmp_path: Path) -> None:
-    job = mpirun(1, ["-m", "benchmarks.strategies", "--json", tmp_path / "r.json"], timeout=30)
-    assert job.returncode == 2
-    assert job.stderr == "benchmarks.strategies: error: too few ranks for these strategies: 1; start more\n"

@@ -7,8 +7,6 @@ import importlib
 import inspect
 import os
 import re
-import runpy
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +15,7 @@ import pytest
 
 from tests import launch
 from tests.conftest import JobRunner, lacking
+from tests.docs.one_job import in_turn
 from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 
@@ -147,11 +146,6 @@ def test_documented_names_exist(target: str, arguments: str) -> None:
         }
 
 
-def test_no_name_is_documented_twice() -> None:
-    names = [name for name, _ in targets()]
-    assert [name for name in names if names.count(name) > 1] == []
-
-
 @pytest.mark.parametrize("page", API, ids=lambda path: path.stem)
 def test_every_page_says_whether_a_call_is_collective(page: Path) -> None:
     text = page.read_text()
@@ -235,26 +229,6 @@ def test_every_finding_of_the_doctor_is_explained() -> None:
 # Programs
 
 
-def main() -> None:
-    """Run the programs named in the command line one after another; each rank's output goes to NAME.RANK."""
-    from mpi4py import MPI
-
-    shown = os.dup(1)
-    for name in sys.argv[1:]:
-        file = os.open(f"{name}.{MPI.COMM_WORLD.rank}", os.O_CREAT | os.O_WRONLY)
-        os.dup2(file, 1)
-        os.close(file)
-        try:
-            runpy.run_path(name, run_name="__main__")
-        except SystemExit as ended:  # after SIGTERM, on a page that says so
-            if ended.code != 143:
-                raise
-        finally:
-            sys.stdout.flush()
-            os.dup2(shown, 1)
-    os.close(shown)
-
-
 def jobs() -> list[list[Program]]:
     """Programs that can run in one job, because starting a job takes longer than most of them."""
     found: dict[Any, list[Program]] = {}
@@ -284,15 +258,18 @@ def test_programs(mpirun: JobRunner, tmp_path: Path, job: list[Program]) -> None
     first = job[0]
     if not importable(first.framework):
         lacking(f"{first.framework} is not installed")
-    for each in job:
-        (tmp_path / each.name).write_text(each.text)
+    paths = [tmp_path / each.name for each in job]
+    for path, each in zip(paths, job, strict=True):
+        path.write_text(each.text)
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "ALLREDUCE_TIMEOUT_SECONDS": "60", "KERAS_BACKEND": "torch"}
-    command = [Path(__file__), *(each.name for each in job)] if not first.ulfm else [first.name]
-    ended = mpirun(first.ranks, command, cwd=tmp_path, timeout=240, env=quiet, ulfm=first.ulfm)
-    assert first.ulfm or ended.returncode == 0, ended.stdout + ended.stderr
-    for each in job:
-        files = sorted(tmp_path.glob(f"{each.name}.*"))
-        printed = ended.stdout if first.ulfm else "".join(file.read_text() for file in files)
+    options: dict[str, Any] = {"timeout": 240, "env": quiet}
+    if first.ulfm:
+        texts = [mpirun(first.ranks, [first.name], cwd=tmp_path, ulfm=True, **options).stdout]
+    else:
+        ended, outputs = in_turn(mpirun, first.ranks, paths, tmp_path, **options)
+        assert ended.returncode == 0, ended.stdout + ended.stderr + "".join(each.errors for each in outputs)
+        texts = [each.printed for each in outputs]
+    for each, printed in zip(job, texts, strict=True):
         expected = r"[\s\S]*?".join(map(re.escape, each.output.split("...")))
         assert re.fullmatch(expected, printed), f"{each.name} printed\n{printed}"
 
@@ -300,7 +277,3 @@ def test_programs(mpirun: JobRunner, tmp_path: Path, job: list[Program]) -> None
 def test_console_scripts() -> None:
     told = set(re.findall(r"`allreduce ([a-z]+)`", (DOCS / "api" / "commands.md").read_text()))
     assert told == set(importlib.import_module("allreduce_commands").COMMANDS)
-
-
-if __name__ == "__main__":
-    main()

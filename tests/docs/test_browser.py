@@ -17,7 +17,7 @@ import pytest
 
 from tests import launch
 from tests.conftest import lacking
-from tests.docs.test_site import browse
+from tests.docs.browser import browse
 from trainers import MirroredTrainer, datasets, network_of
 
 PACKAGE = "onnxruntime-web@1.30.0"
@@ -77,7 +77,7 @@ def test_the_page_answers_as_the_model_does(tmp_path: Path, address: str) -> Non
         expected = trainer.predict(data.x_test[:ROWS])
     shutil.copy(launch.ROOT / "docs" / "programs" / "export_browser.html", tmp_path / "index.html")
     (tmp_path / "rows.json").write_text(json.dumps(data.x_test[:ROWS].tolist()))
-    text = browse(tmp_path / "site" / "index.html", f"{address}/index.html", "--virtual-time-budget=60000")
+    text = browse(f"{address}/index.html", "--virtual-time-budget=60000").stdout
     found = re.search(r'<p id="answer">(.*?)</p>', text, re.DOTALL)
     assert found, text[-2000:]
     lines = [line.split(": ") for line in found[1].splitlines()]

@@ -30,6 +30,7 @@ import pytest
 
 from tests import launch
 from tests.conftest import JobRunner, lacking
+from tests.docs.one_job import Output, in_turn
 
 FOLDER = launch.ROOT / "docs" / "programs"
 PROGRAMS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.py"))
@@ -42,35 +43,7 @@ ABORTED = "terminate called without an active exception"  # PyTorch's gloo somet
 NO_NAMES = "[c10d] The hostname of the client socket cannot be retrieved"  # in a network without names
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "HF_HUB_OFFLINE": "1"}
 SECONDS = 60  # for one program
-Outputs = dict[str, tuple[bool, str, str]]  # by program: did it end well on all ranks, its stdout, its stderr
-
-# Runs programs one after the other, each in a folder of its own, and writes what it prints to files in that folder.
-ONE_AFTER_ANOTHER = """
-import os, runpy, sys
-import allreduce
-shown = os.dup(1), os.dup(2)
-ranks = allreduce.Topology()
-top, environment = os.getcwd(), dict(os.environ)
-for number, program in enumerate(sys.argv[1:]):
-    os.chdir(os.path.join(top, str(number)))
-    for descriptor, kind in ((1, "out"), (2, "err")):
-        file = os.open(f"{ranks.rank}.{kind}", os.O_CREAT | os.O_WRONLY)
-        os.dup2(file, descriptor)
-        os.close(file)
-    sys.argv[1:] = []
-    runpy.run_path(program, run_name="__main__")
-    torch = sys.modules.get("torch")
-    if torch and torch.distributed.is_initialized():  # Lightning leaves its process group, and variables
-        torch.distributed.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(shown[0], 1)
-    os.dup2(shown[1], 2)
-    ranks.world.Barrier()
-    print(f"finished {number}.", flush=True)
-"""
+Outputs = dict[str, Output]  # by program
 
 
 def ranks_of(program: str) -> int:
@@ -169,17 +142,10 @@ def run_alone(mpirun: JobRunner, folder: Path, program: str) -> None:
 
 def run_group(mpirun: JobRunner, folder: Path, programs: list[str], outputs: Outputs) -> None:
     """Run programs in one job, and add what they print to `outputs`."""
-    for number in range(len(programs)):
-        (folder / str(number)).mkdir()
-    ranks = ranks_of(programs[0])
-    paths = [FOLDER / program for program in programs]
-    job = mpirun(ranks, ["-c", ONE_AFTER_ANOTHER, *paths], cwd=folder, env=QUIET, timeout=SECONDS * (1 + len(programs)))
-    for number, program in enumerate(programs):
-        finished = job.stdout.count(f"finished {number}.") == ranks
-        files = [sorted((folder / str(number)).glob(f"*.{kind}")) for kind in ("out", "err")]
-        printed, errors = ("".join(file.read_text() for file in each) for each in files)
-        outputs[program] = finished, printed, errors
-    if all(outputs[program][0] for program in programs):
+    paths, seconds = [FOLDER / program for program in programs], SECONDS * (1 + len(programs))
+    job, found = in_turn(mpirun, ranks_of(programs[0]), paths, folder, env=QUIET, timeout=seconds)
+    outputs.update(zip(programs, found, strict=True))
+    if all(each.finished for each in found):
         check(job)
 
 

@@ -78,11 +78,11 @@ def test_words() -> None:
     ("arguments", "words"),
     [
         (["docter"], "invalid choice: 'docter'"),
-        (["doctor", "--jsn=x"], "did you mean '--json'?"),
+        (["doctor", "--jso=x"], "did you mean '--json'?"),
         (["doctor", "--parameters", "-3"], "must be a number of parameters such as 350M, 1.5B or 25000000, got '-3'"),
         (["doctor", "--parameters", "many"], "must be a number of parameters"),
         (["doctor", "--seconds", "nan"], "must be a number of seconds from 0 to 3600, got 'nan'"),
-        (["--versoin"], "did you mean '--version'?"),
+        (["--versio"], "did you mean '--version'?"),
     ],
 )
 def test_bad_options(arguments: list[str], words: str) -> None:

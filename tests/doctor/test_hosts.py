@@ -32,11 +32,7 @@ def test_mpi() -> None:
     ranks = cluster(2, 2)
     ranks[2].facts["mpi"]["library"] = "MPICH Version: 5.0.2"
     assert "Open MPI v5.0.11 on ranks 0-1, 3; MPICH Version: 5.0.2 on rank 2" in only(judged("mpi", ranks)).text
-
-
-def test_recovery() -> None:
-    """One rank that isn't guarded is enough for a warning, whichever it is."""
-    ranks = cluster(2)
+    ranks = cluster(2)  # one rank that isn't guarded is enough for a warning, whichever it is
     ranks[1].facts["mpi"]["unguarded"] = "ranks can crash: no compiler; install one"
     found = only(judged("mpi", ranks))
     assert (found.level, found.text, found.advice) == (WARNING, "rank 1: ranks can crash: no compiler", "install one")
@@ -156,26 +152,13 @@ def test_gpus() -> None:
     assert "rank 1 sees none" in only(judged("gpus", ranks)).text
     ranks[1].facts["gpus"]["trouble"] = "cuInit says 999"
     assert "rank 1 sees none, and others do (cuInit says 999)" in only(judged("gpus", ranks)).text
-    ranks = with_gpus(cluster(2), 2)
-    ranks[0].facts["gpus"]["cupy"] = None
-    assert "not installed on rank 0" in only(judged("gpus", ranks)).text
-    ranks[0].facts["gpus"]["cupy"] = {"version": "14.2", "runtime": None, "nccl": None, "trouble": "driver too old"}
-    assert only(judged("gpus", ranks)).level == PROBLEM
-    ranks = with_gpus(cluster(2), 2)
-    ranks[0].facts["gpus"]["cuda_aware"] = False
-    assert "pinned" in only(judged("gpus", ranks)).text
-    ranks = cluster(2)
-    ranks[0].facts["gpus"] |= {"present": 2, "visible": ""}
-    assert "host0 has 2 GPUs, and no rank sees one" in only(judged("gpus", ranks)).text
-
-
-def test_gpus_of_ranks_that_differ_from_the_first() -> None:
     ranks = with_gpus(cluster(3), 3)
     good = ranks[0].facts["gpus"]["cupy"]
     ranks[1].facts["gpus"]["cupy"] = None
     ranks[2].facts["gpus"]["cupy"] = good | {"trouble": "driver too old"}
     found = worse(judged("gpus", ranks))
     assert [finding.level for finding in found] == [WARNING, PROBLEM]
+    assert "not installed on rank 1" in found[0].text
     assert "does not work on rank 2: driver too old" in found[1].text
     ranks = with_gpus(cluster(2), 2)
     ranks[1].facts["gpus"]["cupy"] = good | {"nccl": None}
@@ -184,7 +167,9 @@ def test_gpus_of_ranks_that_differ_from_the_first() -> None:
     assert only(judged("gpus", ranks)).text == "2.32.4 on rank 0; 2.21.5 on rank 1"
     ranks = with_gpus(cluster(2), 2)
     ranks[1].facts["gpus"]["cuda_aware"] = False
-    assert "no on rank 1: " in only(judged("gpus", ranks)).text
+    found = only(judged("gpus", ranks))
+    assert "no on rank 1: " in found.text
+    assert "pinned" in found.text
     ranks = cluster(1, 1)
     ranks[1].facts["gpus"] |= {"present": 2, "visible": ""}
     assert "host1 has 2 GPUs, and no rank sees one" in only(judged("gpus", ranks)).text
@@ -292,10 +277,9 @@ def test_network() -> None:
     ranks[2].facts["network"]["interfaces"] = [LINK | {"address": "10.9.0.1", "network": "10.9.0.0/24"}]
     found = only(judged("network", ranks))
     assert "no network in common (host0: eth0 10.0.0.1, docker0 172.17.0.1; host1: eth0 10.9.0.1)" in found.text
-    for change, words in (({"infiniband": ["mlx5_0"]}, "missing on host0"),):
-        ranks = cluster(2, 2)
-        ranks[2].facts["network"] |= change
-        assert words in only(judged("network", ranks)).text
+    ranks = cluster(2, 2)
+    ranks[2].facts["network"] |= {"infiniband": ["mlx5_0"]}
+    assert "missing on host0" in only(judged("network", ranks)).text
 
 
 def test_ranks_that_do_not_meet_hear_what_may_be_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:

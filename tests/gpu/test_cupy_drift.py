@@ -162,19 +162,18 @@ def standins(cupy: Any, cuda: Any) -> Iterator[tuple[str, Any]]:
     for name, value in vars(cupy).items():
         if not name.startswith("_") and name not in ("cuda", "counters", "gpu", "ndarray"):
             yield f"cupy.{name}", value
-    for name in ("runtime", "nccl", *(name for name in vars(cuda) if not name.startswith("_"))):
-        if name not in ("runtime", "nccl"):
-            yield f"cupy.cuda.{name}", getattr(cuda, name)
+    for name, value in vars(cuda).items():
+        if not name.startswith("_") and name not in ("runtime", "nccl"):
+            yield f"cupy.cuda.{name}", value
     for part in ("runtime", "nccl"):
         for name, value in vars(getattr(cuda, part)).items():
             yield f"cupy.cuda.{part}.{name}", value
 
 
 def members(name: str, kind: type) -> Iterator[tuple[str, Any]]:
-    yield from ((f"{name}.{key}", value) for key, value in vars(kind).items() if not key.startswith("_"))
-    yield from (
-        (f"{name}.{key}", getattr(kind, key)) for key in ("__dlpack__", "__dlpack_device__") if key in vars(kind)
-    )
+    for key, value in vars(kind).items():
+        if not key.startswith("_") or key in ("__dlpack__", "__dlpack_device__"):
+            yield f"{name}.{key}", value
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""The graph of imports of the product's files, those under TYPE_CHECKING included.
-
-`python -m tests.house.imports` prints each circle with the imports that close it, and how many floors each package has.
-"""
+"""The graph of imports of the product's files, those under TYPE_CHECKING included."""
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
@@ -110,29 +107,12 @@ def folders(graph: Mapping[str, set[str]]) -> list[str]:
     return sorted({name for module in graph for name in [module.rpartition(".")[0]] if name})
 
 
-def main() -> None:
-    graph = import_graph()
-    for circle in circles(graph):
-        print("files:", *circle)
-        for module in circle:
-            print(*(f"    {module} -> {target}\n" for target in sorted(graph[module] & set(circle))), sep="", end="")
-    for folder in folders(graph):
-        for circle in circles(rooms(graph, folder)):
-            print(f"folders in {folder}:", *circle)
-            pairs = [(module, target) for module in graph for target in graph[module]]
-            for one, other in ((one, other) for one in circle for other in circle if one != other):
-                for module, target in pairs:
-                    if f"{module}.".startswith(f"{one}.") and f"{target}.".startswith(f"{other}."):
-                        print(f"    {module} -> {target}")
-    for package in PACKAGES:
-        print(package, floors(rooms(graph, package)), "floors,", floors(graph_inside(graph, package)), "of files")
+def closing(graph: Mapping[str, set[str]], circle: list[str]) -> list[str]:
+    """Return the imports that close a circle of modules, or of folders."""
 
+    def member(module: str) -> str | None:
+        return next((each for each in circle if f"{module}.".startswith(f"{each}.")), None)
 
-def graph_inside(graph: Mapping[str, set[str]], package: str) -> Graph:
-    """Return the part of the graph inside one package."""
-    inside = {module for module in graph if f"{module}.".startswith(f"{package}.")}
-    return {module: graph[module] & inside for module in inside}
-
-
-if __name__ == "__main__":
-    main()
+    pairs = [(module, target) for module in sorted(graph) for target in sorted(graph[module])]
+    known = [pair for pair in pairs if all(map(member, pair))]
+    return [f"{module} -> {target}" for module, target in known if member(module) != member(target)]

@@ -1,14 +1,10 @@
 """Options of every command line of the project."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from allreduce.__main__ import parse
-from allreduce.errors import OptionError
 from tests import launch
 from trainers.datasets.parser import Parser
 
@@ -46,12 +42,6 @@ def test_texts_are_shown_as_they_are(parser: Parser) -> None:
     assert "first\n\n  second" in parser.format_help()
 
 
-@pytest.mark.parametrize("given", [["--versio"], ["doctor", "--verbos"], ["doctor", "--hel"]])
-def test_the_command_of_the_library_takes_no_abbreviations(given: list[str]) -> None:
-    with pytest.raises(OptionError, match=r"unrecognized arguments: --(versio|verbos|hel)"):
-        parse(given, shown=False)
-
-
 def test_every_command_line_has_this_parser() -> None:
     """No other class makes or derives from an ArgumentParser."""
     modules = [path for folder in FOLDERS for path in (launch.ROOT / folder).rglob("*.py")]
@@ -64,18 +54,3 @@ def test_every_command_line_has_this_parser() -> None:
 def _code(path: Path) -> str:
     """Return the code without annotations of parameters and results, which name the base class."""
     return re.sub(r"(: |-> |\[\], )argparse\.ArgumentParser\b", "", path.read_text())
-
-
-@pytest.mark.parametrize(
-    ("program", "given", "near"),
-    [
-        (["-m", "benchmarks.compare"], "--treshold", "--threshold"),
-        (["-m", "benchmarks.scaling"], "--mode", "--model"),
-        (["-m", "benchmarks.timeline"], "--plo", "--plot"),
-    ],
-)
-def test_programs_without_mpirun(program: list[str], given: str, near: str) -> None:
-    command = [sys.executable, *program, "a", "b", given, "c"]
-    job = subprocess.run(command, cwd=launch.ROOT, capture_output=True, text=True, timeout=120)
-    assert job.returncode == 2
-    assert f"did you mean {near}?" in job.stderr

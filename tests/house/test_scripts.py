@@ -68,13 +68,8 @@ class Checkout:
         self.venv = self.root / ".venv"
         (self.root / "scripts").mkdir(parents=True)
         self.bin.mkdir()
-        for name in (
-            "pyproject.toml",
-            "scripts/environment.sh",
-            "scripts/train.sh",
-            "scripts/test.sh",
-            "scripts/docs.sh",
-        ):
+        scripts = [f"scripts/{name}.sh" for name in ("environment", "train", "test", "docs")]
+        for name in ("pyproject.toml", *scripts):
             shutil.copy(launch.ROOT / name, self.root / name)
         for tool in TOOLS:
             if found := shutil.which(tool):
@@ -154,33 +149,33 @@ def test_pip_from_outside_where_ensurepip_is_missing(checkout: Checkout) -> None
     assert checkout.calls == [f"venv --without-pip {checkout.venv}"] * 2 + ["pip install numpy"]
 
 
-def test_an_environment_left_half_made_is_made_anew(checkout: Checkout) -> None:
-    job = checkout.source(MAKE, BREAKS="venv")
-    assert said(job) == f"check.sh: could not make the virtual environment {checkout.venv}"
-    assert checkout.source(MAKE).returncode == 0
-    assert checkout.calls == [f"venv {checkout.venv}"] * 2 + ["pip install numpy"]
-
-
-def test_a_failed_installation_is_taken_up_again(checkout: Checkout) -> None:
-    job = checkout.source(MAKE, BREAKS="pip")
-    assert said(job).startswith(f"check.sh: the installation into {checkout.venv} failed; pip says why above.")
-    for _ in range(2):
-        assert checkout.source(MAKE).returncode == 0
-    assert checkout.calls == [f"venv {checkout.venv}", "pip install numpy", "pip install numpy"]
-
-
-def test_an_environment_of_another_python_is_made_anew(checkout: Checkout) -> None:
-    for prefix in ("/usr", "/usr", "/opt"):
-        assert checkout.source(MAKE, PREFIX=prefix).returncode == 0
-    assert checkout.calls == [f"venv {checkout.venv}", "pip install numpy"] * 2
-
-
-def test_a_change_of_what_is_wanted_installs_again(checkout: Checkout) -> None:
-    assert checkout.source(MAKE).returncode == 0
-    with (checkout.root / "pyproject.toml").open("a") as file:
-        file.write("# changed\n")
-    assert checkout.source(MAKE).returncode == 0
-    assert checkout.calls == [f"venv {checkout.venv}", "pip install numpy", "pip install numpy"]
+@pytest.mark.parametrize(
+    ("runs", "made"),
+    [
+        ([{"BREAKS": "venv"}, {}], "venv venv install"),  # it was left half-made
+        ([{"BREAKS": "pip"}, {}, {}], "venv install install"),
+        ([{"PREFIX": "/usr"}, {"PREFIX": "/usr"}, {"PREFIX": "/opt"}], "venv install venv install"),  # another Python
+        ([{}, {"CHANGED": "1"}], "venv install install"),  # other packages are wanted
+    ],
+)
+def test_what_is_not_complete_or_up_to_date_is_made_anew(
+    runs: list[dict[str, str]], made: str, checkout: Checkout
+) -> None:
+    reasons = {
+        "venv": f"could not make the virtual environment {checkout.venv}",
+        "pip": f"the installation into {checkout.venv} failed; pip says why above.",
+    }
+    for variables in runs:
+        if "CHANGED" in variables:
+            with (checkout.root / "pyproject.toml").open("a") as file:
+                file.write("# changed\n")
+        job = checkout.source(MAKE, **variables)
+        if "BREAKS" in variables:
+            assert said(job).startswith(f"check.sh: {reasons[variables['BREAKS']]}")
+        else:
+            assert job.returncode == 0
+    calls = {"venv": f"venv {checkout.venv}", "install": "pip install numpy"}
+    assert checkout.calls == [calls[each] for each in made.split()]
 
 
 @pytest.mark.parametrize("kept", ["pyvenv.cfg", "notes.txt"])

@@ -43,8 +43,21 @@ if __name__ == "__main__":
         assert part.tolist() == [reduce.size * number for number in (0, 1, 4, 9)], part
         refused = 5 if method == "fork" else 2  # a fresh import has no backend to call
         assert [each[:refused] for each in words] == [["ChildError"] * refused] * 2, words
-    reduce.close()
-    print("finished")
+    codes = []
+    for way in ("exit", "raise", "end"):
+        child = os.fork()
+        if child == 0:
+            if way == "exit":
+                sys.exit(3)
+            if way == "raise":
+                raise ValueError("on purpose")
+            break
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    else:
+        reduce(np.ones(3), "sum")
+        reduce.close()
+        assert codes == [3, 1, 0], codes
+        print("finished")
 """
 
 LOADER = """
@@ -84,31 +97,6 @@ def main():
 
 if __name__ == "__main__":
     main()
-"""
-
-
-FORKED = """
-import os, sys
-import numpy as np
-import allreduce
-
-reduce = allreduce.create("ring")
-reduce(np.ones(3), "sum")
-codes = []
-for way in ("exit", "raise", "end"):
-    child = os.fork()
-    if child == 0:
-        if way == "exit":
-            sys.exit(3)
-        if way == "raise":
-            raise ValueError("on purpose")
-        break
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-else:
-    reduce(np.ones(3), "sum")
-    reduce.close()
-    assert codes == [3, 1, 0], codes
-    print("finished")
 """
 
 
@@ -180,15 +168,10 @@ def run(mpirun: JobRunner, folder: Path, program: str, ranks: int, mpi: str, *ar
 
 
 @PLACES
-def test_pools(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
-    """One after the other, in one program."""
+def test_pools_and_forked_children(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
+    """One after the other, in one program. A forked child does not wait in the end of MPI, which belongs to its parent,
+    and its exception does not end the job."""
     run(mpirun, tmp_path, POOL, ranks, mpi, *METHODS)
-
-
-@PLACES
-def test_a_forked_child_ends_by_itself(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
-    """It does not wait in the end of MPI, which belongs to its parent, and its exception does not end the job."""
-    run(mpirun, tmp_path, FORKED, ranks, mpi)
 
 
 @PLACES

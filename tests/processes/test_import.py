@@ -1,4 +1,4 @@
-"""Importing allreduce names the package to install if one is missing, and imports no more than needed."""
+"""Importing allreduce names the package to install if one is missing; trainers are imported when they are used."""
 
 import faulthandler
 import os
@@ -69,47 +69,32 @@ def test_a_command_without_mpi_says_so_in_one_line(tmp_path: Path, command: str,
     assert done.stderr.count("\n") == 1
 
 
-def test_core_imports_no_framework() -> None:
-    code = (
-        "import sys, allreduce; [allreduce.algorithms.class_of(name) for name in allreduce.NAMES]; print(*sys.modules)"
-    )
-    done = launch.child(code)
-    assert done.returncode == 0, done.stderr
-    loaded = {name.partition(".")[0] for name in done.stdout.split()}
-    assert "numpy" in loaded
-    assert not loaded & {"torch", "jax", "tensorflow", "cupy", "matplotlib", "tqdm", "trainers", "benchmarks"}
-
-
-def test_public_names() -> None:
-    done = launch.child("import allreduce; print(*allreduce.__all__); print(*allreduce.NAMES)")
-    public, names = done.stdout.splitlines()
-    assert {"create", "NAMES", "available", "AllReduce", "Topology", "Trace"} <= set(public.split())
-    contract = "ring halving_doubling reduce_to_one hierarchical_copy shared native nccl auto"  # names that users write
-    assert set(contract.split()) <= set(names.split())
+LAZY = """
+import sys, trainers
+print(*trainers.__all__)
+print("mpi4py" in sys.modules)
+print([name for name in trainers.__all__ if not hasattr(trainers, name)])
+from trainers.watching import history
+from trainers.cli import roles
+print(trainers.History is history.History, trainers.roles is roles)
+"""
+APPS = """
+import sys
+import trainers.cli.main
+from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
+print([name for name in sys.modules if name.startswith("trainers.apps")])
+from trainers import EnsembleModel
+print("trainers.apps.ensemble.model" in sys.modules, "trainers.apps.ensemble.ensemble" in sys.modules)
+"""
 
 
 def test_public_names_of_trainers_are_imported_when_used() -> None:
-    code = (
-        "import sys, trainers; print(*trainers.__all__); print('mpi4py' in sys.modules)\n"
-        "print([name for name in trainers.__all__ if not hasattr(trainers, name)])\n"
-        "from trainers.watching import history; print(trainers.History is history.History)\n"
-        "from trainers.cli import roles; print(trainers.roles is roles)"
-    )
-    done = launch.child(code)
-    public, *rest = done.stdout.splitlines()
+    """And those of the apps, which are on top, not before one is asked for."""
+    public, *rest = launch.child(LAZY).stdout.splitlines()
     assert {"Epoch", "History", "Samples", "Terminated", "roles"} <= set(public.split())
-    assert rest == ["False", "[]", "True", "True"], done.stderr
-
-
-def test_works_without_mpirun() -> None:
-    """A single process is a world of one rank."""
-    done = launch.child(
-        "import allreduce\n"
-        "with allreduce.create('auto') as reduce:\n"
-        "    grads = reduce.allocate(5, 'float32'); grads += 2; reduce(grads, op='mean'); print(grads.tolist())\n"
-        "print(reduce.closed)"
-    )
-    assert done.stdout.split("\n")[:2] == ["[2.0, 2.0, 2.0, 2.0, 2.0]", "True"], done.stderr
+    assert rest == ["False", "[]", "True True"]
+    done = launch.child(APPS)
+    assert done.stdout.splitlines() == ["[]", "True False"], done.stderr
 
 
 @pytest.mark.parametrize(

@@ -66,28 +66,17 @@ def listeners() -> dict[str, str]:
     return found
 
 
-def processes(mark: str) -> list[Path]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{launch.MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(folder)
-        except OSError:
-            continue
-    return found
-
-
 def exposed(mark: str) -> list[tuple[str, str]]:
     """Return the names and addresses of a job's processes that listen beyond the loopback."""
     everywhere, found = listeners(), []
-    for folder in processes(mark):
-        for descriptor in (folder / "fd").iterdir():
+    for number in launch.marked(mark):
+        for descriptor in Path(f"/proc/{number}/fd").iterdir():
             try:
                 inode = os.readlink(descriptor).removeprefix("socket:[").removesuffix("]")
             except OSError:
                 continue
             if inode in everywhere:
-                found.append(((folder / "comm").read_text().strip(), everywhere[inode]))
+                found.append((Path(f"/proc/{number}/comm").read_text().strip(), everywhere[inode]))
     return found
 
 
@@ -113,7 +102,7 @@ def job(folder: Path, mpi: str, ranks: int, run: str, **variables: str) -> tuple
         while not ready.exists() and process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
         found = exposed(mark) if ready.exists() else []
-        alive = len(processes(mark))
+        alive = len(launch.marked(mark))
     finally:
         done.touch()
     _, said = process.communicate(timeout=SECONDS)
