@@ -519,9 +519,6 @@ FORMER = {  # methods that replicas of earlier versions could have -> their form
     "trust": "set the attribute `kernels` to an object with the method test(agree)",
     "shapes": "set the attribute `shapes`",
     "config": "set the attribute `config`",
-    "snapshot": "others() and load_others(state) are enough",
-    "elements": "others() and `elementwise` are enough",
-    "read": "arrays() is enough",
 }
 
 
