@@ -15,7 +15,6 @@ from tests.frameworks.replica_checks import (
     as_dict,
     as_tuple,
     check_edits,
-    check_inputs,
     check_slices,
     check_training,
     check_weights,
@@ -398,7 +397,6 @@ def check_several_inputs() -> None:
     for shape in (as_dict, as_tuple):
         check_weights(two(shape), shape)
     check_weights(two(as_tuple, of_rows, list), as_tuple)
-    check_inputs(partial(two, as_dict), as_dict, topology, ["mirrored", "spare"])
     x, y, weights = as_tuple(X), Y % 3, np.ones(len(X))
     divides = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight")
     for loss, words in (

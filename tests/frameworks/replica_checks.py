@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import Topology
-from trainers import CentralStorageTrainer, LocalSGD, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from trainers import CentralStorageTrainer, LocalSGD, MirroredTrainer
 from trainers.arrays import average
 from trainers.replica import Replica, attach, elements_of, sliced_entries, snapshot_of
 
@@ -165,26 +165,4 @@ STRATEGIES: dict[str, Callable[[Replica, Topology], Any]] = {
     "mirrored": lambda made, topology: MirroredTrainer(made, "ring", topology),
     "sharded": lambda made, topology: MirroredTrainer(made, "shared", topology, update="sharded"),
     "central": CentralStorageTrainer,
-    "spare": lambda made, topology: SpareReplicasTrainer(made, topology, spare=0),
-    "servers": lambda made, topology: ParameterServerTrainer(made, topology, updates="sync"),
 }
-
-
-def check_inputs(
-    make: Callable[[], Replica], shape: Callable[[np.ndarray], Any], topology: Topology, kinds: Sequence[str]
-) -> None:
-    """Several ranks train on weighted rows of two inputs as one rank does. Collective. kinds: keys of STRATEGIES."""
-    x, y, weights = rows_of_inputs()
-
-    def learned(trainer: Any) -> tuple[np.ndarray, Any]:
-        history = trainer.fit(shape(x), y, 1, 16, sample_weight=weights, progress=False)
-        scores, outputs = trainer.evaluate(shape(x), y, sample_weight=weights), trainer.predict(shape(x))
-        return np.append(trainer.replica.state()["parameters"], [scores["loss"], *outputs.ravel()]), history
-
-    with Topology(MPI.COMM_SELF) as own, MirroredTrainer(make(), "native", own) as alone:
-        expected, history = learned(alone)
-    for kind in kinds if topology.size > 1 else set(kinds) - {"servers"}:
-        with STRATEGIES[kind](make(), topology) as trained:
-            found, its = learned(trained)
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5, err_msg=kind)
-        np.testing.assert_allclose([e.loss for e in its], [e.loss for e in history], rtol=1e-3, err_msg=kind)
