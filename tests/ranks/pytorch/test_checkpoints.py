@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import allreduce
 import allreduce.torch_backend
+from tests.ranks.pytorch import trained
+from tests.ranks.pytorch.trained import both_updates, mine, network
 from trainers import Checkpoint, MirroredTrainer
 from trainers.errors import CheckpointError
 from trainers.files import checkpoint as files
@@ -23,9 +25,7 @@ from trainers.pytorch import MirroredOptimizer
 from trainers.replicas.pytorch import TorchReplica
 from trainers.watching.callback import Callback
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 2, reason="once is enough")
-UPDATES = pytest.mark.parametrize("update", ["replicated", "sharded"])
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -57,7 +57,7 @@ class Slower(Callback):
             raise ZeroDivisionError
 
 
-@UPDATES
+@both_updates
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_dropout_and_statistics_go_on(optimizer: str, update: str, flat: allreduce.Topology, folder: Path) -> None:
     x = np.random.default_rng(3).normal(size=(60, 6)).astype("float32")
@@ -86,23 +86,11 @@ def test_dropout_and_statistics_go_on(optimizer: str, update: str, flat: allredu
             trainer.fit(x, y, 3, 12, progress=False, checkpoint=str(folder), resume=True)
 
 
-def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
 def step(model: nn.Module, optimizer: MirroredOptimizer, number: int) -> None:
-    generator = torch.Generator().manual_seed(100 * number + optimizer.topology.rank)
+    x, y = (mine(each[number]) for each in trained.data(7))
     optimizer.zero_grad()
-    nn.functional.mse_loss(model(torch.randn(5, 6, generator=generator)), torch.zeros(5, 3)).backward()
+    nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
-
-
-def same(model: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(here, there) for here, there in zip(model.parameters(), other.parameters(), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -113,15 +101,14 @@ def process_group(world: MPI.Intracomm) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@UPDATES
+@both_updates
 @pytest.mark.parametrize("how", ["torch.save", "torch.distributed.checkpoint"])
 def test_a_plain_loop_goes_on_with_the_same_bits(
     update: str, how: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: Path, process_group: None
 ) -> None:
     """Without a scheduler the plain optimizer's state may also be loaded before it is wrapped."""
-    torch.manual_seed(1)
-    model = network()
-    with MirroredOptimizer(adam(model), model, topology=flat, update=update) as optimizer:
+    adamw, model = trained.OPTIMIZERS["adamw"], network()
+    with MirroredOptimizer(adamw(model.parameters()), model, topology=flat, update=update) as optimizer:
         for number in range(4):
             step(model, optimizer, number)
         if how == "torch.save":
@@ -134,9 +121,8 @@ def test_a_plain_loop_goes_on_with_the_same_bits(
             distributed.save(parts, checkpoint_id=folder)
         for number in range(4, 7):
             step(model, optimizer, number)
-        torch.manual_seed(2)
-        again = network()
-        plain = adam(again)
+        again = network(seed=2)
+        plain = adamw(again.parameters())
         if how == "torch.save":
             if world.rank == 0:
                 state = torch.load(folder)
@@ -149,4 +135,4 @@ def test_a_plain_loop_goes_on_with_the_same_bits(
         with MirroredOptimizer(plain, again, topology=flat, update=update) as resumed:
             for number in range(4, 7):
                 step(again, resumed, number)
-            assert same(again, model)
+            assert all(map(torch.equal, again.parameters(), model.parameters()))

@@ -12,7 +12,7 @@ from torch import nn
 
 import allreduce
 from allreduce import errors
-from tests.ranks.pytorch.trained import SIZE, Raises, both_overlaps, several
+from tests.ranks.pytorch.trained import SIZE, Clipped, Raises, both_overlaps, several
 from tests.ranks.together import raised_everywhere
 from trainers import (
     CentralStorageTrainer,
@@ -60,6 +60,18 @@ def test_memory_that_one_node_can_not_have(
         assert all(map(torch.allclose, model.parameters(), plain.parameters()))
 
 
+TOGETHER = 'LBFGS can\'t be used with update="sharded": it reads all parameters together'
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in the groups, which all ranks share."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+
+
 def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any], type[Exception], str]]:
     model, frozen, half = model_of(3, 2), model_of(3, 2).requires_grad_(False), model_of(3, 2).to(torch.float8_e5m2)
     gpu, sparse = model_of(3, 2).to("meta"), torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True), model)
@@ -81,8 +93,36 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
         "exact": (fine, {"average": Exact()}, option, "is of trainers: MirroredTrainer(TorchReplica(module"),
         "backend": (fine, {"allreduce": "rinng"}, errors.UnknownBackendError, "did you mean 'ring'?"),
         "one phase": (fine, {"allreduce": "native", "update": "sharded"}, option, "'native' has none"),
-        "LBFGS": (lambda: (torch.optim.LBFGS(model.parameters()), model), {"update": "sharded"}, option, "LBFGS can't"),
+        "LBFGS": (lambda: (torch.optim.LBFGS(model.parameters()), model), {"update": "sharded"}, option, TOGETHER),
         "SparseAdam": (lambda: (torch.optim.SparseAdam(model.parameters()), model), {}, option, "use Adam"),
+        "whole tensors": (
+            lambda: (torch.optim.Adafactor(model.parameters()), model), {"update": Sharded(shard="elements")}, option,
+            'it reads whole tensors. Use shard="tensors"',
+        ),
+        "trial": (
+            lambda: (Clipped(model.parameters(), lr=0.1), model), {"update": "sharded"}, option,
+            "in a trial it changed tensors otherwise when it had only some",
+        ),
+        "groups": (
+            lambda: (Counting(model.parameters(), lr=0.1), model), {"update": "sharded"}, option,
+            "changes param_groups",
+        ),
+        "fragments": (fine, {"average": LocalSGD(9999, fragments=9999)}, option, "this model has only"),
+        "no thread": (
+            fine, {"average": LocalSGD(4, delay=1), "buckets": Buckets(False)}, option,
+            "which Buckets(overlap=False) forbids",
+        ),
+        "local, sharded": (fine, {"average": LocalSGD(4), "update": "sharded"}, option, 'use update="replicated"'),
+        **{
+            str(bad): (fine, {"transforms": [bad]}, option, words)
+            for bad, words in (
+                (CheckDivergence(1, "ignore"), "on_divergence='ignore'"),
+                (CheckDivergence(-1), "CheckDivergence: every must be an integer >= 0, got -1"),
+                (CheckDivergence(True), "got True"),
+                (CheckDivergence(1, "copy", 3), "got 3"),
+                (CheckGradients("ignore"), "on_bad='ignore'"),
+            )
+        },
     }  # fmt: skip
 
 
@@ -143,59 +183,63 @@ def test_after_close(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bo
     assert "is closed" in raised_everywhere(world, errors.ClosedError, optimizer.step)
 
 
-@several
-@both_overlaps
-def test_a_rank_leaves_out_a_step(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+def leaves_out_a_step(model: nn.Module, optimizer: MirroredOptimizer) -> None:
     """`if loss.isnan(): continue` between backward and step on one rank."""
-    model = model_of(3, 2)
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, buckets=Buckets(overlap))
+    for number in range(4):
+        optimizer.zero_grad()
+        backward(model)
+        if not (optimizer.topology.rank == 1 and number == 2):
+            optimizer.step()
 
-    def loop() -> None:
-        for number in range(4):
+
+def leaves_out_an_iteration(model: nn.Module, optimizer: MirroredOptimizer) -> None:
+    """It closes the optimizer while the others still wait for its gradients."""
+    for number in range(3):
+        if not (optimizer.topology.rank == SIZE - 1 and number == 1):
             optimizer.zero_grad()
             backward(model)
-            if not (world.rank == 1 and number == 2):
-                optimizer.step()
-
-    text = raised_everywhere(world, errors.DisagreementError, loop)
-    assert "rank 0: averages gradients, after 3 steps and 3 averages" in text
-    assert "rank 1: averages gradients, after 2 steps and 3 averages" in text
+            optimizer.step()
+    optimizer.close()
 
 
-@several
-@pytest.mark.parametrize("update", ["replicated", "sharded"])
-def test_a_rank_leaves_out_an_iteration(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """It closes the optimizer while the others still wait for its gradients."""
-    model = model_of(3, 2)
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update)
-
-    def loop() -> None:
-        for number in range(3):
-            if not (world.rank == SIZE - 1 and number == 1):
-                optimizer.zero_grad()
-                backward(model)
-                optimizer.step()
-        optimizer.close()
-
-    text = raised_everywhere(world, errors.DisagreementError, loop)
-    assert "rank 0: averages gradients, after 2 steps" in text
-    assert f"rank {SIZE - 1}: closes the optimizer, after 2 steps" in text
-
-
-@several
-def test_state_dict_of_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+def saves_alone(model: nn.Module, optimizer: MirroredOptimizer) -> None:
     """`if rank == 0: torch.save(optimizer.state_dict())` with the sharded update."""
+    if optimizer.topology.rank == 0:
+        optimizer.state_dict()
+    backward(model)
+
+
+APART = [
+    (
+        leaves_out_a_step,
+        "replicated",
+        "rank 0: averages gradients, after 3 steps and 3 averages",
+        "rank 1: averages gradients, after 2 steps and 3 averages",
+    ),
+    *(
+        (
+            leaves_out_an_iteration,
+            update,
+            "rank 0: averages gradients, after 2 steps",
+            f"rank {SIZE - 1}: closes the optimizer, after 2 steps",
+        )
+        for update in ("replicated", "sharded")
+    ),
+    (saves_alone, "sharded", "rank 0: gathers the optimizer's state", "rank 1: averages gradients"),
+]
+
+
+@several
+@both_overlaps
+@pytest.mark.parametrize(("loop", "update", "first", "other"), APART)
+def test_ranks_whose_calls_differ(
+    world: MPI.Intracomm, flat: allreduce.Topology, loop: Any, update: str, first: str, other: str, overlap: bool
+) -> None:
     model = model_of(3, 2)
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update="sharded")
-
-    def loop() -> None:
-        if world.rank == 0:
-            optimizer.state_dict()
-        backward(model)
-
-    text = raised_everywhere(world, errors.DisagreementError, loop)
-    assert "rank 0: gathers the optimizer's state" in text
-    assert "rank 1: averages gradients" in text
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update, buckets=Buckets(overlap))
+    text = raised_everywhere(world, errors.DisagreementError, lambda: loop(model, optimizer))
+    assert first in text
+    assert other in text
 
 
 @several

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +29,7 @@ from tests.ranks.together import raised_everywhere
 from trainers import LocalSGD, SkipNotFinite
 from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.errors import NotFiniteError
-from trainers.pytorch import Buckets, GradientError, MirroredOptimizer, OuterSGD
+from trainers.pytorch import GradientError, MirroredOptimizer, OuterSGD
 
 RANK, PART = MPI.COMM_WORLD.rank, ROWS // SIZE
 DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -359,23 +358,6 @@ def test_a_parameter_whose_memory_was_replaced(world: MPI.Intracomm, flat: allre
     raised_everywhere(world, GradientError, optimizer.close)
     assert optimizer.closed
     optimizer.close()
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "many fragments": ({"average": LocalSGD(9999, fragments=9999)}, "this model has only"),
-    "no thread": ({"average": LocalSGD(4, delay=1), "buckets": Buckets(False)}, "which Buckets(overlap=False) forbids"),
-    "sharded": ({"average": LocalSGD(4), "update": "sharded"}, 'use update="replicated"'),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_options(world: MPI.Intracomm, flat: allreduce.Topology, case: str) -> None:
-    options, expected = WRONG[case]
-    model = network()
-    make: Callable[[], Any] = lambda: MirroredOptimizer(  # noqa: E731
-        torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options
-    )
-    assert expected in raised_everywhere(world, OptionError, make)
 
 
 @several
