@@ -42,28 +42,11 @@ def accuracy(output: Any, y: Any) -> Any:
     return (output.argmax(1) == y).mean()
 
 
-def replica(seed: int = 0, optimizer: Any = None, **options: Any) -> JaxReplica:
+def replica(seed: int = 0, **options: Any) -> JaxReplica:
     random = np.random.default_rng(seed)
     weights = [random.normal(size=shape).astype("float32") for shape in ((6, 7), (7, 4))]
     params = {"w": weights, "b": np.zeros(7, "float32")}
-    return JaxReplica(apply, loss, params, optimizer or optax.adam(0.02), {"accuracy": accuracy}, **options)
-
-
-STEP = [ClipNorm(1.0), EMA(0.9)]  # options that the ranks share with one rank alone
-
-
-def alone(topology: allreduce.Topology, optimizer: Any = None) -> tuple[np.ndarray, Any]:
-    """Return the result of one rank alone."""
-    with topology.split(rank) as self, MirroredTrainer(replica(0, optimizer), "native", self) as trainer:
-        history = trainer.fit(X, Y, epochs=1, batch_size=16, progress=False, transforms=STEP)
-        return trainer.replica.state()["parameters"].copy(), history
-
-
-def learned(trainer: Any) -> tuple[np.ndarray, Any]:
-    history = trainer.fit(X, Y, epochs=1, batch_size=16, progress=False, transforms=[Accumulate(2), *STEP])
-    scores = trainer.evaluate(X, Y)
-    assert scores == MPI.COMM_WORLD.bcast(scores)
-    return trainer.replica.state()["parameters"].copy(), history
+    return JaxReplica(apply, loss, params, optax.adam(0.02), {"accuracy": accuracy}, **options)
 
 
 def test_asynchronous_servers(flat: allreduce.Topology) -> None:
@@ -100,9 +83,13 @@ def test_several_inputs_and_weights(flat: allreduce.Topology) -> None:
 
 def test_bfloat16(flat: allreduce.Topology, folder: Path) -> None:
     """Equal bits on all ranks; as float32 to bfloat16's rounding; a saved model loads with either precision."""
-    wanted, history = alone(flat)
+    steps, options = [ClipNorm(1.0), EMA(0.9)], {"epochs": 1, "batch_size": 16, "progress": False}
+    with flat.split(rank) as alone, MirroredTrainer(replica(), "native", alone) as trainer:
+        history = trainer.fit(X, Y, **options, transforms=steps)
+        wanted = trainer.replica.state()["parameters"].copy()
     with MirroredTrainer(replica(rank, precision="bfloat16"), "shared", flat, update="sharded") as trainer:
-        found, losses = learned(trainer)
+        losses = trainer.fit(X, Y, **options, transforms=[Accumulate(2), *steps])
+        found = trainer.replica.state()["parameters"].copy()
         assert len(set(trainer.parameters_sha256())) == 1
         outputs = trainer.predict(X, ema=False)
         trainer.save(str(folder))
@@ -117,17 +104,6 @@ def test_bfloat16(flat: allreduce.Topology, folder: Path) -> None:
         np.testing.assert_allclose(trainer.predict(X, ema=False), outputs, atol=0.05)
         assert (trainer.predict(X, ema=False) != outputs).any()
     assert "losses are scaled" in raised(ArgumentError, lambda: replica(precision="float16"))
-
-
-def test_an_optimizer_of_whole_arrays(flat: allreduce.Topology) -> None:
-    """An optimizer that needs all gradients trains replicated, and raises an error if ranks divide the update."""
-    clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.02))
-    wanted, _ = alone(flat, clipped)
-    with MirroredTrainer(replica(rank, clipped), "auto", flat) as trainer:
-        np.testing.assert_allclose(learned(trainer)[0], wanted, rtol=2e-4, atol=2e-5)
-    assert "slices" in raised(
-        ArgumentError, lambda: MirroredTrainer(replica(rank, clipped), "shared", flat, update="sharded")
-    )
 
 
 def test_a_loss_that_is_no_mean_over_rows_is_refused(topology_of: Callable[[None], allreduce.Topology]) -> None:
