@@ -18,6 +18,7 @@ import allreduce
 import allreduce.torch_backend
 from tests.ranks.pytorch import trained
 from tests.ranks.pytorch.trained import both_updates, mine, network
+from tests.ranks.training.fits import Once, data
 from trainers import Checkpoint, MirroredTrainer
 from trainers.errors import CheckpointError
 from trainers.files import checkpoint as files
@@ -25,7 +26,8 @@ from trainers.pytorch import MirroredOptimizer
 from trainers.replicas.pytorch import TorchReplica
 from trainers.watching.callback import Callback
 
-pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 2, reason="once is enough")
+JOBS = "openmpi 2"  # once is enough
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -40,28 +42,18 @@ def replica(optimizer: str, hidden: int = 8) -> TorchReplica:
 
 
 class Slower(Callback):
-    """A user's schedule, and a kill in the middle of epoch 2 if requested."""
-
-    def __init__(self, kill: bool = False) -> None:
-        self._kill, self._epoch = kill, 0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
+    """A user's schedule."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for group in self.trainer.replica.optimizer.param_groups:
             group["lr"] *= 0.5
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._kill and (self._epoch, batch) == (1, 3):
-            raise ZeroDivisionError
-
 
 @both_updates
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_dropout_and_statistics_go_on(optimizer: str, update: str, flat: allreduce.Topology, folder: Path) -> None:
-    x = np.random.default_rng(3).normal(size=(60, 6)).astype("float32")
-    y = x[:, :3].argmax(1)
+    x, y = data(60)
+    kill = Once("on_train_batch_begin", lambda _: 1 // 0, epoch=1, batch=3)
 
     def fit(seed: int, **options: Any) -> tuple[list[float], list[np.ndarray]]:
         torch.manual_seed(10 * seed + flat.rank)  # dropout differs between the ranks
@@ -71,7 +63,7 @@ def test_dropout_and_statistics_go_on(optimizer: str, update: str, flat: allredu
 
     losses, expected = fit(1)
     with pytest.raises(ZeroDivisionError):
-        fit(1, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Slower(kill=True)])
+        fit(1, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Slower(), kill])
     flat.agree([], "rank 0 has written")
     found = files.newest(str(folder))
     assert found is not None

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import allreduce
 from tests.ranks.together import raised_everywhere
+from tests.ranks.training.fits import Once, data
 from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, MirroredTrainer, SkipNotFinite
 from trainers.errors import ArgumentError
 from trainers.pytorch import Buckets
 from trainers.replicas.pytorch import TorchReplica
-from trainers.watching.callback import Callback
 
 torch.set_num_threads(1)
 
@@ -65,15 +65,9 @@ def replica(*, frozen: bool = False, groups: bool = False, norm: bool = True) ->
     return TorchReplica(model, nn.CrossEntropyLoss(), torch.optim.Adam(parameters, lr=0.02))
 
 
-def data() -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(3)
-    x = generator.normal(size=(ROWS, 6)).astype("float32")
-    return x, x[:, :3].argmax(1)
-
-
 def fit(trainer: MirroredTrainer, epochs: int = 1, **options: Any) -> list[float]:
     options = {"epochs": epochs, "batch_size": BATCH, "progress": False, "shuffle": False} | options
-    return [each.loss for each in trainer.fit(*data(), **options)]
+    return [each.loss for each in trainer.fit(*data(ROWS), **options)]
 
 
 def record_submits(trainer: MirroredTrainer, monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
@@ -143,20 +137,8 @@ def test_buckets_are_submitted_before_backward_ends(flat: allreduce.Topology, mo
         assert "submit" in events
 
 
-class Fails(Callback):
-    """Makes backward raise in one step, on one rank, when some buckets have been submitted."""
-
-    def __init__(self, model: Net, rank: int) -> None:
-        self._model, self._fails = model, rank == RANK
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._model.watch = self._fail if self._fails and batch == 1 else lambda: None
-
-    def _fail(self) -> None:
-        raise ZeroDivisionError("in backward")
-
-    def on_train_end(self, logs: Any = None) -> None:
-        raise AssertionError("the fit has not failed")
+def fail() -> None:
+    raise ZeroDivisionError("in backward")
 
 
 def test_backward_raises_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
@@ -164,8 +146,9 @@ def test_backward_raises_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topol
 
     def run(trainer: MirroredTrainer) -> None:
         model = trainer.replica.module
-        for rank in range(SIZE):
-            failing = partial(fit, trainer, callbacks=[Fails(model, rank)])
+        for rank in range(SIZE):  # when some buckets have been submitted, in the second step
+            fails = Once("on_train_batch_begin", lambda _: setattr(model, "watch", fail), epoch=0)
+            failing = partial(fit, trainer, callbacks=[fails] if rank == RANK else [])
             assert "in backward" in raised_everywhere(world, ZeroDivisionError, failing)
             model.watch = lambda: None
         fit(trainer)

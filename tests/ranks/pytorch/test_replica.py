@@ -11,20 +11,21 @@ from torch import nn
 
 import allreduce
 from tests.frameworks.replica_checks import (
-    STRATEGIES,
     as_dict,
     as_tuple,
     check_edits,
     check_own_memory,
     check_weights,
 )
+from tests.matrix.alone import torch_optimizer
+from tests.matrix.case import MORE_UPDATES, UPDATES, Case
 from tests.ranks.pytorch.trained import Clipped
+from tests.ranks.training.fits import STRATEGIES, Once, data
 from trainers import CentralStorageTrainer, Exact, Loader, LocalSGD, MirroredTrainer
 from trainers.arrays import average
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.replica import attach
 from trainers.replicas.pytorch import TorchReplica, fused
-from trainers.watching.callback import Callback
 from trainers.watching.model_checkpoint import ModelCheckpoint
 
 
@@ -33,12 +34,6 @@ def replica(seed: int = 0, kind: str = "AdamW", hidden: int = 20, **options: Any
     module = nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 3))
     optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.02)
     return TorchReplica(module, nn.CrossEntropyLoss(), optimizer, **options)
-
-
-def data(rows: int = 103) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(3)
-    x = generator.normal(size=(rows, 6)).astype("float32")
-    return x, (x[:, :3].argmax(1)).astype(np.int64)
 
 
 @pytest.mark.skipif(MPI.COMM_WORLD.size != 3, reason="needs three ranks")
@@ -79,7 +74,7 @@ def test_state_of_groups_and_schedules(flat: allreduce.Topology) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:SGD.fused=True. of PyTorch")
-@pytest.mark.parametrize("kind", ["mirrored", "sharded", "central"])
+@pytest.mark.parametrize("kind", ["replicated", "sharded", "central"])
 def test_a_fused_kernel_that_fails_on_one_rank_is_used_on_none(
     kind: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,37 +86,22 @@ def test_a_fused_kernel_that_fails_on_one_rank_is_used_on_none(
         for topology, right in ((alone, True), (flat, flat.rank != flat.size - 1)):
             monkeypatch.setattr(fused, "is_correct", lambda *_, right=right: right)
             mine.optimizer.param_groups[0]["fused"] = True
-            with STRATEGIES["mirrored" if topology is alone else kind](mine, topology) as trainer:
+            with STRATEGIES["replicated" if topology is alone else kind](mine, topology=topology) as trainer:
                 trainer.fit(x, y, 1, 20, progress=False)
     assert mine.optimizer.param_groups[0]["fused"] is None
 
 
-KINDS = [
-    "SGD",
-    "momentum",
-    "Adam",
-    "AdamW",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "Adagrad",
-    "Adadelta",
-    "RMSprop",
-    "Rprop",
-    "ASGD",
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*UPDATES, *MORE_UPDATES, "rprop"])
 def test_sharded_is_replicated(kind: str, flat: allreduce.Topology) -> None:
     """Two groups, a parameter without dimensions, a schedule halfway; state and parameters as without slices."""
 
     def make() -> TorchReplica:
         torch.manual_seed(0)
         module = Scaled()
-        name, options = ("SGD", {"momentum": 0.9}) if kind == "momentum" else (kind, {})
         groups = [{"params": [module.scale, module.first.weight]}, {"params": module.second.parameters(), "lr": 0.01}]
-        return TorchReplica(module, nn.CrossEntropyLoss(), getattr(torch.optim, name)(groups, lr=0.02, **options))
+        case = Case("torch", update=kind)
+        optimizer = torch.optim.Rprop(groups, lr=0.02) if kind == "rprop" else torch_optimizer(case, groups)
+        return TorchReplica(module, nn.CrossEntropyLoss(), optimizer)
 
     x, y = data(60)
     made = {"replicated": make(), "sharded": make()}
@@ -222,19 +202,15 @@ def test_a_wrong_label_changes_no_replica(dtype: torch.dtype, world: MPI.Intraco
     mine = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters()))
     seen: list[np.ndarray] = []
 
-    class Keep(Callback):
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            seen.append(mine.state()["parameters"].copy())
-
+    keep = Once("on_train_batch_begin", lambda _: seen.append(mine.state()["parameters"].copy()), epoch=0)
     with MirroredTrainer(mine, "ring", flat) as trainer:
         batches = [(x[start : start + 20], y[start : start + 20]) for start in (0, 20, 40)]
         with pytest.raises(
             ArgumentError, match="of y has the label 12, and the model's output has 3 classes"
         ) as caught:
-            trainer.fit(Loader(batches, rows="whole"), epochs=1, callbacks=[Keep()], progress=False)
+            trainer.fit(Loader(batches, rows="whole"), epochs=1, callbacks=[keep], progress=False)
         assert caught.value.ranks == tuple(range(world.size))
-    assert len(seen) == 2
-    np.testing.assert_array_equal(mine.state()["parameters"], seen[1])
+    np.testing.assert_array_equal(mine.state()["parameters"], seen[0])
 
 
 def halve(module: nn.Module) -> None:

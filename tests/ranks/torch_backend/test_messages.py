@@ -56,6 +56,17 @@ def test_what_stages_send() -> None:
         assert torch.equal(place, wanted)
 
 
+def test_messages_are_received_by_their_tags() -> None:
+    rank, right, left = neighbours()
+    works = [isend(values(rank, tag), right, tag=tag) for tag in (1, 2)]
+    for tag in (2, 1):
+        place = torch.zeros(LARGE)
+        dist.recv(place, left, tag=tag)
+        assert torch.equal(place, values(left, tag))
+    for work in works:
+        work.wait()
+
+
 def test_messages_of_a_group_beside_a_collective_of_another() -> None:
     """Each rank waits in a pipeline's group while an all-reduce of another group runs, and the other way round."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
