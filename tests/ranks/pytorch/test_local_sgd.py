@@ -23,6 +23,7 @@ from tests.ranks.pytorch.trained import (
     assert_mirrored,
     mirrored,
     network,
+    plain_sgd,
     several,
 )
 from tests.ranks.together import raised_everywhere
@@ -168,7 +169,7 @@ def test_dtypes_and_compression(
 ) -> None:
     model = network().to(dtype)
     model.append(nn.Conv2d(1, 2, 3).to(dtype).to(memory_format=torch.channels_last))
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = plain_sgd(model)
     before = flat_of(model)
     with mirrored(plain, model, topology=flat, average=LocalSGD(2, outer="diloco"), compress=compress) as optimizer:
         for _ in range(4):
@@ -197,7 +198,7 @@ def test_ranks_with_different_numbers_of_batches(
     world: MPI.Intracomm, flat: allreduce.Topology, options: dict[str, Any]
 ) -> None:
     model = network()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = plain_sgd(model)
     with mirrored(plain, model, topology=flat, **options) as optimizer:
         for _ in range(2):
             with optimizer.join():
@@ -249,7 +250,7 @@ def test_a_resumed_training_has_the_same_bits(world: MPI.Intracomm, flat: allred
 
 def test_editing_begins_a_round_there(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = network()
-    with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, average=LocalSGD(5)) as optimizer:
+    with mirrored(plain_sgd(model), model, topology=flat, average=LocalSGD(5)) as optimizer:
         inner_step(model, optimizer, 0)
         with optimizer.editing(), torch.no_grad():
             for each in model.parameters():
@@ -305,16 +306,12 @@ def test_gradients_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Top
     bad = float("nan") if RANK == SIZE - 1 else 1.0
     options: dict[str, Any] = {"topology": flat, "average": LocalSGD(2)}
     model = network()
-    with mirrored(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, transforms=[CheckGradients()], **options
-    ) as optimizer:
+    with mirrored(plain_sgd(model), model, transforms=[CheckGradients()], **options) as optimizer:
         step(model, optimizer, bad)
         text = raised_everywhere(world, NotFiniteError, lambda: step(model, optimizer, 1.0))
         assert f"rank {SIZE - 1} has NaN or infinite gradients in its step 1" in text
     model = network()
-    with mirrored(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, transforms=[SkipNotFinite()], **options
-    ) as optimizer:
+    with mirrored(plain_sgd(model), model, transforms=[SkipNotFinite()], **options) as optimizer:
         for value in (bad, 1.0, 1.0, 1.0):
             step(model, optimizer, value)
         assert optimizer.steps_skipped == (RANK == SIZE - 1)
@@ -328,7 +325,7 @@ def test_replicas_that_differ_after_a_round(world: MPI.Intracomm, flat: allreduc
         model = network()
         options: dict[str, Any] = {"transforms": [CheckDivergence(2, answer, 0)]}
         options["average"] = LocalSGD(2, outer="diloco")
-        with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options) as optimizer:
+        with mirrored(plain_sgd(model), model, topology=flat, **options) as optimizer:
             if RANK == 1:
                 optimizer.param_groups[0]["lr"] = 0.2
 
@@ -347,9 +344,7 @@ def test_replicas_that_differ_after_a_round(world: MPI.Intracomm, flat: allreduc
 def test_a_parameter_whose_memory_was_replaced(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     """It can't be averaged, also not by `close`, which frees everything before it raises."""
     model = network()
-    optimizer = MirroredOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, "ring", topology=flat, average=LocalSGD(2)
-    )
+    optimizer = MirroredOptimizer(plain_sgd(model), model, "ring", topology=flat, average=LocalSGD(2))
     inner_step(model, optimizer, 0)
     if RANK == 0:
         model[0].weight.data = model[0].weight.data.clone()

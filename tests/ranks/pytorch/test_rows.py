@@ -241,25 +241,23 @@ def test_rates_that_differ_beside_rows(
         assert "learning rates of the ranks differ" in raised_everywhere(world, errors.OptionError, step)
 
 
-def warm_restarts(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4)
-
-
-def decays(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "decays": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "restarts": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
+}
 
 
 @several
 @both_updates
-@pytest.mark.parametrize("scheduled", [decays, warm_restarts])
+@pytest.mark.parametrize("scheduled", SCHEDULERS)
 @pytest.mark.parametrize("repaired", [True, False])
 def test_a_scheduler_after_join(
-    repaired: bool, scheduled: Callable[[Any], Any], update: str, world: MPI.Intracomm, flat: allreduce.Topology
+    repaired: bool, scheduled: str, update: str, world: MPI.Intracomm, flat: allreduce.Topology
 ) -> None:
     """A rank that had fewer batches has a scheduler that is behind: other rates in the next epoch are an error."""
     model = network()
     with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
-        scheduler = scheduled(optimizer)
+        scheduler = SCHEDULERS[scheduled](optimizer)
 
         def epoch(batches: int) -> None:
             with optimizer.join():

@@ -27,6 +27,7 @@ from tests.ranks.pytorch.trained import (
     mine,
     mirrored,
     network,
+    plain_sgd,
     several,
 )
 from tests.ranks.together import raised_everywhere
@@ -79,10 +80,6 @@ class OwnApplied(Applied):
         self.meter.set(max((float(abs(each).max()) for each in gradients if each.size), default=0.0))
         if len(self.calls) - 1 == self.options.fails and MPI.COMM_WORLD.rank == SIZE - 1:
             raise KeyError("a word")
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return OPTIMIZERS["sgd"](model.parameters())
 
 
 def batch(number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,7 +210,7 @@ def test_an_error_on_one_rank_ends_the_step_on_all(
 ) -> None:
     """No rank updates, and a program that catches the error may go on."""
     model = network()
-    with mirrored(sgd(model), model, topology=flat, update=update, transforms=[Own(fails=1)]) as optimizer:
+    with mirrored(plain_sgd(model), model, topology=flat, update=update, transforms=[Own(fails=1)]) as optimizer:
 
         def run() -> None:
             if way == "closure":
@@ -241,7 +238,9 @@ def test_an_error_on_one_rank_ends_the_step_on_all(
 def test_join(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
     """Transforms that remember something see each step on all ranks, also on those that have no batches left."""
     model = network()
-    with mirrored(sgd(model), model, topology=flat, update=update, transforms=[Own(), ClipNorm(NORM)]) as optimizer:
+    with mirrored(
+        plain_sgd(model), model, topology=flat, update=update, transforms=[Own(), ClipNorm(NORM)]
+    ) as optimizer:
         with optimizer.join():
             for number in range(1 + world.rank):
                 step(model, optimizer, number)
@@ -255,7 +254,7 @@ def test_what_the_program_left_in_grad(world: MPI.Intracomm, flat: allreduce.Top
     """Also gradients that it has replaced by tensors with gaps in their memory."""
     model, reference = nn.Linear(3, 2), nn.Linear(3, 2)
     reference.load_state_dict(model.state_dict())
-    with mirrored(sgd(model), model, topology=flat, update=update, transforms=[ClipNorm(NORM)]) as optimizer:
+    with mirrored(plain_sgd(model), model, topology=flat, update=update, transforms=[ClipNorm(NORM)]) as optimizer:
         reference.load_state_dict(model.state_dict())
         model(torch.ones(1, 3)).sum().backward()
         optimizer.synchronize()
@@ -266,7 +265,7 @@ def test_what_the_program_left_in_grad(world: MPI.Intracomm, flat: allreduce.Top
     for each in reference.parameters():
         each.grad = each.grad.contiguous()  # type: ignore[union-attr]
     nn.utils.clip_grad_norm_(reference.parameters(), NORM)
-    sgd(reference).step()
+    plain_sgd(reference).step()
     assert_close(model, reference)
 
 
@@ -274,7 +273,7 @@ def test_what_the_program_left_in_grad(world: MPI.Intracomm, flat: allreduce.Top
 def test_edits_of_scattered_gradients_are_found_as_before(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = network()
     for transforms in ([ClipNorm(NORM)], [Own(fails=0, squares=False), ClipNorm(NORM)]):
-        with mirrored(sgd(model), model, topology=flat, update="sharded", transforms=transforms) as optimizer:
+        with mirrored(plain_sgd(model), model, topology=flat, update="sharded", transforms=transforms) as optimizer:
             gradients(model, optimizer, batch())
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             raised_everywhere(world, GradientError, optimizer.step)
@@ -286,14 +285,14 @@ def test_a_norm_counts_the_gradients_that_the_program_has_left(
     world: MPI.Intracomm, flat: allreduce.Topology, update: Any
 ) -> None:
     model, reference = network(), network()
-    with mirrored(sgd(model), model, topology=flat, update=update, transforms=[ClipNorm(NORM)]) as optimizer:
+    with mirrored(plain_sgd(model), model, topology=flat, update=update, transforms=[ClipNorm(NORM)]) as optimizer:
         for own, take in ((model, mine), (reference, everything)):
             gradients(own, own, batch(), take)
             own[0].weight.grad = None
         optimizer.step()
         norm = nn.utils.clip_grad_norm_(reference.parameters(), NORM)
         assert optimizer.measured["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    sgd(reference).step()
+    plain_sgd(reference).step()
     assert_mirrored(world, model)
     assert_close(model, reference, 1e-4)
 
@@ -302,7 +301,7 @@ def test_a_norm_counts_the_gradients_that_the_program_has_left(
 def test_the_parts_of_all_ranks_are_all_elements_once(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = nn.ModuleList([nn.Linear(3, 33), nn.Linear(33, 2).double()])  # buckets of two dtypes
     options = {"topology": flat, "update": "sharded", "buckets": Buckets(False, **SMALL_BUCKETS)}
-    with mirrored(sgd(model), model, transforms=[Own()], **options) as optimizer:
+    with mirrored(plain_sgd(model), model, transforms=[Own()], **options) as optimizer:
         model[1](model[0](torch.ones(1, 3)).double()).sum().backward()
         optimizer.step()
         own = [(each.start, each.stop) for each in OwnApplied.made.part if each.start < each.stop]
@@ -318,7 +317,7 @@ def test_a_step_that_is_left_out_transforms_nothing(
 ) -> None:
     model = network()
     transforms = [SkipNotFinite(), Own()]
-    with mirrored(sgd(model), model, topology=flat, update=update, transforms=transforms) as optimizer:
+    with mirrored(plain_sgd(model), model, topology=flat, update=update, transforms=transforms) as optimizer:
         optimizer.zero_grad()
         (model[2].bias.sum() * float("nan" if world.rank == 0 else 1)).backward()
         optimizer.step()
@@ -336,7 +335,7 @@ def test_local_sgd(world: MPI.Intracomm, flat: allreduce.Topology, closure: bool
     for own in (False, True):
         model = network()
         options = {"topology": flat, "average": LocalSGD(2), "transforms": [] if own else [ClipNorm(NORM)]}
-        with mirrored(sgd(model), model, **options) as optimizer:
+        with mirrored(plain_sgd(model), model, **options) as optimizer:
 
             def compute() -> None:
                 gradients(model, optimizer, batch())  # noqa: B023
@@ -352,7 +351,7 @@ def test_local_sgd(world: MPI.Intracomm, flat: allreduce.Topology, closure: bool
         ends.append([each.detach().clone() for each in model.parameters()])
     assert all(torch.equal(here, there) for here, there in zip(*ends, strict=True))
     model = network()
-    with mirrored(sgd(model), model, topology=flat, average=LocalSGD(3), transforms=[Own(fails=1)]) as optimizer:
+    with mirrored(plain_sgd(model), model, topology=flat, average=LocalSGD(3), transforms=[Own(fails=1)]) as optimizer:
         step(model, optimizer)
         step(model, optimizer)
         assert optimizer.steps == 2 - (world.rank == SIZE - 1)
@@ -422,8 +421,8 @@ def test_what_needs_a_fit_is_refused(world: MPI.Intracomm, flat: allreduce.Topol
     transforms, kind, words = REFUSED[name]
     model = network()
     with pytest.raises(kind, match=words):
-        MirroredOptimizer(sgd(model), model, topology=flat, transforms=transforms)
+        MirroredOptimizer(plain_sgd(model), model, topology=flat, transforms=transforms)
     if name == "rank":
         return
-    with mirrored(sgd(model), model, topology=flat, transforms=[Own()]) as optimizer:
+    with mirrored(plain_sgd(model), model, topology=flat, transforms=[Own()]) as optimizer:
         step(model, optimizer)

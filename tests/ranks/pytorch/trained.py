@@ -1,7 +1,6 @@
 """Models and data for the tests of MirroredOptimizer."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,12 +68,7 @@ def assert_mirrored(world: MPI.Intracomm, model: nn.Module) -> None:
     assert len(set(world.allgather(bits))) == 1, "the ranks' parameters differ"
 
 
-@contextlib.contextmanager
-def mirrored(plain: torch.optim.Optimizer, model: nn.Module, *args: Any, **options: Any) -> Iterator[MirroredOptimizer]:
-    with MirroredOptimizer(plain, model, *args, **options) as optimizer:
-        yield optimizer
-
-
+mirrored = MirroredOptimizer
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -89,6 +83,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["momentum"](model.parameters())
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["sgd"](model.parameters())
 
 
 class Raises(torch.autograd.Function):

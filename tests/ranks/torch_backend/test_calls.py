@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch.distributed import get_rank as rank
+from torch.distributed import get_world_size as size
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
@@ -22,14 +24,6 @@ from allreduce.transport import control
 Op = dist.ReduceOp
 Tensor = torch.Tensor
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # Dynamo's, and of old names
-
-
-def size() -> int:
-    return dist.get_world_size()
-
-
-def rank() -> int:
-    return dist.get_rank()
 
 
 def mine() -> Tensor:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from mpi4py import MPI
+from torch.distributed import get_rank as rank
+from torch.distributed import get_world_size as size
 from torch.distributed.nn import functional as differentiable
 
 import allreduce.torch_backend  # noqa: F401
@@ -118,14 +120,6 @@ class Space:
             own.fill_(-0.0 if own.is_neg() else 0)
             kept &= int(flat.view(torch.uint8).sum()) == (flat.numel() - own.numel()) * self.dtype.itemsize
         return kept
-
-
-def size() -> int:
-    return dist.get_world_size()
-
-
-def rank() -> int:
-    return dist.get_rank()
 
 
 def bits(tensor: Tensor) -> Tensor:

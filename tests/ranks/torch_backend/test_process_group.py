@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import get_world_size as size
 
 import allreduce.torch_backend
 from allreduce.algorithms.native import Native
@@ -34,10 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # old names that libraries still call
     pytest.mark.filterwarnings("ignore:ComplexHalf support"),
 ]
-
-
-def size() -> int:
-    return dist.get_world_size()
 
 
 def of(rank: int, shape: int | tuple[int, ...] = 11, dtype: torch.dtype = torch.float32) -> torch.Tensor:
