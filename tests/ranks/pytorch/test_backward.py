@@ -219,7 +219,8 @@ def test_backward_that_raises_is_tried_again(
             assert bool(optimizer.state_dict()["state"]) == (number > 0)
             optimizer.zero_grad() if forget else model.zero_grad()
             (model[4].bias.sum() * (world.rank + 1)).backward()
-            optimizer.synchronize()
+            if update == "sharded":
+                optimizer.synchronize()
             assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
             assert update == "sharded" or model[4].weight.grad is None
             optimizer.step()

@@ -232,7 +232,9 @@ APART = [
 
 @several
 @both_overlaps
-@pytest.mark.parametrize(("loop", "update", "first", "other"), APART)
+@pytest.mark.parametrize(
+    ("loop", "update", "first", "other"), APART, ids=[f"{loop.__name__}, {update}" for loop, update, *_ in APART]
+)
 def test_ranks_whose_calls_differ(
     world: MPI.Intracomm, flat: allreduce.Topology, loop: Any, update: str, first: str, other: str, overlap: bool
 ) -> None:

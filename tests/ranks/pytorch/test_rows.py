@@ -109,7 +109,9 @@ def test_a_closure_decides_alike(world: MPI.Intracomm, flat: allreduce.Topology,
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"), [*((bad, f"a number >= 0, got {bad!r}") for bad in BAD), (0, "no rank has rows")], ids=str
+    ("rows", "words"),
+    [*((bad, f"a number >= 0, got {bad!r}") for bad in BAD), (0, "no rank has rows")],
+    ids=[*map(str, BAD), "0 everywhere"],
 )
 def test_bad_rows(world: MPI.Intracomm, flat: allreduce.Topology, rows: Any, words: str) -> None:
     """Of one rank; the other ranks get the error when they average."""
