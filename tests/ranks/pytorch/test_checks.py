@@ -29,9 +29,7 @@ from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.errors import NotFiniteError
 from trainers.pytorch import Buckets
 
-JOBS = "openmpi 3"  # a majority needs three ranks, and once is enough
-
-pytestmark = pytest.mark.skipif(SIZE != 3, reason="needs three ranks")
+pytestmark = pytest.mark.skipif(SIZE != 3, reason="a majority needs three ranks, and once is enough")
 
 
 @both_updates
