@@ -8,7 +8,8 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce import Topology
-from trainers import CentralStorageTrainer, LocalSGD, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
+from tests.ranks.training.fits import STRATEGIES
+from trainers import LocalSGD, MirroredTrainer
 from trainers.arrays import average
 from trainers.replica import Replica, attach, elements_of, sliced_entries, snapshot_of
 
@@ -106,17 +107,15 @@ def check_edits(
     halve: Callable[[Any], object],
     topology: Topology,
     data: tuple[np.ndarray, np.ndarray],
-    kinds: Sequence[str] = ("mirrored", "sharded", "central", "local"),
+    kinds: Sequence[str] = ("replicated", "sharded", "central", "local"),
 ) -> None:
     """A change of the model by the user takes effect on all ranks. Collective. halve: halves parameters and running
     statistics of a replica's model. kinds: keys of STRATEGIES, and "local"."""
 
-    def local(made: Replica, topology: Topology) -> Any:
-        return MirroredTrainer(made, "ring", topology, average=LocalSGD(2))
-
+    local = partial(MirroredTrainer, allreduce="ring", average=LocalSGD(2))
     for kind in kinds:
         replica = make()
-        with (STRATEGIES | {"local": local})[kind](replica, topology) as trainer:
+        with (STRATEGIES | {"local": local})[kind](replica, topology=topology) as trainer:
             trainer.fit(*data, 1, 25, progress=False)
             before = snapshot_of(replica, {})
             trainer.edit(partial(halve, replica))
@@ -159,32 +158,3 @@ def check_weights(replica: Replica, shape: Callable[[np.ndarray], Any]) -> None:
     np.testing.assert_allclose(buffer, wanted, rtol=1e-3, atol=1e-6)
     assert abs(replica.evaluate(shape(x), y, weights)[0] / len(x) - loss) < 1e-4
     assert len(replica.predict(shape(x[:0]))) == 0
-
-
-STRATEGIES: dict[str, Callable[[Replica, Topology], Any]] = {
-    "mirrored": lambda made, topology: MirroredTrainer(made, "ring", topology),
-    "sharded": lambda made, topology: MirroredTrainer(made, "shared", topology, update="sharded"),
-    "central": CentralStorageTrainer,
-    "spare": lambda made, topology: SpareReplicasTrainer(made, topology, spare=0),
-    "servers": lambda made, topology: ParameterServerTrainer(made, topology, updates="sync"),
-}
-
-
-def check_inputs(
-    make: Callable[[], Replica], shape: Callable[[np.ndarray], Any], topology: Topology, kinds: Sequence[str]
-) -> None:
-    """Several ranks train on weighted rows of two inputs as one rank does. Collective. kinds: keys of STRATEGIES."""
-    x, y, weights = rows_of_inputs()
-
-    def learned(trainer: Any) -> tuple[np.ndarray, Any]:
-        history = trainer.fit(shape(x), y, 1, 16, sample_weight=weights, progress=False)
-        scores, outputs = trainer.evaluate(shape(x), y, sample_weight=weights), trainer.predict(shape(x))
-        return np.append(trainer.replica.state()["parameters"], [scores["loss"], *outputs.ravel()]), history
-
-    with Topology(MPI.COMM_SELF) as own, MirroredTrainer(make(), "native", own) as alone:
-        expected, history = learned(alone)
-    for kind in kinds if topology.size > 1 else set(kinds) - {"servers"}:
-        with STRATEGIES[kind](make(), topology) as trained:
-            found, its = learned(trained)
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5, err_msg=kind)
-        np.testing.assert_allclose([e.loss for e in its], [e.loss for e in history], rtol=1e-3, err_msg=kind)

@@ -79,27 +79,6 @@ def test_pieces_cover_each_element_once(ranks: int) -> None:
     assert not owners, "gaps belong to nobody"
 
 
-@pytest.mark.parametrize("nodes", [(2, 1), (1, 3), (2, 5)], ids=str)
-def test_nodes_of_different_size_cut_in_the_same_places(nodes: tuple[int, int]) -> None:
-    buckets, _ = plan_buckets(SIZES, 64, 4096)
-    owned = {
-        (size, rank): [[chunk(bucket.stop - bucket.start, size, rank)] for bucket in buckets]
-        for size in nodes
-        for rank in range(size)
-    }
-    cuts = [[owned[each][at][0].start for each in owned] for at in range(len(buckets))]
-    of_nodes = [
-        {
-            (*held[:5], *map(str, held.blocks))
-            for (nodes_size, _), mine in owned.items()
-            if nodes_size == size
-            for held in held_by(buckets, mine, cuts, 64)
-        }
-        for size in nodes
-    ]
-    assert of_nodes[0] == of_nodes[1]
-
-
 def test_pieces_of_nodes_of_different_sizes_fit_together() -> None:
     """The pieces of two nodes that have lost a rank each, unless both have lost the same elements."""
     halves, thirds = [[slice(0, 6), slice(6, 12)], [slice(0, 4), slice(4, 8), slice(8, 12)]]

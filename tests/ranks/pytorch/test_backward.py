@@ -1,12 +1,12 @@
 """MirroredOptimizer between two steps: gradients that are accumulated, clipped, forgotten or missing."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
-from torch import nn
 from torch.nn import functional
 
 import allreduce
@@ -27,7 +27,6 @@ from tests.ranks.pytorch.trained import (
     train,
 )
 from tests.ranks.together import raised_everywhere
-from trainers.arrays.squares import sum_of_squares
 from trainers.pytorch import Buckets, GradientError
 
 
@@ -64,57 +63,13 @@ def test_accumulation_without_no_sync(flat: allreduce.Topology, overlap: bool) -
     assert_close(model, reference, 1e-4)
 
 
-@both_updates
-@pytest.mark.parametrize("own", [False, True], ids=["torch's", "the optimizer's"])
-def test_clipping(world: MPI.Intracomm, flat: allreduce.Topology, update: str, own: bool) -> None:
-    """Clipping uses the average's own norm, which is the same on all ranks."""
-    model, reference = network(), network()
-    plain = OPTIMIZERS["sgd"](reference.parameters())
-    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
-        for x, y in zip(*data(), strict=True):
-            plain.zero_grad()
-            functional.cross_entropy(reference(x), y).backward()
-            expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
-            plain.step()
-            optimizer.zero_grad()
-            functional.cross_entropy(model(mine(x)), mine(y)).backward()
-            if update == "sharded" and not own:
-                optimizer.synchronize()
-            before = [each.grad.reshape(-1).numpy().copy() for each in model.parameters()]
-            clip = optimizer.clip_grad_norm_ if own else partial(nn.utils.clip_grad_norm_, model.parameters())
-            found = clip(0.05)
-            norm = torch.as_tensor(found)
-            assert len(set(world.allgather(float(norm)))) == 1
-            if own and update == "replicated":  # the bits of the trainers' ClipNorm, which no processor changes
-                assert found == sum(map(sum_of_squares, before)) ** 0.5
-            optimizer.step()
-            torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
-    assert_close(model, reference)
-
-
-def assign(parameter: Any) -> None:
-    parameter.grad = parameter.grad / 4
-
-
-def assign_data(parameter: Any) -> None:
-    parameter.grad.data = parameter.grad.data / 4
-
-
-def scale(parameter: Any) -> None:
-    parameter.grad.mul_(0.25)
-
-
-def scale_data(parameter: Any) -> None:
-    parameter.grad.data.mul_(0.25)
-
-
-def scale_array(parameter: Any) -> None:
-    array = parameter.grad.numpy()
-    array *= 0.25
-
-
-EDITS = {edit.__name__: edit for edit in (assign, assign_data, scale, scale_data, scale_array)}
-
+EDITS: dict[str, Callable[[Any], object]] = {
+    "assign": lambda parameter: setattr(parameter, "grad", parameter.grad / 4),
+    "assign_data": lambda parameter: setattr(parameter.grad, "data", parameter.grad.data / 4),
+    "scale": lambda parameter: parameter.grad.mul_(0.25),
+    "scale_data": lambda parameter: parameter.grad.data.mul_(0.25),
+    "scale_array": lambda parameter: np.multiply(array := parameter.grad.numpy(), 0.25, out=array),
+}
 UNSEEN = ("scale_data", "scale_array")  # on one rank, where they are right
 
 
@@ -184,42 +139,28 @@ def test_memory_that_a_gradient_was_given(world: MPI.Intracomm, flat: allreduce.
         assert model[4].bias.grad.tolist() == pytest.approx([1 / SIZE] * 3)
 
 
-def test_synchronize_early(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """Gradients computed inside no_sync() are averaged by synchronize(), once."""
+@both_updates
+@both_overlaps
+@pytest.mark.parametrize("moved", [False, True])
+def test_synchronize_early(
+    world: MPI.Intracomm, flat: allreduce.Topology, moved: bool, overlap: bool, update: str
+) -> None:
+    """Gradients computed inside no_sync() are averaged by synchronize(), once; in their new memory if the model, and
+    they, have moved."""
     model = network()
-    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat) as optimizer:
+    plain = OPTIMIZERS["sgd"](model.parameters())
+    with mirrored(plain, model, topology=flat, update=update, buckets=Buckets(overlap)) as optimizer:
         with optimizer.no_sync():
             (model[4].bias.sum() * (world.rank + 1)).backward()
         assert model[4].bias.grad.tolist() == [world.rank + 1] * 3
+        if moved:
+            model.double().float()
         optimizer.synchronize()
         optimizer.synchronize()
         assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
-        assert model[0].weight.grad is None
+        assert update == "sharded" or model[0].weight.grad is None
         optimizer.step()
         assert optimizer.report().averages == 1
-
-
-@both_overlaps
-def test_unused_parameters(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
-    """A parameter that some ranks use counts as zero on the others; one that no rank uses keeps .grad None and is not
-    changed."""
-    model = nn.ModuleDict({"some": nn.Linear(2, 2), "none": nn.Linear(2, 2), "all": nn.Linear(2, 2)})
-    plain = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
-    with mirrored(plain, model, topology=flat, buckets=Buckets(overlap, first_mb=1e-6, mb=1e-6)) as optimizer:
-        untouched = model["none"].weight.detach().clone()
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model["all"].bias.sum()
-            if world.rank == 0:
-                loss = loss + model["some"].bias.sum()
-            loss.backward()
-            assert model["all"].bias.grad.tolist() == [1, 1]
-            assert model["some"].bias.grad.tolist() == pytest.approx([1 / SIZE] * 2)
-            assert model["none"].weight.grad is None
-            assert model["some"].weight.grad is None
-            optimizer.step()
-        assert torch.equal(model["none"].weight, untouched)
-        assert_mirrored(world, model)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])  # both are fused, but not while a parameter has no state yet
@@ -243,13 +184,9 @@ def test_unused_parameters_sharded(flat: allreduce.Topology, kind: str) -> None:
         if kind == "momentum":
             assert here.keys() == there.keys()
         else:
-            assert_steps(here, there)
+            counts = [{at: float(each["step"]) for at, each in state.items()} for state in (here, there)]
+            assert counts == [{0: 2, 1: 2, 2: 4, 3: 3, 4: 4, 5: 3}] * 2
     assert_close(model, reference, 1e-4)
-
-
-def assert_steps(here: dict[int, Any], there: dict[int, Any]) -> None:
-    for state in (here, there):
-        assert {at: float(each["step"]) for at, each in state.items()} == {0: 2, 1: 2, 2: 4, 3: 3, 4: 4, 5: 3}
 
 
 @both_updates
@@ -265,22 +202,27 @@ def test_rank_without_backward(world: MPI.Intracomm, flat: allreduce.Topology, u
         assert_mirrored(world, model)
 
 
+@both_updates
 @both_overlaps
 @pytest.mark.parametrize("forget", [True, False], ids=["zero_grad", "model.zero_grad"])
 def test_backward_that_raises_is_tried_again(
-    world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, forget: bool
+    world: MPI.Intracomm, flat: allreduce.Topology, forget: bool, overlap: bool, update: str
 ) -> None:
-    """All ranks catch an error of backward, with some buckets submitted: the next backward averages as usual."""
+    """All ranks catch an error of backward, with some buckets submitted, and may save a checkpoint: the next backward
+    averages as usual."""
     model = network()
-    options = {"topology": flat, "buckets": Buckets(overlap, first_mb=1e-6, mb=1e-6)}
-    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, **options) as optimizer:
-        for _ in range(2):
+    options = {"topology": flat, "update": update, "buckets": Buckets(overlap, first_mb=1e-6, mb=1e-6)}
+    with mirrored(OPTIMIZERS["momentum"](model.parameters()), model, **options) as optimizer:
+        for number in range(2):
             with pytest.raises(ZeroDivisionError):
                 model[3:](Raises.apply(model[:3](mine(data()[0][0])))).sum().backward()
+            assert bool(optimizer.state_dict()["state"]) == (number > 0)
             optimizer.zero_grad() if forget else model.zero_grad()
             (model[4].bias.sum() * (world.rank + 1)).backward()
+            if update == "sharded":
+                optimizer.synchronize()
             assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
-            assert model[4].weight.grad is None
+            assert update == "sharded" or model[4].weight.grad is None
             optimizer.step()
         assert optimizer.report().averages == 2
         assert_mirrored(world, model)

@@ -16,6 +16,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import allreduce
 import allreduce.torch_backend
+from tests.ranks.pytorch import trained
+from tests.ranks.pytorch.trained import both_updates, mine, network
+from tests.ranks.training.fits import Once, data
 from trainers import Checkpoint, MirroredTrainer
 from trainers.errors import CheckpointError
 from trainers.files import checkpoint as files
@@ -23,9 +26,8 @@ from trainers.pytorch import MirroredOptimizer
 from trainers.replicas.pytorch import TorchReplica
 from trainers.watching.callback import Callback
 
-torch.set_num_threads(1)
-pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 2, reason="once is enough")
-UPDATES = pytest.mark.parametrize("update", ["replicated", "sharded"])
+JOBS = "openmpi 2"  # once is enough
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
@@ -40,28 +42,18 @@ def replica(optimizer: str, hidden: int = 8) -> TorchReplica:
 
 
 class Slower(Callback):
-    """A user's schedule, and a kill in the middle of epoch 2 if requested."""
-
-    def __init__(self, kill: bool = False) -> None:
-        self._kill, self._epoch = kill, 0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
+    """A user's schedule."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for group in self.trainer.replica.optimizer.param_groups:
             group["lr"] *= 0.5
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._kill and (self._epoch, batch) == (1, 3):
-            raise ZeroDivisionError
 
-
-@UPDATES
+@both_updates
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_dropout_and_statistics_go_on(optimizer: str, update: str, flat: allreduce.Topology, folder: Path) -> None:
-    x = np.random.default_rng(3).normal(size=(60, 6)).astype("float32")
-    y = x[:, :3].argmax(1)
+    x, y = data(60)
+    kill = Once("on_train_batch_begin", lambda _: 1 // 0, epoch=1, batch=3)
 
     def fit(seed: int, **options: Any) -> tuple[list[float], list[np.ndarray]]:
         torch.manual_seed(10 * seed + flat.rank)  # dropout differs between the ranks
@@ -71,7 +63,7 @@ def test_dropout_and_statistics_go_on(optimizer: str, update: str, flat: allredu
 
     losses, expected = fit(1)
     with pytest.raises(ZeroDivisionError):
-        fit(1, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Slower(kill=True)])
+        fit(1, checkpoint=Checkpoint(str(folder), "2 steps"), callbacks=[Slower(), kill])
     flat.agree([], "rank 0 has written")
     found = files.newest(str(folder))
     assert found is not None
@@ -86,23 +78,11 @@ def test_dropout_and_statistics_go_on(optimizer: str, update: str, flat: allredu
             trainer.fit(x, y, 3, 12, progress=False, checkpoint=str(folder), resume=True)
 
 
-def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.01)
-
-
 def step(model: nn.Module, optimizer: MirroredOptimizer, number: int) -> None:
-    generator = torch.Generator().manual_seed(100 * number + optimizer.topology.rank)
+    x, y = (mine(each[number]) for each in trained.data(7))
     optimizer.zero_grad()
-    nn.functional.mse_loss(model(torch.randn(5, 6, generator=generator)), torch.zeros(5, 3)).backward()
+    nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
-
-
-def same(model: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(here, there) for here, there in zip(model.parameters(), other.parameters(), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -113,15 +93,14 @@ def process_group(world: MPI.Intracomm) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@UPDATES
+@both_updates
 @pytest.mark.parametrize("how", ["torch.save", "torch.distributed.checkpoint"])
 def test_a_plain_loop_goes_on_with_the_same_bits(
     update: str, how: str, flat: allreduce.Topology, world: MPI.Intracomm, folder: Path, process_group: None
 ) -> None:
     """Without a scheduler the plain optimizer's state may also be loaded before it is wrapped."""
-    torch.manual_seed(1)
-    model = network()
-    with MirroredOptimizer(adam(model), model, topology=flat, update=update) as optimizer:
+    adamw, model = trained.OPTIMIZERS["adamw"], network()
+    with MirroredOptimizer(adamw(model.parameters()), model, topology=flat, update=update) as optimizer:
         for number in range(4):
             step(model, optimizer, number)
         if how == "torch.save":
@@ -134,9 +113,8 @@ def test_a_plain_loop_goes_on_with_the_same_bits(
             distributed.save(parts, checkpoint_id=folder)
         for number in range(4, 7):
             step(model, optimizer, number)
-        torch.manual_seed(2)
-        again = network()
-        plain = adam(again)
+        again = network(seed=2)
+        plain = adamw(again.parameters())
         if how == "torch.save":
             if world.rank == 0:
                 state = torch.load(folder)
@@ -149,4 +127,4 @@ def test_a_plain_loop_goes_on_with_the_same_bits(
         with MirroredOptimizer(plain, again, topology=flat, update=update) as resumed:
             for number in range(4, 7):
                 step(again, resumed, number)
-            assert same(again, model)
+            assert all(map(torch.equal, again.parameters(), model.parameters()))

@@ -12,7 +12,7 @@ from torch import nn
 
 import allreduce
 from allreduce import errors
-from tests.ranks.pytorch.trained import SIZE, Raises, both_overlaps, several
+from tests.ranks.pytorch.trained import SIZE, Clipped, Raises, both_overlaps, plain_sgd, several
 from tests.ranks.together import raised_everywhere
 from trainers import (
     CentralStorageTrainer,
@@ -32,10 +32,6 @@ def model_of(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 def backward(model: nn.Module) -> None:
     model(torch.ones(2, model[0].in_features)).sum().backward()
 
@@ -52,28 +48,43 @@ def test_memory_that_one_node_can_not_have(
         monkeypatch.setattr("trainers.state.owners.shared_array", full)
     model, plain = model_of(3, 2), model_of(3, 2)
     plain.load_state_dict({name: world.bcast(each) for name, each in model.state_dict().items()})
-    with MirroredOptimizer(sgd(model), model, topology=topology_of(1), update="sharded") as optimizer:
+    with MirroredOptimizer(plain_sgd(model), model, topology=topology_of(1), update="sharded") as optimizer:
         assert not optimizer._parts.owners.shards.shared
-        for each, step in ((model, optimizer.step), (plain, sgd(plain).step)):
+        for each, step in ((model, optimizer.step), (plain, plain_sgd(plain).step)):
             backward(each)
             step()
         assert all(map(torch.allclose, model.parameters(), plain.parameters()))
 
 
+TOGETHER = 'LBFGS can\'t be used with update="sharded": it reads all parameters together'
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in the groups, which all ranks share."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+
+
 def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any], type[Exception], str]]:
     model, frozen, half = model_of(3, 2), model_of(3, 2).requires_grad_(False), model_of(3, 2).to(torch.float8_e5m2)
     gpu, sparse = model_of(3, 2).to("meta"), torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True), model)
-    fine = lambda: (sgd(model), model)  # noqa: E731
+    fine = lambda: (plain_sgd(model), model)  # noqa: E731
     option = errors.OptionError
     return {
-        "another model": (lambda: (sgd(model_of(3, 2)), model), {}, option, "another model: 2 of its 2"),
-        "no module": (lambda: (sgd(model), [1]), {}, option, "not SGD and list"),
-        "wrong order": (lambda: (model, sgd(model)), {}, option, "not Sequential and SGD"),
-        "nothing to train": (lambda: (sgd(frozen), frozen), {}, option, "nothing to train"),
-        "dtype": (lambda: (sgd(half), half), {}, errors.UnsupportedDtypeError, "0.weight has dtype torch.float8_e5m2"),
-        "device": (lambda: (sgd(gpu), gpu), {}, option, "0.weight is on meta"),
+        "another model": (lambda: (plain_sgd(model_of(3, 2)), model), {}, option, "another model: 2 of its 2"),
+        "no module": (lambda: (plain_sgd(model), [1]), {}, option, "not SGD and list"),
+        "wrong order": (lambda: (model, plain_sgd(model)), {}, option, "not Sequential and SGD"),
+        "nothing to train": (lambda: (plain_sgd(frozen), frozen), {}, option, "nothing to train"),
+        "dtype": (
+            lambda: (plain_sgd(half), half), {}, errors.UnsupportedDtypeError,
+            "0.weight has dtype torch.float8_e5m2",
+        ),
+        "device": (lambda: (plain_sgd(gpu), gpu), {}, option, "0.weight is on meta"),
         "update": (fine, {"update": "half"}, option, "update='half' is unknown"),
-        "sparse copies": (lambda: (sgd(sparse), sparse), {"update": Sharded(copies=2)}, option, "copies=2"),
+        "sparse copies": (lambda: (plain_sgd(sparse), sparse), {"update": Sharded(copies=2)}, option, "copies=2"),
         "buckets": (fine, {"buckets": 25}, option, "buckets must be a Buckets, got 25"),
         "no list": (fine, {"transforms": CheckGradients()}, option, "transforms is a list of Trans"),
         "twice": (fine, {"transforms": [CheckGradients(), SkipNotFinite()]}, option, "at most one CheckGrad"),
@@ -81,8 +92,36 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
         "exact": (fine, {"average": Exact()}, option, "is of trainers: MirroredTrainer(TorchReplica(module"),
         "backend": (fine, {"allreduce": "rinng"}, errors.UnknownBackendError, "did you mean 'ring'?"),
         "one phase": (fine, {"allreduce": "native", "update": "sharded"}, option, "'native' has none"),
-        "LBFGS": (lambda: (torch.optim.LBFGS(model.parameters()), model), {"update": "sharded"}, option, "LBFGS can't"),
+        "LBFGS": (lambda: (torch.optim.LBFGS(model.parameters()), model), {"update": "sharded"}, option, TOGETHER),
         "SparseAdam": (lambda: (torch.optim.SparseAdam(model.parameters()), model), {}, option, "use Adam"),
+        "whole tensors": (
+            lambda: (torch.optim.Adafactor(model.parameters()), model), {"update": Sharded(shard="elements")}, option,
+            'it reads whole tensors. Use shard="tensors"',
+        ),
+        "trial": (
+            lambda: (Clipped(model.parameters(), lr=0.1), model), {"update": "sharded"}, option,
+            "in a trial it changed tensors otherwise when it had only some",
+        ),
+        "groups": (
+            lambda: (Counting(model.parameters(), lr=0.1), model), {"update": "sharded"}, option,
+            "changes param_groups",
+        ),
+        "fragments": (fine, {"average": LocalSGD(9999, fragments=9999)}, option, "this model has only"),
+        "no thread": (
+            fine, {"average": LocalSGD(4, delay=1), "buckets": Buckets(False)}, option,
+            "which Buckets(overlap=False) forbids",
+        ),
+        "local, sharded": (fine, {"average": LocalSGD(4), "update": "sharded"}, option, 'use update="replicated"'),
+        **{
+            str(bad): (fine, {"transforms": [bad]}, option, words)
+            for bad, words in (
+                (CheckDivergence(1, "ignore"), "on_divergence='ignore'"),
+                (CheckDivergence(-1), "CheckDivergence: every must be an integer >= 0, got -1"),
+                (CheckDivergence(True), "got True"),
+                (CheckDivergence(1, "copy", 3), "got 3"),
+                (CheckGradients("ignore"), "on_bad='ignore'"),
+            )
+        },
     }  # fmt: skip
 
 
@@ -94,8 +133,10 @@ def test_bad_arguments(world: MPI.Intracomm, flat: allreduce.Topology, case: str
 
 def test_twice(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = model_of(3, 2)
-    with MirroredOptimizer(sgd(model), model, topology=flat) as optimizer:
-        text = raised_everywhere(world, errors.OptionError, lambda: MirroredOptimizer(sgd(model), model, topology=flat))
+    with MirroredOptimizer(plain_sgd(model), model, topology=flat) as optimizer:
+        text = raised_everywhere(
+            world, errors.OptionError, lambda: MirroredOptimizer(plain_sgd(model), model, topology=flat)
+        )
         assert "0.weight belongs to another MirroredOptimizer" in text
         text = raised_everywhere(world, errors.OptionError, lambda: MirroredOptimizer(optimizer, model, topology=flat))
         assert "a MirroredOptimizer already" in text
@@ -104,10 +145,10 @@ def test_twice(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
 def test_two_topologies(world: MPI.Intracomm, topology_of: Callable[..., allreduce.Topology]) -> None:
     model = model_of(3, 2)
     with allreduce.create("ring", topology_of(None)) as backend:
-        make = lambda: MirroredOptimizer(sgd(model), model, backend, topology=topology_of(1))  # noqa: E731
+        make = lambda: MirroredOptimizer(plain_sgd(model), model, backend, topology=topology_of(1))  # noqa: E731
         text = raised_everywhere(world, errors.OptionError, make)
         assert "has a topology of its own; pass the backend's name, or no topology" in text
-        MirroredOptimizer(sgd(model), model, backend, topology=backend.topology).close()
+        MirroredOptimizer(plain_sgd(model), model, backend, topology=backend.topology).close()
 
 
 @several
@@ -118,7 +159,7 @@ def test_two_topologies(world: MPI.Intracomm, topology_of: Callable[..., allredu
 )
 def test_models_differ(world: MPI.Intracomm, flat: allreduce.Topology, sizes: tuple[int, ...], words: str) -> None:
     model = model_of(*sizes) if world.rank == 1 else model_of(3, 2)
-    make = lambda: MirroredOptimizer(sgd(model), model, topology=flat)  # noqa: E731
+    make = lambda: MirroredOptimizer(plain_sgd(model), model, topology=flat)  # noqa: E731
     text = raised_everywhere(world, errors.DisagreementError, make)
     assert words in text
     assert "rank 0: 2 parameters, number 0 is 0.weight (2, 3)" in text
@@ -127,7 +168,7 @@ def test_models_differ(world: MPI.Intracomm, flat: allreduce.Topology, sizes: tu
 @several
 def test_optimizer_of_one_rank_is_bad(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = model_of(3, 2)
-    given = sgd(model_of(3, 2) if world.rank == SIZE - 1 else model)
+    given = plain_sgd(model_of(3, 2) if world.rank == SIZE - 1 else model)
     text = raised_everywhere(world, errors.OptionError, lambda: MirroredOptimizer(given, model, topology=flat))
     assert text.startswith(f"rank {SIZE - 1}: the optimizer is of another model")
 
@@ -135,7 +176,7 @@ def test_optimizer_of_one_rank_is_bad(world: MPI.Intracomm, flat: allreduce.Topo
 @both_overlaps
 def test_after_close(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
     model = model_of(3, 2)
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, buckets=Buckets(overlap))
+    optimizer = MirroredOptimizer(plain_sgd(model), model, topology=flat, buckets=Buckets(overlap))
     backward(model)
     optimizer.step()
     optimizer.close()
@@ -143,59 +184,65 @@ def test_after_close(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bo
     assert "is closed" in raised_everywhere(world, errors.ClosedError, optimizer.step)
 
 
-@several
-@both_overlaps
-def test_a_rank_leaves_out_a_step(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
+def leaves_out_a_step(model: nn.Module, optimizer: MirroredOptimizer) -> None:
     """`if loss.isnan(): continue` between backward and step on one rank."""
-    model = model_of(3, 2)
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, buckets=Buckets(overlap))
+    for number in range(4):
+        optimizer.zero_grad()
+        backward(model)
+        if not (optimizer.topology.rank == 1 and number == 2):
+            optimizer.step()
 
-    def loop() -> None:
-        for number in range(4):
+
+def leaves_out_an_iteration(model: nn.Module, optimizer: MirroredOptimizer) -> None:
+    """It closes the optimizer while the others still wait for its gradients."""
+    for number in range(3):
+        if not (optimizer.topology.rank == SIZE - 1 and number == 1):
             optimizer.zero_grad()
             backward(model)
-            if not (world.rank == 1 and number == 2):
-                optimizer.step()
-
-    text = raised_everywhere(world, errors.DisagreementError, loop)
-    assert "rank 0: averages gradients, after 3 steps and 3 averages" in text
-    assert "rank 1: averages gradients, after 2 steps and 3 averages" in text
+            optimizer.step()
+    optimizer.close()
 
 
-@several
-@pytest.mark.parametrize("update", ["replicated", "sharded"])
-def test_a_rank_leaves_out_an_iteration(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """It closes the optimizer while the others still wait for its gradients."""
-    model = model_of(3, 2)
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update)
-
-    def loop() -> None:
-        for number in range(3):
-            if not (world.rank == SIZE - 1 and number == 1):
-                optimizer.zero_grad()
-                backward(model)
-                optimizer.step()
-        optimizer.close()
-
-    text = raised_everywhere(world, errors.DisagreementError, loop)
-    assert "rank 0: averages gradients, after 2 steps" in text
-    assert f"rank {SIZE - 1}: closes the optimizer, after 2 steps" in text
-
-
-@several
-def test_state_dict_of_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+def saves_alone(model: nn.Module, optimizer: MirroredOptimizer) -> None:
     """`if rank == 0: torch.save(optimizer.state_dict())` with the sharded update."""
+    if optimizer.topology.rank == 0:
+        optimizer.state_dict()
+    backward(model)
+
+
+APART = [
+    (
+        leaves_out_a_step,
+        "replicated",
+        "rank 0: averages gradients, after 3 steps and 3 averages",
+        "rank 1: averages gradients, after 2 steps and 3 averages",
+    ),
+    *(
+        (
+            leaves_out_an_iteration,
+            update,
+            "rank 0: averages gradients, after 2 steps",
+            f"rank {SIZE - 1}: closes the optimizer, after 2 steps",
+        )
+        for update in ("replicated", "sharded")
+    ),
+    (saves_alone, "sharded", "rank 0: gathers the optimizer's state", "rank 1: averages gradients"),
+]
+
+
+@several
+@both_overlaps
+@pytest.mark.parametrize(
+    ("loop", "update", "first", "other"), APART, ids=[f"{loop.__name__}, {update}" for loop, update, *_ in APART]
+)
+def test_ranks_whose_calls_differ(
+    world: MPI.Intracomm, flat: allreduce.Topology, loop: Any, update: str, first: str, other: str, overlap: bool
+) -> None:
     model = model_of(3, 2)
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update="sharded")
-
-    def loop() -> None:
-        if world.rank == 0:
-            optimizer.state_dict()
-        backward(model)
-
-    text = raised_everywhere(world, errors.DisagreementError, loop)
-    assert "rank 0: gathers the optimizer's state" in text
-    assert "rank 1: averages gradients" in text
+    optimizer = MirroredOptimizer(plain_sgd(model), model, topology=flat, update=update, buckets=Buckets(overlap))
+    text = raised_everywhere(world, errors.DisagreementError, lambda: loop(model, optimizer))
+    assert first in text
+    assert other in text
 
 
 @several
@@ -203,7 +250,7 @@ def test_state_dict_of_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) 
 def test_gradients_changed_on_one_rank_while_sharded(world: MPI.Intracomm, flat: allreduce.Topology, call: str) -> None:
     """The others neither wait for this rank nor use its gradients."""
     model = model_of(3, 2)
-    with MirroredOptimizer(sgd(model), model, topology=flat, update="sharded") as optimizer:
+    with MirroredOptimizer(plain_sgd(model), model, topology=flat, update="sharded") as optimizer:
         backward(model)
         if world.rank == 1:
             model[0].bias.grad.mul_(2)
@@ -216,7 +263,7 @@ def test_gradients_changed_on_one_rank_while_sharded(world: MPI.Intracomm, flat:
 
 def test_second_backward_while_sharded(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = model_of(3, 2)
-    with MirroredOptimizer(sgd(model), model, topology=flat, update="sharded") as optimizer:
+    with MirroredOptimizer(plain_sgd(model), model, topology=flat, update="sharded") as optimizer:
         backward(model)
         text = raised_everywhere(world, GradientError, lambda: backward(model))
         assert "a second gradient after its first was averaged in slices" in text
@@ -228,7 +275,7 @@ def test_second_backward_while_sharded(world: MPI.Intracomm, flat: allreduce.Top
 def test_unfrozen_later(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = model_of(3, 2)
     model[0].bias.requires_grad_(False)
-    with MirroredOptimizer(sgd(model), model, topology=flat) as optimizer:
+    with MirroredOptimizer(plain_sgd(model), model, topology=flat) as optimizer:
         model[0].bias.requires_grad_(True)
         backward(model)
         assert "0.bias was frozen when" in raised_everywhere(world, errors.OptionError, optimizer.step)
@@ -242,7 +289,7 @@ def test_options_differ(world: MPI.Intracomm, flat: allreduce.Topology, option: 
     values = {"update": "sharded", "buckets": Buckets(mb=7.0), "transforms": checks, "allreduce": "ring"}
     value = {**values, "average": LocalSGD(4)}[option]
     options = {option: value} if world.rank == 1 else {}
-    make = lambda: MirroredOptimizer(sgd(model), model, topology=flat, **options)  # noqa: E731
+    make = lambda: MirroredOptimizer(plain_sgd(model), model, topology=flat, **options)  # noqa: E731
     text = raised_everywhere(world, errors.DisagreementError, make)
     assert "rank 0: MirroredOptimizer(allreduce='auto', update='replicated', " in text
     shown = value if option == "average" else repr(value)  # the ranks may differ in `every`
@@ -256,7 +303,7 @@ def test_equal_options_in_several_forms_are_no_difference(flat: allreduce.Topolo
         {"buckets": Buckets("auto", 25.0, 1), "transforms": (CheckGradients("skip"),), "update": "sharded"},
         {"transforms": [CheckDivergence(1000), CheckGradients("skip")], "update": "sharded"},
     ]
-    MirroredOptimizer(sgd(model), model, topology=flat, **forms[flat.rank % len(forms)]).close()
+    MirroredOptimizer(plain_sgd(model), model, topology=flat, **forms[flat.rank % len(forms)]).close()
 
 
 @several
@@ -265,7 +312,7 @@ def test_backward_raises_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topol
     averages."""
     model = model_of(3, 4, 2)
     options = {"topology": flat, "buckets": Buckets(True, first_mb=1e-6, mb=1e-6)}
-    optimizer = MirroredOptimizer(sgd(model), model, **options)
+    optimizer = MirroredOptimizer(plain_sgd(model), model, **options)
     hidden = model[0](torch.ones(2, 3))
     if world.rank == 1:
         with pytest.raises(ZeroDivisionError):
@@ -288,7 +335,7 @@ def test_group_added_to_the_plain_optimizer(world: MPI.Intracomm, flat: allreduc
 
 def test_not_offered(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = model_of(3, 2)
-    with MirroredOptimizer(sgd(model), model, topology=flat) as optimizer:
+    with MirroredOptimizer(plain_sgd(model), model, topology=flat) as optimizer:
         raised_everywhere(world, errors.OptionError, lambda: optimizer.add_param_group({"params": []}))
         text = raised_everywhere(world, errors.OptionError, lambda: optimizer.load_state_dict(None))
         assert "load_state_dict(None) on rank 0" in text
@@ -341,9 +388,9 @@ def test_a_wrong_keyword(flat: allreduce.Topology) -> None:
     model = nn.Linear(2, 2)
     text = r"MirroredOptimizer\(\) got an unexpected keyword argument 'updates'; did you mean 'update'\?"
     with pytest.raises(TypeError, match=text):
-        MirroredOptimizer(sgd(model), model, topology=flat, updates="sharded")  # type: ignore[call-arg]
+        MirroredOptimizer(plain_sgd(model), model, topology=flat, updates="sharded")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"'zzz'; it takes: optimizer, model, allreduce, topology, update, "):
-        MirroredOptimizer(sgd(model), model, topology=flat, zzz=1)  # type: ignore[call-arg]
+        MirroredOptimizer(plain_sgd(model), model, topology=flat, zzz=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"ParameterServerTrainer\(\) got an unexpected keyword argument 'update'"):
         ParameterServerTrainer(NumpyNetwork([2, 2]), flat, update="sync")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"CentralStorageTrainer.__init__\(\) missing 1 required positional argument"):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -21,7 +22,6 @@ from allreduce import errors, notices
 from tests.ranks.pytorch.trained import (
     OPTIMIZERS,
     SIZE,
-    Raises,
     assert_close,
     assert_mirrored,
     both_overlaps,
@@ -100,56 +100,57 @@ def replace(model: nn.Module, way: str) -> None:
         model.double().float()
 
 
-@both_updates
-@both_overlaps
-def test_gradients_in_other_memory(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str) -> None:
-    """model.double().float() moves gradients too: those of no_sync() are averaged in their new memory."""
-    model = network()
-    with mirrored(sgd(model), model, topology=flat, update=update, buckets=Buckets(overlap)) as optimizer:
-        with optimizer.no_sync():
-            (model[4].bias.sum() * (world.rank + 1)).backward()
-        model.double().float()
-        optimizer.synchronize()
-        assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
+def another_dtype(model: nn.Module, rank: int) -> None:
+    model.double()
 
 
-@both_updates
-def test_another_dtype(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+def other_memory_on_one_rank(model: nn.Module, rank: int) -> None:
+    if rank == 1:
+        model[2].weight.data = model[2].weight.data * 0.5
+
+
+@torch.no_grad()
+def in_place(model: nn.Module, rank: int) -> None:
+    """On every rank, so it would be applied once per rank."""
+    model[0].weight.mul_(0.5)
+
+
+def in_place_on_one_rank(model: nn.Module, rank: int) -> None:
+    if rank == 0:
+        in_place(model, rank)
+
+
+EDITED = "0.weight was edited in place.*`with optimizer.editing"
+REFUSED: list[tuple[Callable[[nn.Module, int], None], str, type[Exception], str]] = [
+    (another_dtype, "replicated", GradientError, r"has become \(3,\) torch.float64 since"),
+    (another_dtype, "sharded", GradientError, r"has become \(3,\) torch.float64 since"),
+    (other_memory_on_one_rank, "sharded", errors.DisagreementError, "\n.*\n.*after 2.weight got other memory"),
+    (in_place, "sharded", errors.OptionError, EDITED),
+    (in_place_on_one_rank, "sharded", errors.OptionError, EDITED),
+]
+
+
+@several
+@pytest.mark.parametrize(
+    ("edit", "update", "kind", "words"), REFUSED, ids=[f"{edit.__name__}, {update}" for edit, update, *_ in REFUSED]
+)
+def test_edits_that_are_refused(
+    world: MPI.Intracomm, flat: allreduce.Topology, edit: Any, update: str, kind: Any, words: str
+) -> None:
     model = network()
-    with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
-        model.double()
-        backward = lambda: model(data()[0][0].double()).sum().backward()  # noqa: E731
-        text = raised_everywhere(world, GradientError, backward)
-        assert "has become (3,) torch.float64 since" in text
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update)
+    train(model, optimizer, mine, steps=1)
+    edit(model, world.rank)
+
+    def step() -> None:
+        model[4].bias.sum().backward()
+        optimizer.step()
+
+    assert re.search(words, raised_everywhere(world, kind, step), re.DOTALL)
+    if kind is not errors.DisagreementError:  # after which the ranks make no calls together
         model.float()
         optimizer.zero_grad()
-
-
-@several
-def test_other_memory_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    model = network()
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update="sharded")
-    if world.rank == 1:
-        model[2].weight.data = model[2].weight.data * 0.5
-    model[4].bias.sum().backward()
-    text = raised_everywhere(world, errors.DisagreementError, optimizer.step)
-    assert "after 2.weight got other memory" in text.splitlines()[2]
-
-
-@several
-@pytest.mark.parametrize("by", ["all", "one"])
-def test_common_memory_edited(world: MPI.Intracomm, flat: allreduce.Topology, by: str) -> None:
-    """`p.mul_` on every rank would be applied once per rank."""
-    model = network()
-    with mirrored(sgd(model), model, topology=flat, update="sharded") as optimizer:
-        train(model, optimizer, mine, steps=1)
-        if by == "all" or world.rank == 0:
-            with torch.no_grad():
-                model[0].weight.mul_(0.5)
-        model[4].bias.sum().backward()
-        text = raised_everywhere(world, errors.OptionError, optimizer.step)
-        assert "0.weight was edited in place" in text
-        assert "`with optimizer.editing():`" in text
+        optimizer.close()
 
 
 @pytest.mark.skipif(SIZE != 1, reason="needs memory that no other rank shares")
@@ -185,15 +186,15 @@ def test_editing(world: MPI.Intracomm, flat: allreduce.Topology, update: str) ->
 
 
 @several
-@both_updates
 @pytest.mark.parametrize("what", ["parameter", "learning rate"])
-def test_check_every(world: MPI.Intracomm, flat: allreduce.Topology, what: str, update: str) -> None:
+def test_check_every(world: MPI.Intracomm, flat: allreduce.Topology, what: str) -> None:
+    """Of a replicated update. Ranks that share their parameters can only differ in the rates."""
     model = network()
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update, transforms=[CheckDivergence(2)])
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, transforms=[CheckDivergence(2)])
     train(model, optimizer, mine, steps=4)
     if what == "learning rate":
         change = lambda: optimizer.param_groups[0].update(lr=0.5)  # noqa: E731, a scheduler that saw its own loss
-        words = ["lr 0.5"] if update == "sharded" else ["rank 1 differs from the others in group 0", "lr=0.5"]
+        words = ["rank 1 differs from the others in group 0", "lr=0.5"]
     else:
         change = lambda: model[2].weight.grad[0].mul_(2)  # noqa: E731
         words = ["rank 1 differs from the others in 2.weight, the first of 2 differences", "rank 1: 2.weight: crc"]
@@ -202,18 +203,23 @@ def test_check_every(world: MPI.Intracomm, flat: allreduce.Topology, what: str, 
         for _ in range(2):
             optimizer.zero_grad()
             model(mine(data()[0][0])).pow(2).sum().backward()
-            if update == "sharded":
-                optimizer.synchronize()
             if world.rank == 1:
                 change()
             optimizer.step()
 
-    if update == "sharded" and what == "parameter":
-        loop()  # its ranks share the parameters, so they stay equal whatever one of them does
-        return
-    kind = errors.DisagreementError if update == "sharded" else errors.DivergenceError  # the former tells of a call
-    text = raised_everywhere(world, kind, loop)
+    text = raised_everywhere(world, errors.DivergenceError, loop)
     assert all(word in text for word in words), text
+
+
+@several
+def test_rates_that_differ_in_a_sharded_update(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = network()
+    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update="sharded")
+    train(model, optimizer, mine, steps=1)
+    if world.rank == 1:
+        optimizer.param_groups[0]["lr"] = 0.5
+    text = raised_everywhere(world, errors.DisagreementError, lambda: train(model, optimizer, mine, steps=1))
+    assert "lr 0.5" in text
 
 
 # Drops and refusals
@@ -257,21 +263,35 @@ def memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-counted = pytest.mark.skipif(SIZE > 2, reason="counted on 1 and on 2 ranks; many ranks take long")
+def refuse(number: int, topology: allreduce.Topology) -> None:
+    """Make an optimizer that is refused, for one of several reasons."""
+    model = network()
+    reasons: list[tuple[nn.Module, dict[str, Any], type[Exception]]] = [
+        (network(), {}, errors.OptionError),
+        (model, {"allreduce": "rinng"}, errors.UnknownBackendError),
+        (model, {"allreduce": "native", "update": "sharded"}, errors.OptionError),
+        (model, {"update": "sharded", "transforms": [CheckDivergence(-1)]}, errors.OptionError),
+    ]
+    other, options, kind = reasons[number % len(reasons)]
+    with pytest.raises(kind):
+        MirroredOptimizer(sgd(other), model, topology=topology, **options)
 
 
-@counted
-@pytest.mark.parametrize("closed", [True, False], ids=["closed", "dropped"])
-def test_nothing_is_left_of_optimizers(flat: allreduce.Topology, closed: bool) -> None:
-    """Optimizers of all kinds; dropped ones are closed by the next one. One rank alone makes so many that lost memory
-    shows."""
+@pytest.mark.skipif(SIZE > 2, reason="counted on 1 and on 2 ranks; many ranks take long")
+@pytest.mark.parametrize("end", ["closed", "dropped", "refused"])
+def test_nothing_is_left_of_optimizers(flat: allreduce.Topology, end: str) -> None:
+    """Optimizers of all kinds; dropped ones are closed by the next one; refused ones, beside one in use. One rank alone
+    makes so many that lost memory shows."""
 
     def make(number: int) -> None:
+        if end == "refused":
+            refuse(number, flat)
+            return
         model = network()
         options = {"update": ("sharded", "replicated")[number % 2], "buckets": Buckets(overlap=number % 3 == 0)}
         optimizer = MirroredOptimizer(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, **options)
         train(model, optimizer, mine, steps=1)
-        if closed:
+        if end == "closed":
             optimizer.close()
 
     def count() -> dict[str, int]:
@@ -279,61 +299,17 @@ def test_nothing_is_left_of_optimizers(flat: allreduce.Topology, closed: bool) -
             pass
         return {**in_use(), "communicators": len(flat._owned), "users": len(flat._users)}
 
-    for number in range(6):
-        make(number)
-    before, size = count(), memory()
-    for number in range(300 if SIZE == 1 else 12):
-        make(number)
-    assert count() == before
-    assert memory() - size < 8 << 20
-
-
-@counted
-def test_nothing_is_left_of_refusals(flat: allreduce.Topology) -> None:
-    """For several reasons, beside an optimizer in use. One rank alone refuses so many that lost memory shows."""
-    model, other = network(), network()
-    reasons: list[tuple[Callable[[], Any], dict[str, Any], type[Exception]]] = [
-        (lambda: (sgd(other), model), {}, errors.OptionError),
-        (lambda: (sgd(model), model), {"allreduce": "rinng"}, errors.UnknownBackendError),
-        (lambda: (sgd(model), model), {"allreduce": "native", "update": "sharded"}, errors.OptionError),
-        (lambda: (sgd(model), model), {"update": "sharded", "transforms": [CheckDivergence(-1)]}, errors.OptionError),
-    ]
-
-    def refuse(number: int) -> None:
-        make, options, kind = reasons[number % len(reasons)]
-        with pytest.raises(kind):
-            MirroredOptimizer(*make(), topology=flat, **options)
-
-    def count() -> dict[str, int]:
-        return {**in_use(), "communicators": len(flat._owned), "users": len(flat._users)}
-
     with mirrored(sgd(kept := network()), kept, topology=flat):
-        for number in range(20):
-            refuse(number)
+        for number in range(6):
+            make(number)
         before, size = count(), memory()
-        for number in range(1000 if SIZE == 1 else 40):
-            refuse(number)
+        for number in range(300 if SIZE == 1 else 12):
+            make(number)
         assert count() == before
         assert memory() - size < 8 << 20
     families = len(optimizer_group._groups)
-    refuse(0)
+    refuse(0, flat)
     assert len(optimizer_group._groups) == families
-
-
-@both_updates
-def test_state_dict_after_a_backward_that_raised(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """All ranks catch the error, with buckets submitted, and save a checkpoint."""
-
-    model = network()
-    options = {"topology": flat, "update": update, "buckets": Buckets(True, first_mb=1e-6, mb=1e-6)}
-    with mirrored(sgd(model), model, **options) as optimizer:
-        train(model, optimizer, mine, steps=1)
-        with pytest.raises(ZeroDivisionError):
-            model[3:](Raises.apply(model[:3](mine(data()[0][0])))).sum().backward()
-        assert optimizer.state_dict()["state"]
-        optimizer.zero_grad()
-        train(model, optimizer, mine, steps=1)
-        assert_mirrored(world, model)
 
 
 @several

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,13 +23,14 @@ from tests.ranks.pytorch.trained import (
     assert_mirrored,
     mirrored,
     network,
+    plain_sgd,
     several,
 )
 from tests.ranks.together import raised_everywhere
 from trainers import LocalSGD, SkipNotFinite
 from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.errors import NotFiniteError
-from trainers.pytorch import Buckets, GradientError, MirroredOptimizer, OuterSGD
+from trainers.pytorch import GradientError, MirroredOptimizer, OuterSGD
 
 RANK, PART = MPI.COMM_WORLD.rank, ROWS // SIZE
 DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -169,7 +169,7 @@ def test_dtypes_and_compression(
 ) -> None:
     model = network().to(dtype)
     model.append(nn.Conv2d(1, 2, 3).to(dtype).to(memory_format=torch.channels_last))
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = plain_sgd(model)
     before = flat_of(model)
     with mirrored(plain, model, topology=flat, average=LocalSGD(2, outer="diloco"), compress=compress) as optimizer:
         for _ in range(4):
@@ -198,7 +198,7 @@ def test_ranks_with_different_numbers_of_batches(
     world: MPI.Intracomm, flat: allreduce.Topology, options: dict[str, Any]
 ) -> None:
     model = network()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = plain_sgd(model)
     with mirrored(plain, model, topology=flat, **options) as optimizer:
         for _ in range(2):
             with optimizer.join():
@@ -250,7 +250,7 @@ def test_a_resumed_training_has_the_same_bits(world: MPI.Intracomm, flat: allred
 
 def test_editing_begins_a_round_there(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = network()
-    with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, average=LocalSGD(5)) as optimizer:
+    with mirrored(plain_sgd(model), model, topology=flat, average=LocalSGD(5)) as optimizer:
         inner_step(model, optimizer, 0)
         with optimizer.editing(), torch.no_grad():
             for each in model.parameters():
@@ -306,16 +306,12 @@ def test_gradients_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Top
     bad = float("nan") if RANK == SIZE - 1 else 1.0
     options: dict[str, Any] = {"topology": flat, "average": LocalSGD(2)}
     model = network()
-    with mirrored(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, transforms=[CheckGradients()], **options
-    ) as optimizer:
+    with mirrored(plain_sgd(model), model, transforms=[CheckGradients()], **options) as optimizer:
         step(model, optimizer, bad)
         text = raised_everywhere(world, NotFiniteError, lambda: step(model, optimizer, 1.0))
         assert f"rank {SIZE - 1} has NaN or infinite gradients in its step 1" in text
     model = network()
-    with mirrored(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, transforms=[SkipNotFinite()], **options
-    ) as optimizer:
+    with mirrored(plain_sgd(model), model, transforms=[SkipNotFinite()], **options) as optimizer:
         for value in (bad, 1.0, 1.0, 1.0):
             step(model, optimizer, value)
         assert optimizer.steps_skipped == (RANK == SIZE - 1)
@@ -329,7 +325,7 @@ def test_replicas_that_differ_after_a_round(world: MPI.Intracomm, flat: allreduc
         model = network()
         options: dict[str, Any] = {"transforms": [CheckDivergence(2, answer, 0)]}
         options["average"] = LocalSGD(2, outer="diloco")
-        with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options) as optimizer:
+        with mirrored(plain_sgd(model), model, topology=flat, **options) as optimizer:
             if RANK == 1:
                 optimizer.param_groups[0]["lr"] = 0.2
 
@@ -348,9 +344,7 @@ def test_replicas_that_differ_after_a_round(world: MPI.Intracomm, flat: allreduc
 def test_a_parameter_whose_memory_was_replaced(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     """It can't be averaged, also not by `close`, which frees everything before it raises."""
     model = network()
-    optimizer = MirroredOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, "ring", topology=flat, average=LocalSGD(2)
-    )
+    optimizer = MirroredOptimizer(plain_sgd(model), model, "ring", topology=flat, average=LocalSGD(2))
     inner_step(model, optimizer, 0)
     if RANK == 0:
         model[0].weight.data = model[0].weight.data.clone()
@@ -359,32 +353,3 @@ def test_a_parameter_whose_memory_was_replaced(world: MPI.Intracomm, flat: allre
     raised_everywhere(world, GradientError, optimizer.close)
     assert optimizer.closed
     optimizer.close()
-
-
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "many fragments": ({"average": LocalSGD(9999, fragments=9999)}, "this model has only"),
-    "no thread": ({"average": LocalSGD(4, delay=1), "buckets": Buckets(False)}, "which Buckets(overlap=False) forbids"),
-    "sharded": ({"average": LocalSGD(4), "update": "sharded"}, 'use update="replicated"'),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_options(world: MPI.Intracomm, flat: allreduce.Topology, case: str) -> None:
-    options, expected = WRONG[case]
-    model = network()
-    make: Callable[[], Any] = lambda: MirroredOptimizer(  # noqa: E731
-        torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options
-    )
-    assert expected in raised_everywhere(world, OptionError, make)
-
-
-@several
-def test_a_training_sends_one_part_in_h(flat: allreduce.Topology) -> None:
-    sent = []
-    for options in ({}, {"average": LocalSGD(10)}):
-        model = network()
-        with mirrored(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=flat, **options) as optimizer:
-            for step in range(20):
-                inner_step(model, optimizer, step)
-            sent.append(optimizer.report().bytes)
-    assert 0 < 10 * sent[1] <= sent[0]

@@ -3,8 +3,10 @@
 import copy
 import gc
 import io
+import json
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch.nn import functional
 
 import allreduce
 from allreduce.arrays.memory_kinds import ALLOCATED
+from allreduce.errors import DisagreementError, OptionError
 from tests.ranks.pytorch.trained import (
     OPTIMIZERS,
     ROWS,
@@ -35,6 +38,7 @@ from tests.ranks.pytorch.trained import (
     network,
     train,
 )
+from tests.trace_schema import check_trace
 from trainers.pytorch import Buckets, MirroredOptimizer, sharded
 from trainers.replicas.pytorch import fused, values
 
@@ -93,22 +97,17 @@ def test_fused_kernels_move_every_dtype(
     assert abs(models[0].weight.float().mean().item() - 1) > 0.1
 
 
-def test_a_fused_kernel_that_is_wrong_somewhere(
-    monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology
+@pytest.mark.parametrize("right", [False, True])
+def test_a_fused_kernel_is_used_where_all_ranks_have_it(
+    monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology, right: bool
 ) -> None:
     """Wrong on one rank: then no rank uses the kernel, because replicas must stay equal in bits."""
     monkeypatch.setattr(fused, "_tried", {})
-    monkeypatch.setattr(fused, "_try", lambda *_: world.rank != 0)
+    monkeypatch.setattr(fused, "_try", lambda *_: right or world.rank != 0)
     model = network()
     with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
         train(model, optimizer, mine, steps=3)
-        assert optimizer._parts.owners.optimizer.param_groups[0]["fused"] is None
-    monkeypatch.setattr(fused, "_tried", {})
-    monkeypatch.setattr(fused, "_try", lambda *_: True)
-    model = network()
-    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
-        train(model, optimizer, mine, steps=3)
-        assert optimizer._parts.owners.optimizer.param_groups[0]["fused"] is True
+        assert optimizer._parts.owners.optimizer.param_groups[0]["fused"] is (right or None)
 
 
 @both_updates
@@ -149,32 +148,26 @@ def test_an_optimizer_without_kernels_to_try(
 
 
 @both_updates
-def test_frozen_and_shared_parameters(flat: allreduce.Topology, update: str) -> None:
+def test_shared_parameters(flat: allreduce.Topology, update: str) -> None:
+    """Of a layer that is used twice: they count once. The memory is that of the parameters that are trained."""
+
     def make() -> nn.Sequential:
         model = network(features=40)
         model[0] = nn.Linear(40, 40)
-        model.insert(2, model[0])  # the same layer twice: its parameters count once
+        model.insert(2, model[0])
         model[5].weight.requires_grad_(False)
         return model
 
     torch.manual_seed(1)
     model = make()
     reference = copy.deepcopy(model)
-    x, y = data(4, features=40)
     with mirrored(OPTIMIZERS["momentum"](model.parameters()), model, topology=flat, update=update) as optimizer:
-        world_start = [each.detach().clone() for each in model.parameters()]
-        reference.load_state_dict(copy.deepcopy(model.state_dict()))
         plain = OPTIMIZERS["momentum"](reference.parameters())
-        for rows, labels in zip(x, y, strict=True):
-            for net, opt, take in ((model, optimizer, mine), (reference, plain, everything)):
-                opt.zero_grad()
-                functional.cross_entropy(net(take(rows)), take(labels)).backward()
-                opt.step()
+        train(model, optimizer, mine, features=40)
+        train(reference, plain, everything, features=40)
         elements = sum(each.numel() for each in model.parameters() if each.requires_grad)
         assert 4 * elements <= optimizer.report().buckets[0] < 4 * elements + 1024
         assert optimizer.state_dict()["state"].keys() == plain.state_dict()["state"].keys()
-    frozen = [start for start, each in zip(world_start, model.parameters(), strict=True) if not each.requires_grad]
-    assert torch.equal(frozen[0], model[5].weight)
     assert_close(model, reference)
 
 
@@ -213,83 +206,27 @@ def test_mixed_dtypes_and_layouts(world: MPI.Intracomm, flat: allreduce.Topology
 
 
 @both_updates
-def test_parameter_groups_and_scheduler(flat: allreduce.Topology, update: str) -> None:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        decayed = [each for each in model.parameters() if each.dim() > 1]
-        others = [each for each in model.parameters() if each.dim() == 1]
-        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": others, "lr": 0.03}], lr=0.01)
-
+def test_state_before_wrapping_comes_from_rank_0(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+    """Of parameters that join and leave the training: an unfrozen layer begins at step 1, whatever the other layers
+    count; a frozen one keeps its state."""
     model, reference = network(), network()
-    plain = make(reference)
-    with mirrored(make(model), model, topology=flat, update=update) as optimizer:
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.1) for each in (plain, optimizer)]
-        for x, y in zip(*data(6), strict=True):
-            for net, opt, take in ((model, optimizer, mine), (reference, plain, everything)):
-                opt.zero_grad()
-                functional.cross_entropy(net(take(x)), take(y)).backward()
-                opt.step()
-            for each in schedulers:
-                each.step()
-        assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in plain.param_groups]
-    assert_close(model, reference, 1e-4)
-
-
-@both_updates
-def test_state_dict_goes_on_elsewhere(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """Save after 2 steps, load into a plain optimizer and into other mirrored ones: all continue alike."""
-    model = network()
-    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update=update) as optimizer:
-        train(model, optimizer, mine, steps=2)
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    reference = network()
-    reference.load_state_dict(saved[0])
-    plain = OPTIMIZERS["adamw"](reference.parameters())
-    plain.load_state_dict(copy.deepcopy(saved[1]))
-    train(reference, plain, everything, steps=3)
-    for other in ("replicated", "sharded"):
-        again = network(seed=9)
-        with mirrored(OPTIMIZERS["adamw"](again.parameters()), again, topology=flat, update=other) as optimizer:
-            again.load_state_dict(saved[0])
-            optimizer.load_state_dict(copy.deepcopy(saved[1]) if world.rank == 0 else None)
-            train(again, optimizer, mine, steps=3)
-        assert_close(again, reference, 1e-4)
-
-
-@both_updates
-def test_parameters_that_join_and_leave_the_training(flat: allreduce.Topology, update: str) -> None:
-    """An unfrozen layer begins at step 1, whatever the other layers count; a frozen one keeps its state."""
-    model, reference = network(), network()
-    sides = [(net, OPTIMIZERS["adamw"](net.parameters())) for net in (model, reference)]
-    for net, plain in sides:
+    given, plain = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](reference.parameters())
+    for net, optimizer in ((model, given), (reference, plain)):
         net[0].weight.requires_grad_(False)
-        train(net, plain, everything, steps=4)
+        if net is reference or world.rank == 0:
+            train(net, optimizer, everything, steps=4)
         net[0].weight.requires_grad_(True)
         net[4].bias.requires_grad_(False)
-        plain.zero_grad()
-    with mirrored(sides[0][1], model, topology=flat, update=update) as optimizer:
-        train(model, optimizer, mine, steps=2)
-        train(reference, sides[1][1], everything, steps=2)
-        here, there = optimizer.state_dict()["state"], sides[1][1].state_dict()["state"]
+        optimizer.zero_grad()
+    train(reference, plain, everything, steps=2)
+    with mirrored(given, model, topology=flat, update=update) as mirror:
+        train(model, mirror, mine, steps=2)
+        here, there = mirror.state_dict()["state"], plain.state_dict()["state"]
     assert_close(model, reference, 1e-4)
     assert here.keys() == there.keys()
     for at, state in there.items():
         assert here[at]["step"] == state["step"] == (2 if at == 0 else 4 if at == 5 else 6)
         torch.testing.assert_close(here[at]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-4)
-
-
-def test_state_before_wrapping_comes_from_rank_0(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    model, reference = network(), network()
-    given, plain = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](reference.parameters())
-    train(reference, plain, everything, steps=2)
-    if world.rank == 0:
-        train(model, given, everything, steps=2)
-    for update in ("replicated", "sharded"):
-        with mirrored(given, model, topology=flat, update=update) as optimizer:
-            train(model, optimizer, mine, steps=2)
-            train(reference, plain, everything, steps=2)
-            given.load_state_dict(optimizer.state_dict())
-        assert_close(model, reference, 1e-4)
 
 
 @both_updates
@@ -409,16 +346,6 @@ def test_backend_of_the_callers(flat: allreduce.Topology) -> None:
         assert optimizer.report().backend == "ring"
 
 
-def test_a_model_can_be_mirrored_again(flat: allreduce.Topology) -> None:
-    model, reference = network(), network()
-    plain = OPTIMIZERS["sgd"](reference.parameters())
-    for update in ("sharded", "replicated", "sharded"):
-        with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update=update) as optimizer:
-            train(model, optimizer, mine, steps=2)
-            train(reference, plain, everything, steps=2)
-    assert_close(model, reference)
-
-
 @both_updates
 def test_a_model_can_be_pickled(flat: allreduce.Topology, update: str) -> None:
     """While it is mirrored and afterwards: the records about its parameters are not in the pickle."""
@@ -460,16 +387,6 @@ def _shared_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("/allreduce-")
 
 
-def test_errors_of_a_gather_are_raised(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None:
-    model = network()
-    with mirrored(OPTIMIZERS["sgd"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
-        model[4].bias.sum().backward()
-        with monkeypatch.context() as patched:
-            patched.setattr(optimizer._parts.reducer.dense[0], "gather", lambda: 1 // 0)
-            with pytest.raises(ZeroDivisionError):
-                optimizer.synchronize()
-
-
 @pytest.mark.every_pair
 @pytest.mark.skipif(SIZE != 3, reason="needs three ranks")
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
@@ -478,7 +395,8 @@ def test_nodes_of_different_size_hold_the_same_bits(
     world: MPI.Intracomm, topology_of: Callable[..., allreduce.Topology], shape: tuple[int, ...], kind: str
 ) -> None:
     """PyTorch's fused kernels give other bits at the end of a tensor, so all nodes must split at the same elements."""
-    model = network()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 191), nn.Tanh(), nn.Linear(191, 3))  # of no number of vectors
     with mirrored(OPTIMIZERS[kind](model.parameters()), model, topology=topology_of(shape), update="sharded") as opt:
         for _ in range(20):
             train(model, opt, mine)
@@ -501,3 +419,43 @@ def test_the_report_counts_steps_averages_and_bytes(
     assert (report.steps, report.averages, report.bytes) == (3, 3, 3 * sum(report.buckets))
     assert report.communication >= report.exposed >= 0
     assert f"{update} update on {SIZE} rank" in str(report)
+
+
+@both_updates
+@both_overlaps
+def test_a_trace(update: str, overlap: bool, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
+    path = world.bcast(tmp_path) / "trace.json"
+    parameters = []
+    for trace in (path, None):
+        model = network()
+        plain = OPTIMIZERS["momentum"](model.parameters())
+        options = {"topology": flat, "update": update, "trace": trace, "buckets": Buckets(overlap, **SMALL_BUCKETS)}
+        with mirrored(plain, model, "auto", **options) as optimizer:
+            buckets = len(optimizer.report().buckets)
+            train(model, optimizer, mine, steps=3)
+            assert_mirrored(world, model)
+        parameters.append([each.detach().clone() for each in model.parameters()])
+    assert all(map(torch.equal, *parameters))
+    world.Barrier()
+    events = check_trace(json.loads(path.read_text()), SIZE)
+    own = [event for event in events if event["pid"] == world.rank]
+    assert Counter(event["cat"] for event in own)["update"] == 3
+    call = "all_reduce" if update == "replicated" else "reduce_scatter"
+    reductions = [each for each in own if each["name"].startswith(call) and each["args"]["dtype"] == "float32"]
+    assert len(reductions) == 3 * buckets
+    threads = {event["tid"] for event in reductions}
+    assert threads == {1} if overlap and SIZE > 1 else len(threads) == 1  # the worker may have a thread for others
+    assert all(event["args"]["bytes"] > 0 for event in reductions)
+    main = [event["cat"] for event in own if event["tid"] == 0]
+    assert main[0] == "compute"
+    assert main.count("compute") >= 3
+
+
+def test_a_trace_that_can_not_be_written(flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path) -> None:
+    model = network()
+    with pytest.raises(OptionError, match="the trace can't be written"):
+        MirroredOptimizer(OPTIMIZERS["momentum"](model.parameters()), model, topology=flat, trace="/missing/trace.json")
+    if SIZE > 1:
+        trace = tmp_path / "trace.json" if world.rank == 0 else None
+        with pytest.raises(DisagreementError, match=r"trace=\.\.\."):
+            MirroredOptimizer(OPTIMIZERS["momentum"](model.parameters()), model, topology=flat, trace=trace)

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import allreduce
 from tests.ranks.together import raised_everywhere
+from tests.ranks.training.fits import Once, data
 from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, MirroredTrainer, SkipNotFinite
 from trainers.errors import ArgumentError
 from trainers.pytorch import Buckets
 from trainers.replicas.pytorch import TorchReplica
-from trainers.watching.callback import Callback
 
 torch.set_num_threads(1)
 
@@ -65,15 +65,9 @@ def replica(*, frozen: bool = False, groups: bool = False, norm: bool = True) ->
     return TorchReplica(model, nn.CrossEntropyLoss(), torch.optim.Adam(parameters, lr=0.02))
 
 
-def data() -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(3)
-    x = generator.normal(size=(ROWS, 6)).astype("float32")
-    return x, x[:, :3].argmax(1)
-
-
-def fit(trainer: MirroredTrainer, epochs: int = 2, **options: Any) -> list[float]:
+def fit(trainer: MirroredTrainer, epochs: int = 1, **options: Any) -> list[float]:
     options = {"epochs": epochs, "batch_size": BATCH, "progress": False, "shuffle": False} | options
-    return [each.loss for each in trainer.fit(*data(), **options)]
+    return [each.loss for each in trainer.fit(*data(ROWS), **options)]
 
 
 def record_submits(trainer: MirroredTrainer, monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
@@ -83,6 +77,23 @@ def record_submits(trainer: MirroredTrainer, monkeypatch: pytest.MonkeyPatch, ev
 
 def bits(made: TorchReplica) -> bytes:
     return b"".join(each.tobytes() for _, each in sorted(made.state().items()))
+
+
+def same_bits(
+    world: MPI.Intracomm,
+    flat: allreduce.Topology,
+    make: Callable[[], TorchReplica],
+    run: Callable[[MirroredTrainer], object],
+    during: Buckets = DURING,
+) -> None:
+    """Both ways end with the same bits on all ranks, and the same result of `run`. Collective."""
+    found = []
+    for buckets in (AFTER, during):
+        made = make()
+        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
+            found.append((run(trainer), world.allgather(bits(made))))
+    assert found[0] == found[1]
+    assert len(set(found[0][1])) == 1
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -105,14 +116,7 @@ if SIZE > 2:  # 2 ranks have these; the others depend on how many ranks divide t
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits(world: MPI.Intracomm, flat: allreduce.Topology, case: str) -> None:
     of_replica, of_fit = CASES[case]
-    found = []
-    for buckets in (AFTER, DURING):
-        made = replica(**of_replica)
-        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
-            losses = fit(trainer, **of_fit)
-            found.append((losses, world.allgather(bits(made))))
-    assert found[0] == found[1]
-    assert len(set(found[0][1])) == 1
+    same_bits(world, flat, partial(replica, **of_replica), partial(fit, **of_fit))
 
 
 def test_buckets_are_submitted_before_backward_ends(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +124,7 @@ def test_buckets_are_submitted_before_backward_ends(flat: allreduce.Topology, mo
     made.module.watch = lambda: events.append("first layer")
     with MirroredTrainer(made, ALGORITHM, flat, buckets=DURING) as trainer:
         record_submits(trainer, monkeypatch, events)
-        fit(trainer, epochs=1)
+        fit(trainer)
         if SIZE == 1:  # nothing is sent
             assert set(events) == {"first layer"}
             return
@@ -128,41 +132,28 @@ def test_buckets_are_submitted_before_backward_ends(flat: allreduce.Topology, mo
         assert len(steps) == 1 + ROWS // BATCH
         assert all("submit" in each for each in steps[:-1])
         events.clear()
-        fit(trainer, epochs=1, transforms=[SkipNotFinite()])  # which looks at the gradients first
+        fit(trainer, transforms=[SkipNotFinite()])  # which looks at the gradients first
         assert events[0] == "first layer"
         assert "submit" in events
 
 
-class Fails(Callback):
-    """Makes backward raise in one step, on one rank, when some buckets have been submitted."""
-
-    def __init__(self, model: Net, rank: int) -> None:
-        self._model, self._fails = model, rank == RANK
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._model.watch = self._fail if self._fails and batch == 1 else lambda: None
-
-    def _fail(self) -> None:
-        raise ZeroDivisionError("in backward")
-
-    def on_train_end(self, logs: Any = None) -> None:
-        raise AssertionError("the fit has not failed")
+def fail() -> None:
+    raise ZeroDivisionError("in backward")
 
 
 def test_backward_raises_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     """No rank takes the step, and the next fit is as if it had not been tried."""
-    found = []
-    for buckets in (AFTER, DURING):
-        made = replica()
-        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
-            for rank in range(SIZE):
-                failing = partial(fit, trainer, callbacks=[Fails(made.module, rank)])
-                text = raised_everywhere(world, ZeroDivisionError, failing)
-                assert "in backward" in text
-                made.module.watch = lambda: None
-            fit(trainer)
-            found.append(world.allgather(bits(made)))
-    assert found[0] == found[1]
+
+    def run(trainer: MirroredTrainer) -> None:
+        model = trainer.replica.module
+        for rank in range(SIZE):  # when some buckets have been submitted, in the second step
+            fails = Once("on_train_batch_begin", lambda _: setattr(model, "watch", fail), epoch=0)
+            failing = partial(fit, trainer, callbacks=[fails] if rank == RANK else [])
+            assert "in backward" in raised_everywhere(world, ZeroDivisionError, failing)
+            model.watch = lambda: None
+        fit(trainer)
+
+    same_bits(world, flat, replica, run)
 
 
 class Twice(nn.Module):
@@ -207,61 +198,35 @@ def test_hook_that_changes_a_complete_gradient(world: MPI.Intracomm, flat: allre
 
 
 def test_hook_that_takes_a_gradient(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    found = []
-    for buckets in (AFTER, DURING):
+    def make() -> TorchReplica:
         made = replica()
         if RANK == 0:
             made.module.first.bias.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
-        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
+        return made
+
+    same_bits(world, flat, make, fit)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("during", "late"), [(DURING, 1), (Buckets(True, 1.0, 1.0), SIZE)], ids=["apart", "within"])
+def test_interrupt(world: MPI.Intracomm, flat: allreduce.Topology, during: Buckets, late: int) -> None:
+    """When the ranks have summed different buckets, and when some gradients of a bucket are complete on all; the next
+    fit begins anew. late: so many ranks have all gradients but those of the first layer."""
+
+    def run(trainer: MirroredTrainer) -> None:
+        model = trainer.replica.module
+        hook = model.last.register_full_backward_pre_hook(interrupt if late <= RANK else lambda *_: None)
+        model.watch = interrupt
+        with pytest.raises(KeyboardInterrupt):
             fit(trainer)
-            found.append(world.allgather(bits(made)))
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 1
+        model.watch = lambda: None
+        hook.remove()
+        fit(trainer)
 
-
-def test_interrupt_when_the_ranks_have_summed_different_buckets(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    found = []
-    for buckets in (AFTER, DURING):
-        made = replica(norm=False)
-        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
-            if RANK == 0:  # at the first layer, after the buckets of the others
-                made.module.watch = interrupt
-            else:
-                hook = made.module.last.register_full_backward_pre_hook(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                fit(trainer)
-            made.module.watch = lambda: None
-            if RANK > 0:
-                hook.remove()
-            fit(trainer)
-            found.append(world.allgather(bits(made)))
-    assert found[0] == found[1]
-
-
-def test_interrupt_within_a_bucket(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """Some gradients of a bucket are complete; the next fit begins anew."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    found = []
-    for buckets in (AFTER, Buckets(True, first_mb=0.2, mb=0.05)):
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(50, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 4))
-        made = TorchReplica(layers, nn.CrossEntropyLoss(), torch.optim.SGD(layers.parameters(), 0.1))
-        generator = np.random.default_rng(0)
-        x, y = generator.standard_normal((32, 50)).astype(np.float32), generator.integers(0, 4, 32)
-        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
-            hook = layers[2].register_full_backward_pre_hook(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                trainer.fit(x, y, epochs=1, batch_size=16)
-            hook.remove()
-            trainer.fit(x, y, epochs=1, batch_size=16)
-            found.append(world.allgather(bits(made)))
-    assert found[0] == found[1]
+    same_bits(world, flat, partial(replica, norm=False), run, during)
 
 
 class Quiet(TorchReplica):
@@ -275,16 +240,13 @@ class Quiet(TorchReplica):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_parameter_that_is_not_told(world: MPI.Intracomm, flat: allreduce.Topology, count: int) -> None:
-    found = []
-    for buckets in (AFTER, DURING):
+    def make() -> TorchReplica:
         model = Net()
         made = Quiet(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
         made.early = True  # its gradients stay as they are
-        with MirroredTrainer(made, ALGORITHM, flat, buckets=buckets) as trainer:
-            fit(trainer, transforms=[Accumulate(count)])
-            found.append(world.allgather(bits(made)))
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 1
+        return made
+
+    same_bits(world, flat, make, partial(fit, transforms=[Accumulate(count)]))
 
 
 class Post(TorchReplica):
@@ -318,7 +280,7 @@ def test_refused(world: MPI.Intracomm, flat: allreduce.Topology, options: dict[s
     )
     assert "leave it out" in text
     with MirroredTrainer(replica(), "ring", flat, **options) as trainer:
-        fit(trainer, epochs=1)
+        fit(trainer)
 
 
 def test_auto_keeps_the_bits(topology_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,11 @@ from tests.ranks.pytorch.trained import (
 )
 from tests.ranks.together import raised, raised_everywhere
 from trainers.callbacks import CheckDivergence
-from trainers.pytorch import Buckets, GradientError, MirroredOptimizer
+from trainers.pytorch import Buckets, GradientError
 
 # Rows
+
+BAD: list[Any] = [-1, float("nan"), "3", True, None]
 
 
 def uneven(rows: torch.Tensor, ranks: int = SIZE) -> torch.Tensor:
@@ -106,29 +108,22 @@ def test_a_closure_decides_alike(world: MPI.Intracomm, flat: allreduce.Topology,
     assert_close(model, reference, 1e-2)
 
 
-@pytest.mark.parametrize("bad", [-1, float("nan"), "3", True, None], ids=str)
-def test_bad_rows(world: MPI.Intracomm, flat: allreduce.Topology, bad: Any) -> None:
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [*((bad, f"a number >= 0, got {bad!r}") for bad in BAD), (0, "no rank has rows")],
+    ids=[*map(str, BAD), "0 everywhere"],
+)
+def test_bad_rows(world: MPI.Intracomm, flat: allreduce.Topology, rows: Any, words: str) -> None:
     """Of one rank; the other ranks get the error when they average."""
     model = network()
     with mirrored(sgd(model), model, topology=flat) as optimizer:
 
         def step() -> None:
-            optimizer.rows(bad if world.rank == SIZE - 1 else 2)
+            optimizer.rows(rows if rows == 0 or world.rank == SIZE - 1 else 2)
             model[4].bias.sum().backward()
 
-        assert f"a number >= 0, got {bad!r}" in raised_everywhere(world, errors.OptionError, step)
+        assert words in raised_everywhere(world, errors.OptionError, step)
         optimizer.zero_grad()
-
-
-def test_no_rows_anywhere(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    model = network()
-    with mirrored(sgd(model), model, topology=flat) as optimizer:
-
-        def step() -> None:
-            optimizer.rows(0)
-            model[4].bias.sum().backward()
-
-        assert "no rank has rows" in raised_everywhere(world, errors.OptionError, step)
 
 
 @both_overlaps
@@ -197,14 +192,13 @@ def test_join(world: MPI.Intracomm, flat: allreduce.Topology, told: bool, overla
     with mirrored(
         sgd(model), model, topology=flat, update=update, buckets=Buckets(overlap, **SMALL_BUCKETS)
     ) as optimizer:
-        for _ in range(1):
-            with optimizer.join():
-                for x, y in itertools.islice(zip(*data(2 + SIZE), strict=True), 2 + world.rank):
-                    optimizer.zero_grad()
-                    if told:
-                        optimizer.rows(len(mine(x)))
-                    functional.cross_entropy(model(mine(x)), mine(y)).backward()
-                    optimizer.step()
+        with optimizer.join():
+            for x, y in itertools.islice(zip(*data(2 + SIZE), strict=True), 2 + world.rank):
+                optimizer.zero_grad()
+                if told:
+                    optimizer.rows(len(mine(x)))
+                functional.cross_entropy(model(mine(x)), mine(y)).backward()
+                optimizer.step()
         assert optimizer.report().steps == 1 + SIZE
         assert_mirrored(world, model)
         assert_close(model, reference)
@@ -214,24 +208,11 @@ def test_join(world: MPI.Intracomm, flat: allreduce.Topology, told: bool, overla
     assert_close(model, reference)
 
 
-def test_join_compares_no_rank_that_has_left(flat: allreduce.Topology) -> None:
-    """Such a rank gets the parameters at the end, and differs until then, which is not a divergence."""
-    model = torch.nn.Linear(4, 3)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    with MirroredOptimizer(plain, model, topology=flat, transforms=[CheckDivergence(1)]) as optimizer:
-        with optimizer.join():
-            for _ in range(1 + flat.rank):
-                optimizer.zero_grad()
-                model(torch.ones(2, 4)).sum().backward()
-                optimizer.step()
-        weight = model.weight.detach().numpy().tobytes()
-        assert len(set(flat.world.allgather(weight))) == 1
-
-
 def test_join_keeps_what_the_loop_does_besides(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """Clipping and a scheduler in the loop: ranks that left early get the others' parameters and learning rate."""
+    """Clipping and a scheduler in the loop: ranks that left early get the others' parameters and learning rate. They
+    differ until then, which is not a divergence."""
     model = network()
-    with mirrored(sgd(model), model, topology=flat) as optimizer:
+    with mirrored(sgd(model), model, topology=flat, transforms=[CheckDivergence(1)]) as optimizer:
         with optimizer.join():
             for step in range(2 + world.rank):
                 optimizer.zero_grad()
@@ -262,25 +243,23 @@ def test_rates_that_differ_beside_rows(
         assert "learning rates of the ranks differ" in raised_everywhere(world, errors.OptionError, step)
 
 
-def warm_restarts(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4)
-
-
-def decays(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "decays": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "restarts": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
+}
 
 
 @several
 @both_updates
-@pytest.mark.parametrize("scheduled", [decays, warm_restarts])
+@pytest.mark.parametrize("scheduled", SCHEDULERS)
 @pytest.mark.parametrize("repaired", [True, False])
 def test_a_scheduler_after_join(
-    repaired: bool, scheduled: Callable[[Any], Any], update: str, world: MPI.Intracomm, flat: allreduce.Topology
+    repaired: bool, scheduled: str, update: str, world: MPI.Intracomm, flat: allreduce.Topology
 ) -> None:
     """A rank that had fewer batches has a scheduler that is behind: other rates in the next epoch are an error."""
     model = network()
     with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
-        scheduler = scheduled(optimizer)
+        scheduler = SCHEDULERS[scheduled](optimizer)
 
         def epoch(batches: int) -> None:
             with optimizer.join():
@@ -334,22 +313,3 @@ def test_a_closure_in_join_is_refused(update: str, flat: allreduce.Topology) -> 
     model = network()
     with mirrored(sgd(model), model, topology=flat, update=update) as optimizer, optimizer.join():
         assert "not for join" in raised(errors.OptionError, lambda: optimizer.step(lambda: 0.0))
-
-
-@several
-@both_updates
-def test_uneven_batches_without_join(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """6 batches on rank 0, 5 on the others: an error with a table, and no hang."""
-    model = network()
-    optimizer = MirroredOptimizer(sgd(model), model, topology=flat, update=update, buckets=Buckets(True))
-
-    def loop() -> None:
-        for _ in range(6 if world.rank == 0 else 5):
-            optimizer.zero_grad()
-            model(mine(data()[0][0])).sum().backward()
-            optimizer.step()
-        optimizer.close()
-
-    text = raised_everywhere(world, errors.DisagreementError, loop)
-    assert "rank 0: averages gradients, after 5 steps" in text
-    assert "rank 1: closes the optimizer, after 5 steps" in text

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from torch import nn
 
 import allreduce
+from tests.ranks.training.fits import data
 from trainers import Loader, MirroredTrainer, ParameterServerTrainer, SpareReplicasTrainer
 from trainers.errors import ArgumentError
 from trainers.replicas.pytorch import TorchReplica
@@ -32,11 +33,6 @@ def replica(kind: str = "Adam", dtype: Any = torch.float32) -> TorchReplica:
     return TorchReplica(module, nn.CrossEntropyLoss(), getattr(torch.optim, kind)(groups, lr=0.02, **options))
 
 
-def data() -> tuple[np.ndarray, np.ndarray]:
-    x = np.random.default_rng(3).normal(size=(96, 6)).astype("float32")
-    return x, x[:, :3].argmax(1)
-
-
 def in_step(made: TorchReplica, topology: allreduce.Topology) -> Trainer:
     return ParameterServerTrainer(made, topology, servers=max(1, SIZE - 2), updates="sync")
 
@@ -53,7 +49,7 @@ def test_synchronous_training_is_that_of_mirrored_replicas(
     """Batch norm uses the rows of its rank, so compare with as many mirrored ranks as there are workers."""
     if make is in_step and SIZE == 1:
         return
-    x, y = data()
+    x, y = data(96)
     computing = SIZE - max(1, SIZE - 2) if make is in_step else SIZE
     part = flat.split(int(world.rank >= computing))
     with MirroredTrainer(replica(kind), "ring", part) as trainer:
@@ -74,7 +70,7 @@ def test_synchronous_training_is_that_of_mirrored_replicas(
 @pytest.mark.skipif(SIZE < 2, reason="a server and a worker")
 def test_synchronous_servers_update_whole_tensors(flat: allreduce.Topology) -> None:
     """Of an optimizer that reads whole tensors each server gets some; the worker gets none."""
-    x, y = data()
+    x, y = data(96)
     states = []
     for servers in (0, SIZE - 1):
         torch.manual_seed(0)
@@ -98,7 +94,7 @@ def test_synchronous_servers_update_whole_tensors(flat: allreduce.Topology) -> N
 def test_asynchronous_training_of_a_module(
     dtype: Any, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
 ) -> None:
-    x, y = data()
+    x, y = data(96)
     path = world.bcast(str(tmp_path / "model.npz"))
     mine = replica(dtype=dtype)
     with ParameterServerTrainer(mine, flat, stale="scale") as trainer:
@@ -123,7 +119,7 @@ def test_asynchronous_training_of_a_module(
 @pytest.mark.parametrize("server", [0, SIZE - 1])
 def test_workers_begin_with_the_running_statistics_of_the_model(server: int, flat: allreduce.Topology) -> None:
     """Servers have the model's own statistics, or those loaded later, until a worker has sent others."""
-    x, y = data()
+    x, y = data(96)
     mine = replica()
     norm = mine.module[1]
     norm.momentum = 0.0  # so they never change

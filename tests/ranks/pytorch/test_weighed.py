@@ -1,6 +1,7 @@
 """Losses that weigh or ignore rows, and parameters without gradients: all strategies against plain PyTorch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,32 +12,24 @@ from torch import nn
 from torch.nn import functional
 
 import allreduce
+from tests.ranks.training import fits
 from trainers import (
     Accumulate,
-    CentralStorageTrainer,
     ClipNorm,
     Exact,
     Loader,
     LocalSGD,
     MirroredTrainer,
-    ParameterServerTrainer,
-    SpareReplicasTrainer,
 )
 from trainers.errors import ArgumentError
-from trainers.pytorch import MirroredOptimizer
 from trainers.replicas.pytorch import TorchReplica
 
 torch.set_num_threads(1)
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
-    "replicated": lambda replica, flat: MirroredTrainer(replica, "ring", flat),
-    "compressed": lambda replica, flat: MirroredTrainer(replica, "ring", flat, compress="float16"),
-    "sharded": lambda replica, flat: MirroredTrainer(replica, "ring", flat, update="sharded"),
-    "exact": lambda replica, flat: MirroredTrainer(replica, topology=flat, average=Exact()),
-    "central": lambda replica, flat: CentralStorageTrainer(replica, topology=flat),
-    "servers": lambda replica, flat: ParameterServerTrainer(replica, topology=flat),
-    "synchronous": lambda replica, flat: ParameterServerTrainer(replica, topology=flat, updates="sync"),
-    "spare": lambda replica, flat: SpareReplicasTrainer(replica, spare=0, topology=flat),
+    **fits.STRATEGIES,
+    "compressed": partial(MirroredTrainer, allreduce="ring", compress="float16"),
+    "exact": partial(MirroredTrainer, average=Exact()),
 }
 LOSSES: dict[str, Callable[[], Any]] = {
     "weighted": lambda: nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 5.0]), label_smoothing=0.1),
@@ -96,9 +89,9 @@ def trained(replica: TorchReplica, x: np.ndarray, y: np.ndarray, epochs: int = 2
 
 
 def skip_if_unfit(name: str, flat: allreduce.Topology) -> None:
-    if name in ("servers", "synchronous") and flat.size == 1:
+    if name in ("async", "sync") and flat.size == 1:
         pytest.skip("a server and a worker are two ranks")
-    if name == "servers" and flat.size > 2:
+    if name == "async" and flat.size > 2:
         pytest.skip("asynchronous workers are not one rank")
 
 
@@ -111,7 +104,7 @@ def compare(plain: TorchReplica, replica: TorchReplica, tolerance: float = 2e-5)
         np.testing.assert_allclose(here.detach().numpy(), there.detach().numpy(), rtol=0, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES])
+@pytest.mark.parametrize("name", ["replicated", "compressed", "async"])  # the matrix has the others
 @pytest.mark.parametrize("kind", [*LOSSES])
 def test_weighed_as_plain_torch(name: str, kind: str, flat: allreduce.Topology) -> None:
     skip_if_unfit(name, flat)
@@ -120,8 +113,8 @@ def test_weighed_as_plain_torch(name: str, kind: str, flat: allreduce.Topology) 
     losses = trained(plain, x, y)
     with torch.no_grad():
         expected = float(plain.loss(plain.module(torch.from_numpy(x)), torch.from_numpy(y)))
-    with STRATEGIES[name](replica, flat) as trainer:
-        steps = [Accumulate(1 if name == "exact" else 3), *[ClipNorm(1e6)] * (name != "servers")]
+    with STRATEGIES[name](replica, topology=flat) as trainer:
+        steps = [Accumulate(3), *[ClipNorm(1e6)] * (name != "async")]
         history = trainer.fit(x, y, epochs=2, batch_size=40, shuffle=False, transforms=steps, progress=False)
         scores = trainer.evaluate(x, y)
     tolerance = 5e-3 if name == "compressed" else 2e-5
@@ -132,12 +125,12 @@ def test_weighed_as_plain_torch(name: str, kind: str, flat: allreduce.Topology) 
 
 @pytest.mark.parametrize("name", [*STRATEGIES, "local"])
 def test_a_batch_that_is_ignored_whole_is_zero(name: str, flat: allreduce.Topology) -> None:
-    if name != "servers" or flat.size == 1:
+    if name != "async" or flat.size == 1:
         skip_if_unfit(name, flat)
     x, _ = rows(False)
-    local = lambda replica, flat: MirroredTrainer(replica, "ring", flat, average=LocalSGD(2))  # noqa: E731
+    local = partial(MirroredTrainer, allreduce="ring", average=LocalSGD(2))
     replica = made(nn.CrossEntropyLoss(), torch.optim.SGD)
-    with (STRATEGIES | {"local": local})[name](replica, flat) as trainer:
+    with (STRATEGIES | {"local": local})[name](replica, topology=flat) as trainer:
         y = np.full(len(x), -100)
         history = trainer.fit(x, y, 1, 40, progress=False)
         assert history[0].loss == 0
@@ -154,7 +147,7 @@ def test_frozen_and_unused_parameters_do_not_move(name: str, momentum: bool, fla
     x, y = rows(False)
     options: dict[str, Any] = {"kind": torch.optim.SGD, "momentum": 0.9} if momentum else {}
     plain, replica = made(nn.CrossEntropyLoss(), **options), made(nn.CrossEntropyLoss(), **options)
-    with STRATEGIES[name](replica, flat) as trainer:
+    with STRATEGIES[name](replica, topology=flat) as trainer:
         for needed in (True, False, True):
             for each in (plain, replica):
                 each.module.first.requires_grad_(needed)
@@ -206,54 +199,19 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused(loss: Any, loader: bool, fl
     x, y = rows(True)
     batches = Loader([(x[:40], y[:40])], rows="whole")
     given: dict[str, Any] = {"x": batches} if loader else {"x": x, "y": y, "batch_size": 40}
-    with MirroredTrainer(made(loss), "ring", flat) as trainer:
+    replica = made(nn.MSELoss())  # a mean, which is not compared
+    if loader:
+        replica = made(loss)
+    else:
+        replica.loss = loss  # set later
+    with MirroredTrainer(replica, "ring", flat) as trainer:
         for options in ({"transforms": [Accumulate(2)]}, {}):
             if flat.size > 1 or options:
                 with pytest.raises(ArgumentError, match=r"the loss \S+ is no mean over the rows: of 16 rows it is"):
                     trainer.fit(**given, epochs=1, progress=False, **options)
 
 
-def test_a_loss_that_is_set_later_is_refused_if_it_is_no_mean_over_rows(flat: allreduce.Topology) -> None:
-    x, y = rows(True)
-    replica = made(nn.MSELoss())  # a mean: not compared
-    replica.loss = masked
-    with (
-        MirroredTrainer(replica, "ring", flat) as trainer,
-        pytest.raises(ArgumentError, match="the loss masked is no mean over the rows"),
-    ):
-        trainer.fit(x, y, 1, 40, progress=False, transforms=[Accumulate(2)])
-
-
 def test_a_replica_without_a_loss_predicts(flat: allreduce.Topology) -> None:
     x, _ = rows(False)
     with MirroredTrainer(made(None), "ring", flat) as trainer:
         assert trainer.predict(x).shape == (len(x), 3)
-
-
-def test_a_mean_of_the_users_is_accepted(flat: allreduce.Topology) -> None:
-    x, y = rows(False)
-    loss = lambda output, target: functional.cross_entropy(output, target, reduction="none").mean()  # noqa: E731
-    plain, replica = made(loss), made(loss)
-    trained(plain, x, y)
-    with MirroredTrainer(replica, "ring", flat) as trainer:
-        trainer.fit(x, y, 2, 40, shuffle=False, progress=False)
-    compare(plain, replica)
-
-
-def test_rows_of_mirrored_optimizer_are_the_counted_targets(flat: allreduce.Topology) -> None:
-    """The last rank's rows are all ignored."""
-    x, y = rows(False)
-    y[:20], mine = -100, slice(flat.rank * 20, flat.rank * 20 + 20)
-    y[20 * (flat.size - 1) : 20 * flat.size] = -100
-    y[3] = 1
-    plain, module = made(None).module, made(None).module
-    whole = slice(20 * flat.size)
-    functional.cross_entropy(plain(torch.from_numpy(x[whole])), torch.from_numpy(y[whole])).backward()
-    with MirroredOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module, topology=flat) as optimizer:
-        target = torch.from_numpy(y[mine])
-        optimizer.rows(int((target != -100).sum()))
-        functional.cross_entropy(module(torch.from_numpy(x[mine])), target).backward()
-        optimizer.step()
-        torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for here, there in zip(module.parameters(), plain.parameters(), strict=True):
-        np.testing.assert_allclose(here.detach().numpy(), there.detach().numpy(), atol=1e-6)

@@ -1,7 +1,6 @@
 """Models and data for the tests of MirroredOptimizer."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,9 +41,13 @@ def mine(rows: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, take: Callable[[torch.Tensor], torch.Tensor], steps: int = 5
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    take: Callable[[torch.Tensor], torch.Tensor],
+    steps: int = 5,
+    features: int = 12,
 ) -> None:
-    for x, y in zip(*data(steps), strict=True):
+    for x, y in zip(*data(steps, features), strict=True):
         optimizer.zero_grad()
         functional.cross_entropy(model(take(x)), take(y)).backward()
         optimizer.step()
@@ -65,12 +68,7 @@ def assert_mirrored(world: MPI.Intracomm, model: nn.Module) -> None:
     assert len(set(world.allgather(bits))) == 1, "the ranks' parameters differ"
 
 
-@contextlib.contextmanager
-def mirrored(plain: torch.optim.Optimizer, model: nn.Module, *args: Any, **options: Any) -> Iterator[MirroredOptimizer]:
-    with MirroredOptimizer(plain, model, *args, **options) as optimizer:
-        yield optimizer
-
-
+mirrored = MirroredOptimizer
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -87,6 +85,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIMIZERS["momentum"](model.parameters())
 
 
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIMIZERS["sgd"](model.parameters())
+
+
 class Raises(torch.autograd.Function):
     """The identity, whose backward raises."""
 
@@ -97,3 +99,11 @@ class Raises(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError
+
+
+class Clipped(torch.optim.SGD):
+    """An optimizer that needs the gradients of all parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 0.1)
+        super().step()

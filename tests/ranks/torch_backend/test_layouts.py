@@ -12,10 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from mpi4py import MPI
+from torch.distributed import get_rank as rank
+from torch.distributed import get_world_size as size
 from torch.distributed.nn import functional as differentiable
 
 import allreduce.torch_backend  # noqa: F401
+from allreduce.torch_backend import move
 from allreduce.torch_backend.reduce import Reduction
+from allreduce.transport import chunked
 from tests.gpu import fake_cupy
 from tests.gpu.fake_gpu import TorchCuda
 
@@ -116,14 +120,6 @@ class Space:
             own.fill_(-0.0 if own.is_neg() else 0)
             kept &= int(flat.view(torch.uint8).sum()) == (flat.numel() - own.numel()) * self.dtype.itemsize
         return kept
-
-
-def size() -> int:
-    return dist.get_world_size()
-
-
-def rank() -> int:
-    return dist.get_rank()
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -312,6 +308,16 @@ def test_moves(call: Callable[[Space], Pairs]) -> None:
     assert differences(call, MOVED) == []
 
 
+@pytest.mark.parametrize("call", [all_gather, gather, all_to_all, scatter, messages], ids=lambda call: call.__name__)
+def test_moves_of_more_bytes_than_an_int_counts(
+    call: Callable[[Space], Pairs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collectives move them in pieces, messages in larger units: in whole ones, and a rest."""
+    for module, name in ((chunked, "PIECE"), (chunked, "SCRATCH_BYTES"), (move, "LARGEST")):
+        monkeypatch.setattr(module, name, 32)
+    assert differences(call, [torch.float32, torch.bfloat16]) == []
+
+
 # Collectives that reduce
 
 
@@ -350,7 +356,7 @@ def reduce_scatter(space: Space) -> Pairs:
 
 
 def reduce_scatter_of_unequal_rows(space: Space) -> Pairs:
-    place, rows = space.place(rank() + 1), list(range(1, size() + 1))
+    place, rows = space.place(rank()), list(range(size()))  # none for rank 0
     dist.reduce_scatter(place, [space.put(each) for each in space.of(rank(), sum(rows)).split(rows)])
     return [(place, space.total(sum(rows)).split(rows)[rank()])]
 

@@ -45,24 +45,26 @@ def test_both_directions_at_once(receive_first: bool) -> None:
 
 
 def test_what_stages_send() -> None:
-    """Views, strided and empty tensors, and every dtype that a stage may compute with."""
+    """Tensors of a graph, without dimensions, or without elements; test_layouts.py has the others."""
     rank, right, left = neighbours()
-    of = {name: torch.arange(24).reshape(4, 6) + each for name, each in (("sent", rank), ("wanted", left))}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.complex64):
-        sent, wanted = of["sent"].to(dtype), of["wanted"].to(dtype)
-        for part in (lambda x: x[1:3], lambda x: x[:, ::2], lambda x: x.t(), lambda x: x[:0], lambda x: x[2, 3]):
-            place = torch.zeros(8, 9, dtype=dtype)[: part(wanted).shape[0] if part(wanted).dim() else 1]
-            place = torch.zeros_like(part(wanted)) if part(wanted).dim() < 2 else place[:, : part(wanted).shape[1]]
-            work = isend(part(sent), right)
-            dist.recv(place, left)
-            work.wait()
-            assert torch.equal(place, part(wanted))
-    leaf = torch.ones(3, requires_grad=True)
-    work = isend(leaf * 2, right)  # of a graph
-    place = torch.zeros(3)
-    dist.recv(place, left)
-    work.wait()
-    assert place.tolist() == [2, 2, 2]
+    for part in (lambda x: x.requires_grad_() * 2, lambda x: x[2, 3], lambda x: x[:0]):
+        sent, wanted = (part(values(each, 0, 24).view(4, 6)) for each in (rank, left))
+        place = torch.zeros(wanted.shape)
+        work = isend(sent, right)
+        dist.recv(place, left)
+        work.wait()
+        assert torch.equal(place, wanted)
+
+
+def test_messages_are_received_by_their_tags() -> None:
+    rank, right, left = neighbours()
+    works = [isend(values(rank, tag), right, tag=tag) for tag in (1, 2)]
+    for tag in (2, 1):
+        place = torch.zeros(LARGE)
+        dist.recv(place, left, tag=tag)
+        assert torch.equal(place, values(left, tag))
+    for work in works:
+        work.wait()
 
 
 def test_messages_of_a_group_beside_a_collective_of_another() -> None:

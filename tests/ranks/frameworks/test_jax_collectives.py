@@ -1,9 +1,9 @@
-"""The collectives of allreduce.jax that give ranks different results: against NumPy over all ranks' arrays."""
+"""The collectives of allreduce.jax, against NumPy over all ranks' arrays."""
 
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +20,8 @@ import allreduce  # noqa: E402
 import allreduce.jax as ours  # noqa: E402
 from allreduce import errors  # noqa: E402
 from allreduce.jax.collective import words_of_perm  # noqa: E402
+from allreduce.jax.primitive import KNOWS_BUFFERS  # noqa: E402
+from tests.ranks.together import raised  # noqa: E402
 
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 LAST = size - 1
@@ -32,8 +34,19 @@ def only(wanted: Wanted, root: int) -> Wanted:
     return lambda table, here: wanted(table, here) if here == root else 0 * wanted(table, here)
 
 
+def combined(combine: Callable[..., np.ndarray]) -> Wanted:
+    return lambda table, _: combine(table, axis=0).astype(table.dtype)
+
+
 # name: the call, whether it takes a row for each rank, the result
 CALLS: dict[str, tuple[Callable[..., Any], bool, Wanted]] = {
+    "psum": (ours.psum, False, combined(np.sum)),
+    "pmax": (ours.pmax, False, combined(np.max)),
+    "pmin": (ours.pmin, False, combined(np.min)),
+    "pmean": (ours.pmean, False, combined(np.mean)),
+    "all_gather": (ours.all_gather, False, lambda table, _: table),
+    "broadcast": (ours.broadcast, False, lambda table, _: table[0]),
+    "broadcast of the last": (partial(ours.broadcast, root=LAST), False, lambda table, _: table[LAST]),
     "psum_scatter": (ours.psum_scatter, True, lambda table, here: table[:, here].sum(0).astype(table.dtype)),
     "all_to_all": (ours.all_to_all, True, lambda table, here: table[:, here]),
     "scatter": (ours.scatter, True, lambda table, here: table[0, here]),
@@ -46,7 +59,8 @@ CALLS: dict[str, tuple[Callable[..., Any], bool, Wanted]] = {
     "nothing": (partial(ours.ppermute, perm=[]), False, lambda table, _: 0 * table[0]),
     "scan": (ours.scan, False, lambda table, here: table[: here + 1].sum(0).astype(table.dtype)),
 }
-EACH = [name for name in CALLS if name not in ("scatter", "gather", "any order", "nothing")]  # with a root of its own
+LIKE_OTHERS = ("scatter", "gather", "broadcast", "any order", "nothing")
+EACH = [name for name in CALLS if name not in ("pmax", "pmin", *LIKE_OTHERS)]  # with a derivative, a root of its own
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +85,8 @@ def test_values(auto: Any, name: str) -> None:
     call, rows, wanted = CALLS[name]
     kinds = {"one": ((2, 3), "float32"), "count": ((), "int32"), "more": ((5,), "float32"), "none": ((0, 2), "float32")}
     kinds["half"] = ((4,), "bfloat16")
+    if name == "pmean":
+        del kinds["count"]
     mine = {key: jnp.asarray(array_of(rank, rows, *each)) for key, each in kinds.items()}
     for found in (call(mine, auto), jax.jit(partial(call, backend=auto))(mine)):
         for key, each in kinds.items():
@@ -155,13 +171,23 @@ def test_scan_of_16_bits_rounds_once(auto: Any) -> None:
 
 
 def test_moves_of_every_dtype(auto: Any) -> None:
-    kinds = ("uint16", "complex64", "bool", "float8_e4m3fn")
-    found = ours.all_to_all({kind: array_of(rank, True, (3,), kind) for kind in kinds}, auto)
-    for kind in kinds:
-        np.testing.assert_array_equal(found[kind], everyone(True, (3,), kind)[:, rank])
-    keys = jax.random.split(jax.random.key(3), size)
-    assert ours.scatter(keys, auto) == keys[rank]
-    assert ours.ppermute(keys[rank], auto, SHIFT) == keys[rank - 1]
+    """Collectives that compute nothing accept them: random keys are uint32, or have their own dtype."""
+    kinds = ("uint16", "uint32", "int16", "complex64", "bool", "float8_e4m3fn", "float32")
+    for name in ("all_to_all", "broadcast of the last", "all_gather"):
+        call, rows, wanted = CALLS[name]
+        found = jax.jit(partial(call, backend=auto))({kind: array_of(rank, rows, (3,), kind) for kind in kinds})
+        for kind in kinds:
+            assert found[kind].dtype == kind
+            np.testing.assert_array_equal(found[kind], wanted(everyone(rows, (3,), kind), rank))
+    for make in (jax.random.key, jax.random.PRNGKey):
+        keys = jax.random.split(make(3), size)
+        moved = [(rank, ours.scatter(keys, auto)), (0, ours.broadcast({"key": keys[rank]}, auto)["key"])]
+        for number, key in [*moved, (rank - 1, ours.ppermute(keys[rank], auto, SHIFT))]:
+            assert key.dtype == keys.dtype
+            np.testing.assert_array_equal(jax.random.normal(key, 3), jax.random.normal(keys[number], 3))
+        assert ours.all_gather(keys[rank], auto).shape == keys.shape
+    with pytest.raises(errors.UnsupportedDtypeError, match="uint32"):
+        ours.psum(jax.random.PRNGKey(0), auto)
 
 
 def test_order(auto: Any) -> None:
@@ -178,18 +204,41 @@ def test_order(auto: Any) -> None:
         np.testing.assert_array_equal(summed, np.full(number + 1, sum(range(size)) + size * number))
 
 
-def test_layouts(auto: Any) -> None:
-    """Arrays that are not in the order of their memory, and memory that JAX may overwrite."""
-    views = [lambda array: array.swapaxes(1, 2), lambda array: array[:, ::-1, ::2], lambda array: array[..., 1:1]]
-    mine, table = array_of(rank, True, (3, 4)), everyone(True, (3, 4))
-    for view in views:
-        wanted = np.stack([view(each) for each in table])[:, rank]
-        for form in (view(mine), view(jnp.asarray(mine))):
-            np.testing.assert_array_equal(ours.all_to_all(form, auto), wanted)
-        compiled = jax.jit(lambda array, view=view: ours.all_to_all(view(array), auto))
-        np.testing.assert_array_equal(compiled(jnp.asarray(mine)), wanted)
-    donated = jax.jit(lambda array: ours.all_to_all(array, auto), donate_argnums=0)
-    np.testing.assert_array_equal(donated(jnp.asarray(mine)), table[:, rank])
+LAYOUTS: dict[str, Callable[[Any], Any]] = {  # of the last three axes
+    "transposed": lambda array: array.swapaxes(-3, -1),
+    "permuted": lambda array: array.swapaxes(-3, -2).swapaxes(-2, -1),
+    "sliced": lambda array: array[..., ::2, 1:3],
+    "reversed": lambda array: array[..., ::-1, :, ::-1],
+    "column": lambda array: array[..., 1],
+    "empty": lambda array: array[..., 1:1, :],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+@pytest.mark.parametrize(
+    ("name", "kind"), [("psum", "float32"), ("all_gather", "float32"), ("broadcast", "bool"), ("all_to_all", "float32")]
+)
+def test_layouts(auto: Any, name: str, kind: str) -> None:
+    """Arrays that are not in the order of their memory, from NumPy and from JAX, also those that JAX may overwrite."""
+    call, rows, wanted = CALLS[name]
+    mine, table = (make(*given, rows, (2, 3, 4), kind) for make, given in ((array_of, [rank]), (everyone, [])))
+    held = jnp.asarray(mine)
+
+    def views(array: Any) -> dict[str, Any]:
+        return {layout: view(array) for layout, view in LAYOUTS.items()}
+
+    forms = {
+        "NumPy": call(views(mine), auto),
+        "JAX": call(views(held), auto),
+        "compiled": jax.jit(lambda array: call(views(array), auto))(held),
+        "donated": jax.jit(partial(call, backend=auto), donate_argnums=0)(views(jnp.array(mine))),
+    }
+    for layout, view in LAYOUTS.items():
+        for form, found in forms.items():
+            assert found[layout].dtype == kind
+            expected = wanted(np.stack([view(each) for each in table]), rank)
+            np.testing.assert_array_equal(np.asarray(found[layout]), expected, err_msg=f"{layout}, {form}")
+    np.testing.assert_array_equal(np.asarray(held), mine)
 
 
 def test_the_text_of_many_pairs_is_short() -> None:
@@ -231,3 +280,102 @@ def test_errors(auto: Any) -> None:
             with pytest.raises(errors.DisagreementError, match="rank 0: "):
                 call()
     assert float(ours.scan(jnp.float32(1), auto)) == rank + 1
+
+
+def test_large_arrays_whose_memory_is_reused(auto: Any) -> None:
+    """The kind of JAX's issue 40830: sums of 4 MiB, again and again, of memory that the next step takes."""
+    index = np.arange(1 << 20) % 997
+    step = jax.jit(lambda array: (ours.psum(array, auto), array * 0 - 1), donate_argnums=0)
+    for number in range(5):
+        summed, _ = step(jnp.asarray(index * (rank + 1) + number, "float32"))
+        several = [ours.psum(jnp.asarray(index + rank + more, "float32"), auto) for more in range(2)]
+        np.testing.assert_array_equal(summed, index * sum(range(size + 1)) + number * size)
+        for more, each in enumerate(several):
+            np.testing.assert_array_equal(each, index * size + sum(range(size)) + more * size)
+
+
+def test_memory(auto: Any) -> None:
+    """In compiled code the results take the memory of the arguments, unless other code still reads it."""
+    call = partial(ours.pmean, backend=auto)
+    mine = jnp.full(100_000, float(rank))
+    memory = jax.jit(call, donate_argnums=0).lower(mine).compile().memory_analysis()
+    if KNOWS_BUFFERS:  # JAX 0.6.2 and later
+        assert memory.temp_size_in_bytes < 1000
+    before, mean, after = jax.jit(lambda array: (array, call(array), array + 0))(mine)
+    for each in (mine, before, after):
+        np.testing.assert_array_equal(each, rank)
+    np.testing.assert_array_equal(mean, (size - 1) / 2)
+
+
+def test_surroundings(auto: Any) -> None:
+    """Transformations of JAX around a call: no compilation, recomputed layers, several devices."""
+    call = partial(ours.pmean, backend=auto)
+    with jax.disable_jit():
+        assert float(call(jnp.float32(rank))) == float(call(float(rank))) == (size - 1) / 2
+
+    def layer(array: Any) -> Any:
+        return jnp.sin(call(jnp.sin(array)))
+
+    mine = jnp.arange(3.0) + rank
+    wanted = jax.grad(lambda array: layer(array).sum())(mine)
+    found = jax.jit(jax.grad(lambda array: jax.checkpoint(layer)(array).sum()))(mine)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    devices = np.array(jax.devices())
+    assert devices.size == 2
+    everywhere = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("here",)), jax.sharding.PartitionSpec("here"))
+    for changed in (call, jax.jit(lambda array: call(array * 2))):
+        text = raised(errors.UnavailableError, lambda changed=changed: changed(jax.device_put(jnp.ones(4), everywhere)))
+        assert "one device of each rank" in text
+    assert float(call(jax.device_put(jnp.float32(rank), devices[1]))) == (size - 1) / 2
+
+
+class Layer(NamedTuple):
+    """As Equinox's layers and Flax's TrainState: besides arrays it holds a function, which differs in each process."""
+
+    weights: Any
+    activation: Callable[[Any], Any]
+
+
+jax.tree_util.register_pytree_node(
+    Layer, lambda layer: ((layer.weights,), layer.activation), lambda kept, parts: Layer(*parts, kept)
+)
+
+
+def test_nodes(auto: Any) -> None:
+    layer = Layer({"w": jnp.full(3, float(rank))}, lambda array: array)
+    for found in (ours.pmean(layer, auto), jax.jit(partial(ours.pmean, backend=auto))(layer)):
+        assert found.activation is layer.activation
+        np.testing.assert_array_equal(found.weights["w"], (size - 1) / 2)
+    other = Layer({"w" if rank else "v": jnp.ones(3)}, jnp.tanh)
+    text = raised(errors.DisagreementError, lambda: ours.pmean(other, auto))
+    assert "['v'] of float32[3]" in text, text
+
+
+def test_errors_of_reductions(flat: allreduce.Topology) -> None:
+    """The same named error on every rank, eagerly and compiled; later calls work."""
+    reduce = allreduce.create("auto", flat)
+    shape = (2, 3) if rank == 0 else (3, 2)
+    call = partial(ours.pmean, backend=reduce)
+    for _ in range(2):
+        text = raised(errors.DisagreementError, lambda: call(jnp.ones(shape)))
+        assert "rank 0: a tree pmean * of float32[2, 3]" in text, text
+        assert float(call(jnp.float32(rank))) == (size - 1) / 2
+    text = raised(jax.errors.JaxRuntimeError, lambda: jax.block_until_ready(jax.jit(call)(jnp.ones(shape[0] + 7))))
+    assert "DisagreementError" in text
+    with_names = ours.named_errors(reduce)
+
+    def compiled() -> None:
+        with with_names:
+            jax.block_until_ready(jax.jit(call)(jnp.ones(shape[0] + 9)))
+
+    assert "float32[11]" in raised(errors.DisagreementError, compiled)
+    raised(errors.DisagreementError, lambda: call({"a" if rank else "b": jnp.ones(3)}))
+    assert "mean" in raised(errors.UnsupportedOpError, lambda: call(jnp.ones(3, "int32")))
+    raised(errors.UnsupportedDtypeError, lambda: ours.psum(jnp.ones(3, "complex64"), reduce))
+    raised(errors.OptionError, lambda: ours.pmean(jnp.ones(3), "ring"))
+    raised(errors.OptionError, lambda: ours.broadcast(jnp.ones(3), reduce, root=size))
+    slope = jax.grad(lambda array: ours.pmax(array, reduce).sum())
+    assert "stop_gradient" in raised(errors.UnsupportedOpError, lambda: slope(jnp.ones(3)))
+    assert float(jax.jit(call)(jnp.float32(rank))) == (size - 1) / 2
+    reduce.close()
+    raised(errors.ClosedError, lambda: call(jnp.ones(3)))
