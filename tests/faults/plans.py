@@ -54,7 +54,6 @@ PROGRAMS = {
     "sharded optimizer": Program(2, "loop", SHARDED, ("torch",), (3, 7)),
     "local SGD optimizer": Program(1, "loop", ON_CPU, ("torch",), exact=False, again=ROUND),
     "calls": Program(5, "calls", (*ON_CPU, IN_TURN)),
-    "disagreement": Program(4, "disagreeing", ON_CPU),
 }
 
 
@@ -62,10 +61,9 @@ PROGRAMS = {
 class Fault:
     """A fault. kind: one of KINDS. rank: the rank of the job that it happens to.
 
-    point: a point in the code, or OUTSIDE; for a disagreement, its subject. turn: the number of the visit to the point
-    at which the fault happens (1: the first); with OUTSIDE, the step after which the signal is sent. after: whether the
-    fault happens after the point. delay: seconds: with OUTSIDE, before the signal; of a stop, until SIGCONT; of a slow
-    rank, its sleep.
+    point: a point in the code, or OUTSIDE. turn: the number of the visit to the point at which the fault happens, from
+    1; with OUTSIDE, the step after which the signal is sent. after: whether the fault happens after the point. delay:
+    seconds: with OUTSIDE, before the signal; of a stop, until SIGCONT; of a slow rank, its sleep.
     """
 
     kind: str
@@ -199,7 +197,6 @@ KINDS = {
     "exit": Kind("sys.exit(0) in the middle", True, r"RankLeftError: rank {rank} has left"),
     # after the fit, whose end it is no more, it kills the rank, and the others continue
     "term": Kind("SIGTERM", True, r"SIGTERM|rank {rank} of the job failed in (evaluate|predict|save)"),
-    "differ": Kind("it does something else than the others, see DISAGREEMENTS", False),
     "revoke": Kind("it ends all waits of its topology, as if a rank had failed", False),
     "spoil": Kind("it sends a wrong summand, or gets a wrong sum, which must be detected", False),
     "truncate": Kind("the newest checkpoint is truncated before the job resumes", False, r"checkpoint"),
@@ -211,38 +208,6 @@ KINDS = {
 }
 LOSSES = ("kill", "crash")  # after these the other ranks go on
 TOLD_SECONDS = 2.0  # after which a stopped rank must be reported, with the driver's ALLREDUCE_STALL_SECONDS=1
-
-
-# The ways in which one rank can differ from the others, and the named error that all ranks must then raise.
-
-
-class Disagreement(NamedTuple):
-    """way: "calls" of a backend, a "trainer", or a PyTorch "loop". error: the name of the error's class."""
-
-    way: str
-    error: str = "DisagreementError"
-
-
-DISAGREEMENTS = {
-    "length": Disagreement("calls"),
-    "dtype": Disagreement("calls"),
-    "op": Disagreement("calls"),
-    "order of calls": Disagreement("calls"),
-    "a call left out": Disagreement("calls"),
-    "root": Disagreement("calls"),
-    "allocation": Disagreement("calls"),
-    "backend": Disagreement("calls"),
-    "model": Disagreement("trainer"),
-    "batch size": Disagreement("trainer"),
-    "epochs": Disagreement("trainer"),
-    "rows": Disagreement("trainer"),
-    "learning rate": Disagreement("trainer"),
-    "callbacks": Disagreement("trainer"),
-    "NaN in a gradient": Disagreement("trainer", "NotFiniteError"),
-    "parameters": Disagreement("loop"),
-    "a step left out": Disagreement("loop"),
-    "NaN in backward": Disagreement("loop", "NotFiniteError"),
-}
 
 
 # Faults that are not left to chance: one run of each kind, and of moments that a loss may come at.
@@ -369,7 +334,6 @@ SCENARIOS = {
     "a wrong sum": Plan(
         15, 2, program="calls", backend="native", faults=(Fault("spoil", 1, "reduce", 20, after=True),)
     ),
-    "disagreement": Plan(16, 3, program="disagreement", backend="ring", faults=(Fault("differ", 1, "op", 20),)),
     "crash": Plan(18, 3, faults=(Fault("crash", 1, turn=20),)),
     "hold": Plan(19, 2, goes_on=False, faults=(Fault("hold", 1, "compute", 20, delay=60.0),)),
     "halt": Plan(20, 2, goes_on=False, faults=(Fault("halt", 1, turn=20),)),
