@@ -82,6 +82,22 @@ CALLS: dict[str, tuple[Callable[[AllReduce, int], Any], ...]] = {
         lambda reduce, seed: reduce.all_gather(np.ones(10 + seed)),
         lambda reduce, seed: reduce.all_gather(np.ones(11 + seed)),
     ),
+    "reduce_scatter": (
+        lambda reduce, seed: reduce.reduce_scatter(np.ones(20 + seed)),
+        lambda reduce, seed: reduce.reduce_scatter(np.ones(21 + seed)),
+    ),
+    "a call, not reduce_scatter": (
+        lambda reduce, seed: reduce(np.ones(20 + seed), "mean"),
+        lambda reduce, seed: reduce.reduce_scatter(np.ones(20 + seed)),
+    ),
+    "a call, not all_gather": (
+        lambda reduce, seed: reduce(np.ones(20 + seed), _op(reduce)),
+        lambda reduce, seed: reduce.all_gather(np.ones(20 + seed)),
+    ),
+    "a call, not allocate": (
+        lambda reduce, seed: reduce(np.ones(10 + seed, np.float32), _op(reduce)),
+        lambda reduce, seed: reduce.allocate(10 + seed),
+    ),
     "sparse": (
         lambda reduce, seed: _sparse(reduce, 10 + seed),
         lambda reduce, seed: _sparse(reduce, 11 + seed),
@@ -124,6 +140,8 @@ seeds = itertools.count(0, 50)
 def test_the_same_error_on_all_ranks(reduce: AllReduce, kind: str, known: str) -> None:
     if reduce.name == "adasum" and ("sparse" in kind or kind == "op"):
         pytest.skip("it makes no sums")
+    if "reduce_scatter" in kind and not reduce.two_phase:
+        pytest.skip("it has no phases")
     calls, seed = CALLS[kind], next(seeds)
     for odd in {0, SIZE - 1}:  # with other ranks on its host, or alone there
         for number in KNOWN[known]:
@@ -141,33 +159,6 @@ def test_the_same_error_on_all_ranks(reduce: AllReduce, kind: str, known: str) -
             reduce(array, "max")
             assert set(array) == {SIZE}
         seed = next(seeds)
-
-
-@pytest.mark.parametrize("phase", ["reduce_scatter", "all_gather"])
-def test_phases(reduce: AllReduce, phase: str) -> None:
-    if not reduce.two_phase:
-        pytest.skip("it has no phases")
-    for length in (20, 21):
-        getattr(reduce, phase)(np.ones(length))
-    mine = np.ones(21 if reduce.rank == SIZE - 1 else 20)
-    text = raised_everywhere(WORLD, DisagreementError, lambda: getattr(reduce, phase)(mine))
-    assert f"rank {SIZE - 1}: {phase}: length 21" in text
-    array = np.ones(20)
-    reduce(array, "sum")
-    other = partial(reduce, op="mean") if reduce.rank == SIZE - 1 else getattr(reduce, phase)
-    raised_everywhere(WORLD, DisagreementError, partial(other, array))
-    getattr(reduce, phase)(np.ones(20))
-
-
-def test_compressed(topology: allreduce.Topology) -> None:
-    with allreduce.create("ring", topology, compress="bfloat16") as reduce:
-        shapes = (4, 6), (6, 4)
-        for shape in shapes:
-            reduce(np.ones(shape), "sum")
-        text = raised_everywhere(
-            WORLD, DisagreementError, lambda: reduce(np.ones(shapes[reduce.rank == SIZE - 1]), "sum")
-        )
-        assert f"rank {SIZE - 1}: all_reduce: length 24 of shape (6, 4)" in text
 
 
 def test_places_in_allocated_memory(reduce: AllReduce) -> None:

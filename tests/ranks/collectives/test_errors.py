@@ -33,16 +33,6 @@ def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.
 
 
 @several
-@pytest.mark.parametrize("where", ["foreign", "allocated"])
-def test_lengths_differ(reduce: AllReduce, world: MPI.Intracomm, where: str) -> None:
-    large = np.zeros(64) if where == "foreign" else reduce.allocate(64, "float64")
-    array = large[: 40 + world.rank % 2]
-    text = raised_everywhere(world, errors.DisagreementError, lambda: reduce(array, "sum"))
-    for rank in range(SIZE):
-        assert f"rank {rank}: all_reduce: length {40 + rank % 2}, dtype float64" in text
-
-
-@several
 def test_memory_differs(reduce: AllReduce, world: MPI.Intracomm) -> None:
     """It is an error where it matters whose memory an array is in. Elsewhere the call works."""
     allocated = reduce.allocate(18, "float64")
@@ -171,16 +161,8 @@ def test_closed(reduce: AllReduce, world: MPI.Intracomm) -> None:
 
 
 @several
-def test_without_a_check(topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm) -> None:
-    """check=False sends no message of its own between nodes, and still refuses this rank's bad arguments."""
-    with allreduce.create("ring", topology_of(1), check=False) as loose:
-        if world.rank == 0:  # alone: nobody else takes part
-            with pytest.raises(errors.NotContiguousError):
-                loose(np.zeros(8)[::2], "sum")
-        array = np.full(8, 2.0)
-        loose(array, "sum")
-        assert np.all(array == 2 * SIZE)
-    with allreduce.create("ring", topology_of(None), check=False) as loose:  # one node compares calls in any case
+def test_one_node_compares_calls_without_a_check_too(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    with allreduce.create("ring", flat, check=False) as loose:
         raised_everywhere(world, errors.DisagreementError, lambda: loose(np.zeros(8 + world.rank), "sum"))
 
 
@@ -211,6 +193,7 @@ def test_unknown_name(flat: allreduce.Topology, world: MPI.Intracomm, name: Any,
         ("reduce_to_one", {"root": "zero"}, "got 'zero'"),
         ("hierarchical_copy", {"node": "native"}, "node='native' can't be used inside nodes"),
         ("hierarchical_copy", {"make": None}, "has no option 'make'"),
+        ("auto", {"measure": "sometimes"}, "measure must be True or False, got 'sometimes'"),
     ],
     ids=str,
 )
@@ -221,20 +204,18 @@ def test_bad_option(
 
 
 @several
-def test_names_differ(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    name = "native" if world.rank else "ring"
-    text = raised_everywhere(world, errors.DisagreementError, lambda: allreduce.create(name, flat))
-    assert "rank 0: create('ring'" in text
-    assert "rank 1: create('native'" in text
-
-
-@several
-def test_options_differ(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    text = raised_everywhere(
-        world, errors.DisagreementError, lambda: allreduce.create("reduce_to_one", flat, root=world.rank % 2)
-    )
-    assert "root=0" in text
-    assert "root=1" in text
+@pytest.mark.parametrize(
+    ("name", "options"), [(("ring", "native"), ({}, {})), (("reduce_to_one",) * 2, ({"root": 0}, {"root": 1}))], ids=str
+)
+def test_creations_differ(
+    name: tuple[str, str], options: tuple[dict[str, int], ...], flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    odd = world.rank % 2
+    create = functools.partial(allreduce.create, name[odd], flat, **options[odd])
+    text = raised_everywhere(world, errors.DisagreementError, create)
+    for rank in range(2):
+        assert f"rank {rank}: create('{name[rank]}'" in text
+        assert all(f"{key}={value}" in text for key, value in options[rank].items())
 
 
 @pytest.mark.parametrize("bad", [0, -2, (1, 99), (), (SIZE, 0), "two", 1.5], ids=repr)

@@ -105,29 +105,6 @@ def test_text() -> None:
         assert str(topology) == (many if SIZE > 1 else "1 rank on 1 simulated node")
 
 
-def test_of_a_part_of_the_ranks() -> None:
-    part = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2, -MPI.COMM_WORLD.rank)
-    with allreduce.Topology(part) as topology, allreduce.create("ring", topology) as reduce:
-        array = reduce.allocate(3, "int64")
-        array[:] = MPI.COMM_WORLD.rank
-        reduce(array, "sum")
-        assert array.tolist() == [sum(range(MPI.COMM_WORLD.rank % 2, SIZE, 2))] * 3
-        assert topology.rank == part.rank
-    part.Free()
-
-
-def test_close_frees_every_communicator() -> None:
-    topology = allreduce.Topology(ranks_per_node=2)
-    topology.inside()
-    topology.across()
-    private = topology.private()
-    owned = list(topology._owned)
-    assert private in owned
-    topology.close()
-    left = [*owned, topology.world, topology.node, topology.cross]
-    assert all(comm in (MPI.COMM_NULL, MPI.COMM_SELF) for comm in left)
-
-
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_backend_closes_everything_that_it_created(name: str, flat: allreduce.Topology) -> None:
     """Its parts, their topologies, their windows. tests/faults/leaks.py counts what MPI and the system hold."""
