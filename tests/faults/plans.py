@@ -255,7 +255,6 @@ SCENARIOS = {
     "losses in a sharded training": Plan(
         13, 3, "sharded", backend="ring", checkpoint=7, faults=kills((0, "update", 30), (1, "edit", 1)),
     ),
-    "losses with a loader": Plan(22, 4, rows="whole", faults=DOWN_TO_ONE),
     "losses of divided rows": Plan(23, 4, rows="divided", faults=DOWN_TO_ONE),
     "losses in local SGD": Plan(24, 4, "local SGD", rows="whole", faults=DOWN_TO_ONE),
     "losses while a trainer is made": Plan(
@@ -273,9 +272,6 @@ SCENARIOS = {
     "nobody has a part": Plan(
         29, 3, "sharded", backend="shared", copies=2,
         faults=kills((0, "wait for a backup", 90), (1, "wait for a backup", 90)),
-    ),
-    "losses beside a central storage": Plan(
-        30, 4, "central storage", storage=1, faults=kills((0, "compute", 15), (2, "end of a step", 31, True)),
     ),
     "loss of a central storage": Plan(
         31, 4, "central storage", storage=2, checkpoint=7, faults=kills((2, "compute", 25), (3, "go back", 1)),
@@ -299,7 +295,6 @@ SCENARIOS = {
         37, 5, "asynchronous servers", servers=1, ranks_per_worker=2,
         faults=kills((1, "compute", 8), (2, "end of an epoch", 4)),
     ),
-    "losses of spare replicas": Plan(38, 3, "spare replicas", faults=kills((2, "end of a step", 21, True))),
     "nobody has the parameters": Plan(39, 3, "asynchronous servers", servers=1, faults=kills((2, "reply", 20))),
     "a worker of whole rows is lost": Plan(
         40, 4, "asynchronous servers", servers=1, rows="whole", faults=kills((1, "compute", 8)),

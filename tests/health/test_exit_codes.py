@@ -1,11 +1,7 @@
 """The exit code of a job, for each way in which it can end: scripts that restart jobs depend on it."""
 
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from tests import launch
 from tests.conftest import JobRunner
 from tests.faults import job_of
 
@@ -94,21 +90,3 @@ with allreduce.create("ring") as reduce:
     job = mpirun(2, ["-c", program], mpi="mpich", timeout=120)
     assert job.returncode in (0, 9), (job.returncode, job.stdout)
     assert "never" not in job.stdout
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize(("way", "starts", "ranks"), [("killed", 2, 2), ("end", 1, 2)])
-def test_a_job_with_ulfm_whose_ranks_were_all_killed_is_started_again(
-    way: str, starts: int, ranks: int, tmp_path: Path
-) -> None:
-    """mpirun returns 0 there; scripts/keep_going.sh detects the failure."""
-    bin_folder = launch.environment("openmpi") / "bin"
-    launcher = f"{bin_folder / 'mpirun'} --with-ft ulfm --oversubscribe --bind-to none"
-    keep_going = ["bash", str(launch.ROOT / "scripts" / "keep_going.sh"), "--ranks", str(ranks), "--same-ranks"]
-    keep_going += ["--attempts", "2", "--progress", str(tmp_path), "--launcher", launcher]
-    job = subprocess.run(
-        [*keep_going, "--", str(bin_folder / "python"), *job_of("ends"), "allreduce", str(ranks), way],
-        env=launch.variables("none"), capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
-    assert job.returncode == (KILLED if way == "killed" else 0), job.stderr
-    assert job.stderr.count("\n+ ") + job.stderr.startswith("+ ") == starts, job.stderr

@@ -106,33 +106,6 @@ def test_an_exception_in_a_thread(mpirun: JobRunner) -> None:
     assert "ValueError: on purpose" in job.stderr
 
 
-def test_a_hook_that_was_set_later(mpirun: JobRunner, tmp_path: Path) -> None:
-    text = run(
-        mpirun,
-        tmp_path,
-        "openmpi",
-        "sys.excepthook = lambda *_: print('mine', flush=True); raise ValueError('mistake')",
-    )
-    assert "mine" in text
-    assert "rank 1 of 3: ValueError: mistake" in text
-
-
-def test_seconds_that_are_no_number(mpirun: JobRunner) -> None:
-    code = (
-        "import allreduce, os, sys\n"
-        "for variable in sys.argv[1:]:\n"
-        "    for os.environ[variable] in ('abc', 'nan'):\n"
-        "        try: allreduce.Topology()\n"
-        "        except allreduce.errors.OptionError as error: print(error)\n"
-        "    del os.environ[variable]\n"
-    )
-    job = mpirun(2, ["-c", code, *LIMITS])
-    assert job.returncode == 0, job.stderr
-    for variable in LIMITS:
-        assert job.stdout.count(f"{variable} must be a number of seconds such as") == 4, job.stdout
-        assert "got 'abc'" in job.stdout
-
-
 def test_an_exception_in_one_part(mpirun: JobRunner, tmp_path: Path) -> None:
     """It ends the programs of its part; the other part continues, here until the first part has ended."""
     code = (

@@ -5,7 +5,7 @@
 KIND: allreduce, torch (torch.distributed), horovod, or the name of a trainer. All ranks but the first LIVING ones are
 killed. WAY: how the living ranks end: "meet": they get the error of the failure and do not catch it. Otherwise the
 action of the first of them, while the rest wait for it: "raise", "interrupt", "exit" (all call sys.exit(5)), "thread",
-"killed" (all are), "end" (all end without an error).
+"end" (all end without an error).
 """
 
 import functools
@@ -83,8 +83,6 @@ def main(kind: str, living: int, way: str) -> None:
         die()
     if way != "meet":
         go_on()
-    if way == "killed":
-        die()
     if way == "exit":
         sys.exit(5)
     if rank == 0 and way == "raise":

@@ -1,7 +1,9 @@
 """Invalid use raises the same named error on every rank: no hang, no wrong sums, no unnamed internal error."""
 
 import functools
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -281,6 +283,17 @@ def test_lengths_that_no_machine_has(name: str, length: int, flat: allreduce.Top
         reduce(np.ones(3), "sum")  # and nothing is lost
 
 
+@pytest.mark.parametrize("variable", ["ALLREDUCE_STALL_SECONDS", "ALLREDUCE_TIMEOUT_SECONDS"])
+@pytest.mark.parametrize("seconds", ["abc", "nan"])
+def test_seconds_that_are_no_number(
+    variable: str, seconds: str, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, seconds)
+    text = raised_everywhere(world, errors.OptionError, allreduce.Topology)
+    assert f"{variable} must be a number of seconds such as" in text
+    assert f"got '{seconds}'" in text
+
+
 @pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan")])
 def test_no_time_to_wait(timeout: Any, world: MPI.Intracomm) -> None:
     raised_everywhere(world, errors.OptionError, lambda: allreduce.Topology(timeout=timeout))
@@ -395,7 +408,7 @@ def test_a_call_that_failed_half_way_is_the_last(
     raised: BaseException, seen: type[BaseException], monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
 ) -> None:
     """The ranks may be at different points, so the next call raises an error, `close` is local, and a new backend
-    works."""
+    works. The array lives on: other ranks, and messages that are still under way, may write to its memory."""
     with allreduce.Topology() as topology:
         reduce = allreduce.create("ring", topology)
         reduce(np.ones(11), "sum")
@@ -405,11 +418,16 @@ def test_a_call_that_failed_half_way_is_the_last(
 
         monkeypatch.setattr(reduce._algorithm, "work", lambda *_: allreduce.Work(fail))
         monkeypatch.setattr("allreduce.backend.do_nothing", fail)  # of one rank
+        array = np.ones(10)
+        alive = weakref.ref(array)
         with pytest.raises(seen):
-            reduce(np.ones(10), "sum")
+            reduce(array, "sum")
         with pytest.raises(errors.BrokenError, match="failed part-way"):
-            reduce(np.ones(10), "sum")
+            reduce(array, "sum")
         reduce.close()
+        del array, reduce
+        gc.collect()
+        assert alive() is not None
         world.Barrier()
 
 

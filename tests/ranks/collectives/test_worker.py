@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import math
 import os
 import signal
 import sys
@@ -27,7 +26,6 @@ from allreduce.errors import (
     UnsupportedOpError,
 )
 from allreduce.health import stall
-from allreduce.transport.control import all_values
 from allreduce.transport.wait import wait_for
 
 JOBS = "openmpi 1 2 3 5, mpich 2 3"
@@ -110,25 +108,6 @@ def test_a_queue_that_goes_on_loses_only_the_call_that_differs(topology: allredu
     last.wait()
     assert ran == ([0, 2] if topology.size > 1 else [0, 1, 2])
     queue.close()
-    topology.close()
-
-
-def test_a_call_takes_few_messages(topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On each rank, sent and received: one of its announcement, and one of each child; of the decision as many."""
-    sent: list[int] = []
-    queue, calls, start = topology.service(Worker).queue("user"), 20, Worker._send
-
-    def count(worker: Worker, text: np.ndarray, ranks: list[int]) -> None:
-        sent.extend(ranks)
-        start(worker, text, ranks)
-
-    monkeypatch.setattr(Worker, "_send", count)
-    for number in range(calls):
-        queue.submit(lambda: None, f"call {number}").wait()
-    queue.close()
-    received = [everyone.count(topology.rank) for everyone in all_values(topology.world, sent, "count messages")]
-    assert sum(received) > 0 or topology.size == 1
-    assert len(sent) + sum(received) <= (calls + 1) * 2 * math.ceil(math.log2(topology.size))
     topology.close()
 
 
