@@ -60,17 +60,22 @@ class Pretended:
         self.variables = {"CALLS": str(self.calls), "PLAN": str(self.plan), "RUN": str(self.run_folder), "RANK": RANK}
         self.bin = folder / "bin"
         self.bin.mkdir()
-        programs = {"mpirun": LAUNCHER, "ssh": f"#!{BASH}\n[[ $1 != lost* ]]\n", "sleep": SLEEP}
+        self.add(mpirun=LAUNCHER, ssh=f"#!{BASH}\n[[ $1 != lost* ]]\n", sleep=SLEEP)
+
+    def add(self, **programs: str) -> None:
+        """Put programs on the PATH."""
         for name, text in programs.items():
             (self.bin / name).write_text(text)
             (self.bin / name).chmod(0o755)
 
+    def environment(self, **more: str) -> dict[str, str]:
+        return {**os.environ, **self.variables, "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}", **more}
+
     def start(self, plan: Sequence[str], *options: str, mpi: str = "Open MPI") -> "subprocess.Popen[str]":
         self.plan.write_text("\n".join(plan) + "\n")
-        path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
         return subprocess.Popen(
             [BASH, SCRIPT, *options, "--", "train", "--checkpoint", str(self.run_folder)],
-            env={**os.environ, **self.variables, "PATH": path, "MPI": mpi}, cwd=self.folder,
+            env=self.environment(MPI=mpi), cwd=self.folder,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -152,13 +157,8 @@ def test_a_lost_host_is_left_out(mpi: str, before: str, after: str, pretended: P
 
 
 def test_the_job_of_slurm_goes_on_without_the_lost_node(pretended: Pretended) -> None:
-    programs = {
-        "srun": LAUNCHER.replace("$*", "srun -c$SRUN_CPUS_PER_TASK $*"),
-        "scontrol": f"#!{BASH}\nprintf 'a\\nb\\nc\\n'\n",
-    }
-    for name, text in (programs | {"not_b": f"#!{BASH}\n[[ $1 != b ]]\n"}).items():
-        (pretended.bin / name).write_text(text)
-        (pretended.bin / name).chmod(0o755)
+    asked, not_b = f"#!{BASH}\nprintf 'a\\nb\\nc\\n'\n", f"#!{BASH}\n[[ $1 != b ]]\n"
+    pretended.add(srun=LAUNCHER.replace("$*", "srun -c$SRUN_CPUS_PER_TASK $*"), scontrol=asked, not_b=not_b)
     pretended.plan.write_text("checkpoint 1\n0\n")
     slurm = {"SLURM_SUBMIT_DIR": str(launch.ROOT), "SLURM_JOB_NODELIST": "[a-c]", "SLURM_NTASKS_PER_NODE": "2"}
     slurm |= {
@@ -168,7 +168,7 @@ def test_the_job_of_slurm_goes_on_without_the_lost_node(pretended: Pretended) ->
     }
     ended = subprocess.run(
         [BASH, BATCH, "train", "--checkpoint", str(pretended.run_folder)],
-        env={**os.environ, **pretended.variables, **slurm, "PATH": f"{pretended.bin}{os.pathsep}{os.environ['PATH']}"},
+        env=pretended.environment(**slurm),
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
@@ -183,15 +183,13 @@ def test_the_job_of_slurm_requeues_itself_if_its_time_is_up(
     """It leaves no file. `scancel` sends SIGTERM."""
     (tmp_path / "scratch").mkdir()
     asked = f"#!{BASH}\nif [ $1 = requeue ]; then echo $*; else echo a; fi\n"
-    for name, text in {"srun": LAUNCHER, "scontrol": asked}.items():
-        (pretended.bin / name).write_text(text)
-        (pretended.bin / name).chmod(0o755)
+    pretended.add(srun=LAUNCHER, scontrol=asked)
     pretended.plan.write_text("asleep 0\n")
     slurm = {"SLURM_SUBMIT_DIR": str(launch.ROOT), "SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "5", "MPI": "slurm 23"}
-    slurm |= {"TMPDIR": str(tmp_path / "scratch"), "PATH": f"{pretended.bin}{os.pathsep}{os.environ['PATH']}"}
+    slurm |= {"TMPDIR": str(tmp_path / "scratch")}
     job = subprocess.Popen(
         [BASH, BATCH, "train", "--checkpoint", str(pretended.run_folder)],
-        env={**os.environ, **pretended.variables, **slurm},
+        env=pretended.environment(**slurm),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     pretended.wait_for_sleep()
@@ -312,8 +310,7 @@ def test_a_job_grows_with_its_hostfile(script: bool, pretended: Pretended, tmp_p
     hosts.write_text(f"#!{BASH}\ncat {lines}\n")
     hosts.chmod(0o755)
     lines.write_text("here slots=2\nlost slots=2\n")
-    alive = f"#!{BASH}\n[[ $1 != lost || -e {tmp_path / 'back'} ]]\n"
-    (pretended.bin / "ssh").write_text(alive)
+    pretended.add(ssh=f"#!{BASH}\n[[ $1 != lost || -e {tmp_path / 'back'} ]]\n")
     given = ["--hostfile", str(hosts if script else lines), "--grow", "1", "--reach", "ssh", "--attempts", "1"]
     job = pretended.start(["checkpoint 1", "asleep", "asleep", "rank", "0"], *given)
     pretended.wait_for_sleep()

@@ -93,9 +93,13 @@ class Comm:
         return message
 
 
-@pytest.fixture(params=[5, 128], ids=str)
-def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Network, list[StatusMessages]]:
+@pytest.fixture(autouse=True)
+def _ranks_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+
+
+@pytest.fixture(params=[5, 128], ids=str)
+def job(request: pytest.FixtureRequest) -> tuple[Network, list[StatusMessages]]:
     return make(request.param)
 
 
@@ -172,7 +176,6 @@ def after_a_failure(
     ranks: int, gone: Collection[int], known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Network, list[StatusMessages]]:
     """Return ranks after ranks `gone` have failed. known: MPI has told the others."""
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     monkeypatch.setattr(ulfm, "failed", lambda comm: tuple(gone) if known else ())
     monkeypatch.setattr(ulfm, "acknowledge", lambda comm: None)
     network, every = make(ranks)
@@ -217,8 +220,7 @@ def test_a_rank_whose_receivers_have_all_ended_tells_others(monkeypatch: pytest.
     assert 11 < network.sent[9] < 63
 
 
-def test_a_rank_that_takes_no_messages_holds_up_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+def test_a_rank_that_takes_no_messages_holds_up_no_news() -> None:
     _, every = make(16)
     all_wait(every, 2)
     rounds(every, without=[2])
@@ -242,7 +244,6 @@ def test_a_wait_that_is_over_is_shown_no_more(job: tuple[Network, list[StatusMes
 
 def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks time out at about the same moment; the later one must not report that the other has not come."""
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(3)
     wait = all_wait(every, 1)
     every[2].note_given_up(wait, NamedCall("all_reduce", 5))
@@ -256,22 +257,28 @@ def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.Mon
     assert "  ranks 1-2: have not arrived" in every[0].table(NamedCall("all_reduce", 5))
 
 
-def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPI still reads a message until its receiver takes it."""
+@pytest.mark.parametrize("half_received", [False, True])
+def test_messages_on_their_way_outlive_a_topology_that_is_dropped(
+    half_received: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPI still reads a message until its receiver takes it, and writes into one that is half received."""
     kept: list[Any] = []
     monkeypatch.setattr("allreduce.health.status_messages.free_later", kept.append)
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
-    _, every = make(2)
-    all_wait(every, 1)
-    every[0].exchange()
-    del every[0]
+    network, every = make(2)
+    network.stopped[1] = []
+    all_wait(every, 0 if half_received else 1)
+    for messages in every[::-1]:
+        messages.exchange()
+    del messages, every[0]
     gc.collect()
-    assert len(kept) == 1
-    assert b"all_reduce" in kept[0][1]
+    if half_received:
+        assert any(network.stopped[1][0]._buffer is part for each in kept for part in each)
+    else:
+        assert len(kept) == 1
+        assert b"all_reduce" in kept[0][1]
 
 
-def test_every_rank_hears_which_one_has_left_and_which_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+def test_every_rank_hears_which_one_has_left_and_which_differ() -> None:
     _, every = make(10)
     wait = all_wait(every, 9)
     other = NamedCall("broadcast", 6)
@@ -314,9 +321,8 @@ def test_what_a_rank_is_keeps_its_text_however_many_calls_there_are() -> None:
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["one call", "many calls"])
-def test_all_of_a_large_job_arrives_in_messages_of_limited_length(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_a_large_job_arrives_in_messages_of_limited_length(same: bool) -> None:
     """Versions of rows drift apart in a long job; messages that are too long for `decode` would be lost."""
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     network = Network(ranks := 8192)
     first, second = (StatusMessages(Comm(network, rank)) for rank in range(2))  # type: ignore[arg-type]
     for rank in range(2, ranks):
@@ -333,7 +339,6 @@ def test_all_of_a_large_job_arrives_in_messages_of_limited_length(same: bool, mo
 
 
 def test_the_last_message_of_a_rank_has_all_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     monkeypatch.setattr(status, "MESSAGE_BYTES", 500)
     network, every = make(100)
     for rank in range(2, 100):
@@ -345,8 +350,7 @@ def test_the_last_message_of_a_rank_has_all_that_it_knows(monkeypatch: pytest.Mo
     assert network.longest <= 500
 
 
-def test_a_rank_that_is_stopped_while_it_sends_stops_no_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+def test_a_rank_that_is_stopped_while_it_sends_stops_no_receiver() -> None:
     network, every = make(4)
     network.stopped[1] = []
     wait = all_wait(every, 0)
@@ -364,7 +368,6 @@ def test_a_rank_that_is_stopped_while_it_sends_stops_no_receiver(monkeypatch: py
 
 
 def test_a_signals_handler_may_exchange_messages_in_the_middle_of_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(4)
     all_wait(every, 0)
     every[1].exchange()
@@ -386,21 +389,6 @@ def test_a_signals_handler_may_exchange_messages_in_the_middle_of_an_exchange(mo
     assert every[0].state[Fact(WAITING, 7, 1, 5, "all_reduce")] == {1, 2, 3}
     assert not every[0]._arriving
     assert [rank for messages in every[1:] for rank, _ in messages.dump_requests] == [0, 0, 0]
-
-
-def test_messages_half_received_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPI still writes into them."""
-    kept: list[Any] = []
-    monkeypatch.setattr("allreduce.health.status_messages.free_later", kept.append)
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
-    network, every = make(2)
-    network.stopped[1] = []
-    all_wait(every, 0)
-    every[1].exchange()
-    every[0].receive()
-    del every[0]
-    gc.collect()
-    assert any(network.stopped[1][0]._buffer is part for each in kept for part in each)
 
 
 # Threads
@@ -467,7 +455,6 @@ def test_a_process_that_has_ended_is_gone(waiting_process: tuple[subprocess.Pope
 
 
 def test_a_rank_whose_process_has_ended_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     monkeypatch.setattr(liveness, "gone", lambda process: process.pid == 2)
     network = Network(3)
     messages = StatusMessages(Comm(network, 0))  # type: ignore[arg-type]
