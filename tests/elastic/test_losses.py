@@ -13,16 +13,10 @@ from allreduce.transport.control import agree
 from allreduce.transport.layout import nodes_left
 from allreduce.transport.wait import NamedCall
 from tests.conftest import JobRunner
-from tests.faults import job_of
-
-
-def test_agreements_are_right_while_another_thread_communicates(mpirun: JobRunner) -> None:
-    """Without a failure of a rank: Open MPI garbles one agreement in hundreds."""
-    job = mpirun(3, [*job_of("agreements"), 2], ulfm=True, timeout=60)
-    assert job.stdout.count("all were right") == 3, job.stdout + job.stderr
 
 
 def test_a_garbled_agreement_is_made_again() -> None:
+    """Open MPI garbles one agreement in hundreds while another thread communicates, without a failure of a rank."""
     brought = []
 
     class Garbles:

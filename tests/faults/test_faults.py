@@ -37,7 +37,7 @@ SAID = {  # texts that a job must print
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("name", plans.SHORT)
+@pytest.mark.parametrize("name", plans.SCENARIOS)
 def test_what_must_be_seen_of_a_fault_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault ends the job with a message, or is survived with the right result; tests.faults draws more of them."""
     plan = plans.SCENARIOS[name]

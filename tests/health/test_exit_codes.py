@@ -6,7 +6,7 @@ from tests.conftest import JobRunner
 from tests.faults import job_of
 
 KILLED = 128 + 9
-WAYS = {"end": 0, "raise": 1, "interrupt": 130, "exit": 5, "thread": 1}
+WAYS = {"end": 0, "raise": 1, "interrupt": 130, "exit": 5}
 
 
 def run(mpirun: JobRunner, kind: str, ranks: int, living: int, way: str, mpi: str, ulfm: bool) -> int:

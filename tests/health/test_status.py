@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
-from mpi4py import MPI
 
 from allreduce.errors import RankLeftError
 from allreduce.health import status
@@ -21,76 +20,7 @@ from allreduce.process import proc
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.wait import NamedCall, WaitRecord
 from tests.conftest import JobRunner
-
-
-class _Request:
-    """A synchronous send's request: done when its message is received."""
-
-    taken = False
-
-    def Test(self) -> bool:  # noqa: N802
-        return self.taken
-
-
-class _Message:
-    def __init__(self, content: bytes, request: _Request) -> None:
-        self._content, self._request = content, request
-
-    def Irecv(self, buffer: Any) -> _Request:  # noqa: N802
-        buffer[0][:] = self._content
-        self._request.taken = True
-        return self._request
-
-
-class _Halted(_Message):
-    """Its sender is stopped while MPI transfers it."""
-
-    def Irecv(self, buffer: Any) -> _Request:  # noqa: N802
-        self._buffer = buffer[0]
-        return self._request
-
-    def go_on(self) -> None:
-        super().Irecv([self._buffer])
-
-
-class Network:
-    """Messages between ranks of this process, counted."""
-
-    def __init__(self, ranks: int) -> None:
-        self.arrived: dict[int, deque] = defaultdict(deque)
-        self.sent: Counter[int] = Counter()
-        self.pairs: set[tuple[int, int]] = set()
-        self.longest, self.size = 0, ranks
-        self.failed: frozenset[int] = frozenset()
-        self.stopped: dict[int, list[_Halted]] = {}  # messages of stopped ranks that others have begun to receive
-
-
-class Comm:
-    """A communicator of one rank of a Network."""
-
-    def __init__(self, network: Network, rank: int) -> None:
-        self._network, self.rank, self.size = network, rank, network.size
-
-    def Issend(self, message: Any, rank: int) -> _Request:  # noqa: N802
-        if rank in self._network.failed:
-            raise MPI.Exception(MPI.ERR_OTHER)
-        request, content = _Request(), bytes(message[0])
-        self._network.arrived[rank].append((self.rank, content, request))
-        self._network.sent[self.rank] += 1
-        self._network.pairs.add((min(self.rank, rank), max(self.rank, rank)))
-        self._network.longest = max(self._network.longest, len(content))
-        return request
-
-    def Improbe(self, status: MPI.Status) -> _Message | None:  # noqa: N802
-        if not self._network.arrived[self.rank]:
-            return None
-        source, content, request = self._network.arrived[self.rank].popleft()
-        status.source = source
-        status.Set_elements(MPI.BYTE, len(content))
-        if source not in self._network.stopped:
-            return _Message(content, request)
-        self._network.stopped[source].append(message := _Halted(content, request))
-        return message
+from tests.health.network import Comm, Network, Request
 
 
 @pytest.fixture(autouse=True)
@@ -372,17 +302,17 @@ def test_a_signals_handler_may_exchange_messages_in_the_middle_of_an_exchange(mo
     all_wait(every, 0)
     every[1].exchange()
     every[2].exchange()
-    test = _Request.Test
+    test = Request.Test
     interrupted = []
 
-    def interrupted_test(request: _Request) -> bool:
+    def interrupted_test(request: Request) -> bool:
         if not interrupted:
             interrupted.append(request)
             every[0].request_dumps("a signal has come")
             every[0].exchange()
         return test(request)
 
-    monkeypatch.setattr(_Request, "Test", interrupted_test)
+    monkeypatch.setattr(Request, "Test", interrupted_test)
     every[0].exchange()
     assert interrupted
     rounds(every)
@@ -471,27 +401,6 @@ def test_a_rank_whose_process_has_ended_has_left(monkeypatch: pytest.MonkeyPatch
 
 
 # Jobs
-
-ONE_IS_LATE = """
-import time, numpy as np
-import allreduce
-topology = allreduce.Topology(ranks_per_node=2)
-reduce = allreduce.create("ring", topology)
-reduce(np.ones(10), "max")
-if topology.rank == 3: time.sleep(6)
-reduce(np.ones(10), "max")
-topology.close()
-"""
-
-
-def test_one_rank_reports_a_wait_of_many(mpirun: JobRunner) -> None:
-    job = mpirun(8, ["-c", ONE_IS_LATE], env={"ALLREDUCE_STALL_SECONDS": "3"}, timeout=120)
-    assert job.returncode == 0, job.stderr
-    assert job.stderr.count("for other ranks in: all_reduce") == 1, job.stderr
-    assert "rank 0 has waited 3 s for other ranks in: all_reduce" in job.stderr
-    assert "  ranks 0-2, 4-7: wait in all_reduce" in job.stderr
-    assert f"  rank 3: {status.NOT_COME}" in job.stderr
-
 
 SOCKETS = """
 import os

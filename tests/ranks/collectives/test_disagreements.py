@@ -52,83 +52,43 @@ def _op(reduce: AllReduce) -> str:
     return "adasum" if reduce.name == "adasum" else "sum"
 
 
+def _call_or(other: Callable[[np.ndarray], Any], reduce: AllReduce, seed: int, odd: bool) -> Any:
+    array = np.ones(10 + seed)
+    return other(array) if odd else reduce(array, _op(reduce))
+
+
 def _sparse(reduce: AllReduce, rows: int) -> Any:
     return reduce.sparse(np.arange(3), np.ones((3, 2), np.float32), rows, "sum")
 
 
-# Two calls that ranks may mix up, by what they differ in; the first is alike in all kinds.
-CALLS: dict[str, tuple[Callable[[AllReduce, int], Any], ...]] = {
-    "length": (
-        lambda reduce, seed: reduce(np.ones(100 + seed, np.float32), _op(reduce)),
-        lambda reduce, seed: reduce(np.ones(101 + seed, np.float32), _op(reduce)),
+# A call that a rank may mix up with another one, by what they differ in. odd: whether it makes the other one.
+CALLS: dict[str, Callable[[AllReduce, int, bool], Any]] = {
+    "length": lambda reduce, seed, odd: reduce(np.ones(100 + seed + odd, np.float32), _op(reduce)),
+    "shape": lambda reduce, seed, odd: reduce(np.ones((2, 3 + seed)[:: 1 - 2 * odd], np.float32), _op(reduce)),
+    "shape in a list": lambda reduce, seed, odd: reduce([np.ones((2, 3 + seed)[:: 1 - 2 * odd])], _op(reduce)),
+    "broadcast": lambda reduce, seed, odd: reduce.broadcast(np.ones(10 + seed), int(odd)),
+    "collect": lambda reduce, seed, odd: reduce.stack(np.ones(10 + seed + odd)),
+    "all_gather": lambda reduce, seed, odd: reduce.all_gather(np.ones(10 + seed + odd)),
+    "reduce_scatter": lambda reduce, seed, odd: reduce.reduce_scatter(np.ones(20 + seed + odd)),
+    "sparse": lambda reduce, seed, odd: _sparse(reduce, 10 + seed + odd),
+    "broadcast, not sparse": lambda reduce, seed, odd: (
+        _sparse(reduce, 10 + seed) if odd else reduce.broadcast(np.ones(10 + seed))
     ),
-    "shape": (
-        lambda reduce, seed: reduce(np.ones((2, 3 + seed), np.float32), _op(reduce)),
-        lambda reduce, seed: reduce(np.ones((3 + seed, 2), np.float32), _op(reduce)),
+    # MPI's broadcasts have no tags, so those of different calls could match
+    "broadcast, not collect": lambda reduce, seed, odd: (
+        reduce.stack(np.ones(1 + seed)) if odd else reduce.broadcast(np.ones(1 + seed))
     ),
-    "shape in a list": (
-        lambda reduce, seed: reduce([np.ones((2, 3 + seed), np.float32)], _op(reduce)),
-        lambda reduce, seed: reduce([np.ones((3 + seed, 2), np.float32)], _op(reduce)),
+    "a call, not broadcast": lambda reduce, seed, odd: _call_or(reduce.broadcast, reduce, seed, odd),
+    "a call, not all_gather": lambda reduce, seed, odd: _call_or(reduce.all_gather, reduce, seed, odd),
+    "a call, not reduce_scatter": lambda reduce, seed, odd: _call_or(reduce.reduce_scatter, reduce, seed, odd),
+    "a call, not allocate": lambda reduce, seed, odd: _call_or(
+        lambda array: reduce.allocate(array.size), reduce, seed, odd
     ),
-    "broadcast": (
-        lambda reduce, seed: reduce.broadcast(np.ones(10 + seed)),
-        lambda reduce, seed: reduce.broadcast(np.ones(10 + seed), 1),
-    ),
-    "collect": (
-        lambda reduce, seed: reduce.stack(np.ones(10 + seed)),
-        lambda reduce, seed: reduce.stack(np.ones(11 + seed)),
-    ),
-    "all_gather": (
-        lambda reduce, seed: reduce.all_gather(np.ones(10 + seed)),
-        lambda reduce, seed: reduce.all_gather(np.ones(11 + seed)),
-    ),
-    "reduce_scatter": (
-        lambda reduce, seed: reduce.reduce_scatter(np.ones(20 + seed)),
-        lambda reduce, seed: reduce.reduce_scatter(np.ones(21 + seed)),
-    ),
-    "a call, not reduce_scatter": (
-        lambda reduce, seed: reduce(np.ones(20 + seed), "mean"),
-        lambda reduce, seed: reduce.reduce_scatter(np.ones(20 + seed)),
-    ),
-    "a call, not all_gather": (
-        lambda reduce, seed: reduce(np.ones(20 + seed), _op(reduce)),
-        lambda reduce, seed: reduce.all_gather(np.ones(20 + seed)),
-    ),
-    "a call, not allocate": (
-        lambda reduce, seed: reduce(np.ones(10 + seed, np.float32), _op(reduce)),
-        lambda reduce, seed: reduce.allocate(10 + seed),
-    ),
-    "sparse": (
-        lambda reduce, seed: _sparse(reduce, 10 + seed),
-        lambda reduce, seed: _sparse(reduce, 11 + seed),
-    ),
-    "broadcast, not sparse": (
-        lambda reduce, seed: reduce.broadcast(np.ones(10 + seed)),
-        lambda reduce, seed: _sparse(reduce, 10 + seed),
-    ),
-    "a call, not broadcast": (
-        lambda reduce, seed: reduce(np.ones(10 + seed), _op(reduce)),
-        lambda reduce, seed: reduce.broadcast(np.ones(10 + seed)),
-    ),
-    "broadcast, not collect": (  # MPI's broadcasts have no tags, so those of different calls could match
-        lambda reduce, seed: reduce.broadcast(np.ones(1 + seed)),
-        lambda reduce, seed: reduce.stack(np.ones(1 + seed)),
-    ),
-    "dtype": (
-        lambda reduce, seed: reduce(np.ones(12 + seed, np.float32), _op(reduce)),
-        lambda reduce, seed: reduce(np.ones(12 + seed, np.float64), _op(reduce)),
-    ),
-    "dtype of what moves": (
-        lambda reduce, seed: reduce.broadcast(np.ones(4 + seed, "<u4")),
-        lambda reduce, seed: reduce.broadcast(np.ones(4 + seed, ">u4")),
-    ),
-    "op": (
-        lambda reduce, seed: reduce(np.ones(13 + seed), "sum"),
-        lambda reduce, seed: reduce(np.ones(13 + seed), "max"),
-    ),
-    "order of the axes": (
-        lambda reduce, seed: reduce(np.zeros((4, 5 + seed)), _op(reduce)),
-        lambda reduce, seed: reduce(np.zeros((4, 5 + seed), order="F"), _op(reduce)),
+    "dtype": lambda reduce, seed, odd: reduce(np.ones(12 + seed, np.float64 if odd else np.float32), _op(reduce)),
+    "dtype of what moves": lambda reduce, seed, odd: reduce.broadcast(np.ones(4 + seed, ">u4" if odd else "<u4")),
+    "op": lambda reduce, seed, odd: reduce(np.ones(13 + seed), "max" if odd else "sum"),
+    "order of the axes": lambda reduce, seed, odd: reduce(
+        np.zeros((4, 5 + seed), order="F" if odd else "C"), _op(reduce)
     ),
 }
 KNOWN = {"both new": (), "both known": (0, 1), "one known": (0,)}
@@ -142,13 +102,12 @@ def test_the_same_error_on_all_ranks(reduce: AllReduce, kind: str, known: str) -
         pytest.skip("it makes no sums")
     if "reduce_scatter" in kind and not reduce.two_phase:
         pytest.skip("it has no phases")
-    calls, seed = CALLS[kind], next(seeds)
+    call, seed = CALLS[kind], next(seeds)
     for odd in {0, SIZE - 1}:  # with other ranks on its host, or alone there
         for number in KNOWN[known]:
             for _ in range(2):
-                calls[number](reduce, seed)
-        mine = calls[reduce.rank == odd]
-        text = raised_everywhere(WORLD, DisagreementError, partial(mine, reduce, seed))
+                call(reduce, seed, bool(number))
+        text = raised_everywhere(WORLD, DisagreementError, partial(call, reduce, seed, reduce.rank == odd))
         lines = text.splitlines()[1:]
         assert [line.partition(":")[0] for line in lines] == [f"  rank {rank}" for rank in range(SIZE)]
         sides = [line.partition(":")[2] for line in lines]
