@@ -216,10 +216,9 @@ def kills(*places: tuple[int, str, int] | tuple[int, str, int, bool]) -> tuple[F
     return tuple(Fault("kill", rank, point, turn, *after) for rank, point, turn, *after in places)
 
 
-DOWN_TO_ONE = kills((0, "compute", 13), (2, "end of a step", 40, True), (1, "end of an epoch", 5))
 TWO_OF_THREE = kills((1, "compute", 13), (0, "end of an epoch", 4))  # which two standby ranks replace
 SCENARIOS = {
-    "stop": Plan(1, 2, goes_on=False, faults=(Fault("stop", 1, turn=10, delay=4.0),)),
+    "stop": Plan(1, 2, goes_on=False, faults=(Fault("stop", 1, turn=10, delay=3.0),)),
     "exit": Plan(4, 3, goes_on=False, faults=(Fault("exit", 2, "compute", 20),)),
     "truncate": Plan(51, 2, goes_on=False, checkpoint=7, faults=(Fault("truncate", 0, BETWEEN),)),
     "shm": Plan(8, 2, goes_on=False, backend="shared", faults=(Fault("shm", 0, START),)),
@@ -242,18 +241,22 @@ SCENARIOS = {
         faults=kills((0, "gather", 1), (1, "gather", 3), (2, "gather", 4), (3, "gather", 5)),
     ),
     "losses in a training": Plan(
-        12, 4, backend="hierarchical_copy", nodes=(2, 2), checkpoint=7,
-        faults=(Fault("kill", 0, turn=12, delay=0.001), *kills((1, "checkpoint", 6), (3, "evaluate", 6))),
+        12, 5, backend="hierarchical_copy", nodes=(2, 3), checkpoint=7,
+        faults=(
+            Fault("kill", 0, turn=12, delay=0.001),
+            *kills((1, "checkpoint", 6), (3, "evaluate", 6), (4, "edit", 2, True)),
+        ),
     ),
     "losses in a sharded training": Plan(
         13, 3, "sharded", backend="ring", checkpoint=7, faults=kills((0, "update", 30), (1, "edit", 1)),
     ),
-    "losses of divided rows": Plan(23, 4, rows="divided", faults=DOWN_TO_ONE),
-    "losses in local SGD": Plan(24, 4, "local SGD", rows="whole", faults=DOWN_TO_ONE),
+    "losses of divided rows": Plan(
+        23, 4, rows="divided",
+        faults=kills((0, "compute", 13), (2, "end of a step", 40, True), (1, "end of an epoch", 5)),
+    ),
     "losses while a trainer is made": Plan(
         25, 4, "sharded", checkpoint=7, faults=kills((3, "mirror", 1), (1, "mirror", 2, True)),
     ),
-    "losses in edits": Plan(26, 3, faults=kills((1, "edit", 1), (2, "edit", 2, True))),
     "loss of a node that copies": Plan(
         27, 4, "sharded", backend="ring", nodes=(2, 2), copies=2,
         faults=kills((2, "back up an array", 100), (3, "back up an array", 100)),
@@ -285,13 +288,10 @@ SCENARIOS = {
         36, 4, "synchronous servers", servers=2, copies=2, faults=kills((3, "update", 20, True)),
     ),
     "losses in workers of two ranks": Plan(
-        37, 5, "asynchronous servers", servers=1, ranks_per_worker=2,
+        37, 5, "asynchronous servers", servers=1, ranks_per_worker=2, rows="whole",
         faults=kills((1, "compute", 8), (2, "end of an epoch", 4)),
     ),
     "nobody has the parameters": Plan(39, 3, "asynchronous servers", servers=1, faults=kills((2, "reply", 20))),
-    "a worker of whole rows is lost": Plan(
-        40, 4, "asynchronous servers", servers=1, rows="whole", faults=kills((1, "compute", 8)),
-    ),
     "a worker of divided rows is lost": Plan(
         41, 4, "synchronous servers", servers=1, rows="divided", faults=kills((0, "compute", 12)),
     ),
@@ -300,8 +300,8 @@ SCENARIOS = {
         43, 5, "spare ranks, central storage", spares=2, storage=1, checkpoint=7, rows="whole", faults=TWO_OF_THREE,
     ),
     "standby ranks, local SGD": Plan(44, 5, "spare ranks, local SGD", spares=2, rows="whole", faults=TWO_OF_THREE),
-    "losses of optimizers": Plan(
-        45, 3, "optimizer", "torch", "ring", faults=kills((1, "backward", 8), (0, "update", 35)),
+    "losses of optimizers, one of them in the repair": Plan(
+        45, 4, "optimizer", "torch", "ring", faults=kills((1, "backward", 8), (0, "rebuild", 2), (2, "update", 35)),
     ),
     "a loss of a sharded optimizer": Plan(
         46, 2, "sharded optimizer", "torch", checkpoint=3, faults=kills((1, "update slices", 12)),

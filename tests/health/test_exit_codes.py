@@ -18,12 +18,13 @@ def run(mpirun: JobRunner, kind: str, ranks: int, living: int, way: str, mpi: st
 @pytest.mark.parametrize(
     ("mpi", "ulfm", "way"),
     [
-        *[("openmpi", False, way) for way in WAYS if way != "end"],
+        ("openmpi", False, "interrupt"),
         ("mpich", False, "exit"),
-        *[("openmpi", True, way) for way in ("end", "raise", "exit")],
+        *[("openmpi", True, way) for way in ("end", "raise")],
     ],
 )
 def test_of_a_job_whose_ranks_all_live(mpirun: JobRunner, mpi: str, ulfm: bool, way: str) -> None:
+    """test_abort.py raises an exception without ULFM, and in test_waits.py a rank of Open MPI calls sys.exit."""
     assert run(mpirun, "allreduce", 2, 2, way, mpi, ulfm) == WAYS[way]
 
 
@@ -35,7 +36,7 @@ def test_of_a_job_without_ulfm_that_loses_a_rank(mpirun: JobRunner, mpi: str, co
 @pytest.mark.parametrize(
     ("kind", "ranks", "living", "way"),
     [
-        *[("allreduce", 2, 1, way) for way in ("meet", "end", "raise", "interrupt", "exit")],
+        *[("allreduce", 2, 1, way) for way in ("meet", "end", "interrupt", "exit")],
         ("allreduce", 3, 2, "exit"),
         *[(kind, 3, 2, "meet") for kind in ("torch", "ParameterServerTrainer")],
         ("horovod", 3, 1, "meet"),
