@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from allreduce.elastic import retry
-from allreduce.errors import CommunicationError, OptionError
+from allreduce.errors import CommunicationError, OptionError, RankLostError
 from allreduce.process import start
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
@@ -34,6 +34,20 @@ def test_an_error_of_one_rank_or_of_all_ends_the_loop() -> None:
     with pytest.raises(OptionError, match="bad"):
         retry.recover(topology, refuse, lambda topology: topology)
     assert agreed == [True]
+
+
+def test_a_failure_ends_the_waits_of_all_ranks() -> None:
+    """The model has no rank that waits for one which has gone on: there a lost rank ends all waits."""
+    revoked: list[bool] = []
+    topology: Any = SimpleNamespace(world=MPI.COMM_SELF, revoke=lambda: revoked.append(True))
+    told = RankLostError("told")
+
+    def fail() -> None:
+        raise told
+
+    outcome = retry.attempt(topology, fail)
+    assert outcome.error is outcome.failure is told
+    assert revoked
 
 
 class _Broken(Topology):
