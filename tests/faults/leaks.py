@@ -41,6 +41,7 @@ except ImportError:
 
 LENGTH = 20_000
 SETTLING = 3  # turns before anything is measured
+LEAST = 16  # turns: half of them, which are measured, must show the loss of one communicator in each
 
 
 class Held(NamedTuple):
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     everything = [*cases(), *(torch_cases() if torch else [])]
     chosen = [case for case in everything if not options.cases or case.name.startswith(tuple(options.cases.split(",")))]
     say(world, f"{'':34}{'turns':>7}" + "".join(f"{field:>22}" for field in Held._fields))
-    grew = [case.name for case in chosen if not _run(world, case, max(10, int(case.turns * options.scale)))]
+    grew = [case.name for case in chosen if not _run(world, case, max(LEAST, int(case.turns * options.scale)))]
     say(world, f"{'allowed':41}" + "".join(f"{'+' + str(bound):>22}" for bound in BOUNDS))
     say(world, f"grew: {', '.join(grew)}" if grew else "nothing grew")
     return 1 if grew else 0

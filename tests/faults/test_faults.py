@@ -19,7 +19,6 @@ from tests import launch
 from tests.conftest import JobRunner, lacking
 from tests.faults import drawing, jobs, judging, notes, plans, points, soak
 from tests.faults.programs import model
-from tests.faults.programs import soak as program
 
 
 @pytest.mark.parametrize("mpi", launch.MPIS)
@@ -103,14 +102,6 @@ def test_every_point_is_a_place_in_the_code() -> None:
             assert callable(place) or inspect.ismemberdescriptor(place), f"{owner} {name}"  # or holds what is called
 
 
-def test_what_a_job_has_ended_of_is_told_apart() -> None:
-    crash = "[1] ompi_comm_revoke_local+0x1\n"
-    assert judging.of_mpi(crash)
-    assert not judging.of_mpi("rank 1 of 3: RankLostError: rank 0 was lost")
-    assert judging.reason("KeyError: 1\nrank 1: RankLostError: rank 0 was lost") == "RankLostError: rank 0 was lost"
-    assert judging.reason("") == "without a word"
-
-
 def test_a_wrong_result_is_seen(tmp_path: Path) -> None:
     """A batch that was left out, or done twice, changes the parameters more than rounding does."""
     plan = plans.Plan(1, 1)
@@ -153,12 +144,6 @@ def test_a_soak_goes_on_if_all_working_ranks_were_killed_at_once(
     job = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
     job.wait()
     assert soak._drive(job, attempt, argparse.Namespace(most_ranks=4, mtbf=30, limit=60), 1e9, random.Random()) == ends
-
-
-def test_a_soak_does_not_come_to_its_last_epoch() -> None:
-    """It would end, as a job that should have gone on does. A day of it takes 10,000 steps a second."""
-    steps_of_an_epoch = len(model.rows()[0]) * program.REPEATS // program.BATCH
-    assert steps_of_an_epoch * program.EPOCHS > 24 * 3600 * 10_000
 
 
 @pytest.mark.parametrize(("hashes", "code", "bits"), [("aa", 0, "equal on 1 ranks"), ("ab", 1, "{'")])
