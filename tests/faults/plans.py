@@ -1,6 +1,6 @@
 """The plan of one run: a program in a configuration, and the faults that are injected into it. No MPI."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from tests.backends import ON_CPU, SHARDED
@@ -116,18 +116,9 @@ class Plan:
     faults: tuple[Fault, ...] = ()
 
     def __str__(self) -> str:
-        parts = [f"{self.ranks} ranks", self.program, self.framework, self.backend, self.optimizer]
-        parts += [f"nodes {'+'.join(map(str, self.nodes))}"] if self.nodes else []
-        parts += [f"hosts {'+'.join(map(str, self.hosts))}"] if self.hosts else []
-        parts += [f"copies {self.copies}"] if self.copies > 1 else []
-        parts += [f"storage {self.storage}"] if self.storage else []
-        parts += [f"{self.rows} rows of a loader"] if self.rows else []
-        parts += [f"{self.servers} servers"] if self.servers else []
-        parts += [f"{self.ranks_per_worker} ranks a worker"] if self.ranks_per_worker > 1 else []
-        parts += [f"{self.spares} spare"] if self.spares else []
-        parts += [f"checkpoint every {self.checkpoint} steps"] if self.checkpoint else []
-        parts += [] if self.goes_on else ["without ULFM"]
-        return f"run {self.number}: {', '.join(parts)}; {'; '.join(map(str, self.faults)) or 'no fault'}"
+        values = {each.name: getattr(self, each.name) for each in fields(self)[1:-1]}
+        shown = [f"{name}={value}" for name, value in values.items() if value != getattr(Plan, name, None)]
+        return f"run {self.number}: {', '.join(shown)}; {'; '.join(map(str, self.faults)) or 'no fault'}"
 
     @property
     def kind(self) -> Program:
