@@ -279,10 +279,13 @@ SCENARIOS = {
         36, 4, "synchronous servers", servers=2, copies=2, faults=kills((3, "update", 20, True)),
     ),
     "losses in workers of two ranks": Plan(
-        37, 5, "asynchronous servers", servers=1, ranks_per_worker=2, rows="whole",
+        37, 5, "asynchronous servers", servers=1, ranks_per_worker=2,
         faults=kills((1, "compute", 8), (2, "end of an epoch", 4)),
     ),
     "nobody has the parameters": Plan(39, 3, "asynchronous servers", servers=1, faults=kills((2, "reply", 20))),
+    "a worker of whole rows is lost": Plan(
+        40, 4, "asynchronous servers", servers=1, rows="whole", faults=kills((1, "compute", 8)),
+    ),
     "a worker of divided rows is lost": Plan(
         41, 4, "synchronous servers", servers=1, rows="divided", faults=kills((0, "compute", 12)),
     ),
