@@ -38,7 +38,7 @@ next=$(sed -n "${{starts}}p" "$PLAN")
 exit "${{next##* }}"
 """
 # A rank that takes longer to write its checkpoint than Open MPI's mpirun gives it after a SIGTERM.
-RANK = """trap 'touch "$RUN/asked"; sleep 1.5; echo >"$RUN/checkpoint-99"; exit 143' TERM
+RANK = """trap 'touch "$RUN/asked"; sleep 0.5; echo >"$RUN/checkpoint-99"; exit 143' TERM
 echo "rank 0 of 4: began as process $$" >>"$ALLREDUCE_JOB_LOG"
 touch "$RUN/asleep"
 while :; do sleep 0.05; done
@@ -383,7 +383,9 @@ def started(
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="job", ignore_cleanup_errors=True) as temporary:
         variables = {**launch.variables(mark), "TMPDIR": temporary}
-        variables["PATH"] = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+        (Path(temporary) / "sleep").write_text(SLEEP)
+        (Path(temporary) / "sleep").chmod(0o755)
+        variables["PATH"] = os.pathsep.join([temporary, str(bin_folder), os.environ["PATH"]])
         launcher = " ".join([str(bin_folder / launch.LAUNCHERS[mpi][0]), *launch.LAUNCHERS[mpi][1:], *options])
         job = subprocess.Popen(
             [BASH, SCRIPT, "--launcher", launcher, *words], cwd=launch.ROOT, env=variables, stdin=subprocess.DEVNULL,

@@ -144,7 +144,6 @@ def test_bad_input(flat: allreduce.Topology) -> None:
         again = allreduce.create(reduce.config.name, flat, **reduce.config.options)
         assert again.sums_terms
         again.close()
-    raised_everywhere(WORLD, errors.ClosedError, lambda: again(np.ones(3)))
 
 
 @several

@@ -164,7 +164,6 @@ def test_bad_input(flat: allreduce.Topology) -> None:
         again = allreduce.create(reduce.config.name, flat, **reduce.config.options)
     assert again.lossy
     again.close()
-    raised(errors.ClosedError, lambda: again(np.ones(9000)))
 
 
 def test_one_rank_rounds_nothing() -> None:

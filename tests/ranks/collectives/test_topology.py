@@ -127,19 +127,6 @@ def _open_children(topology: allreduce.Topology) -> int:
     return sum(not child.closed for child in topology._children)
 
 
-def test_backends_of_one_topology_do_not_mix(flat: allreduce.Topology) -> None:
-    names = [name for name in allreduce.available(flat) if name in ON_CPU]
-    several = [allreduce.create(name, flat) for name in names * 2]
-    arrays = [reduce.allocate(50, "int32") for reduce in several]
-    for turn in range(3):
-        for index, (reduce, array) in enumerate(zip(several, arrays, strict=True)):
-            array[:] = (index + turn) * (flat.rank + 1)
-            reduce(array, "sum")
-            assert set(array.tolist()) == {(index + turn) * SIZE * (SIZE + 1) // 2}
-    for reduce in reversed(several):
-        reduce.close()
-
-
 def test_cores_that_ranks_share_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not reported again for each part, with another number of ranks."""
     said: list[str] = []
