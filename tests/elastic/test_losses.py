@@ -124,11 +124,6 @@ print("ends", flush=True)
 """
 
 
-def test_a_rank_that_calls_finalize_itself_waits_for_the_others_as_they_do(mpirun: JobRunner) -> None:
-    job = mpirun(3, ["-c", FINALIZES], ulfm=True, timeout=60)
-    assert (job.returncode, job.stdout.count("ends")) == (0, 3), job.stderr
-
-
 ON_SOME_RANKS = """
 from mpi4py import MPI
 comm = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank > 0)
@@ -139,9 +134,11 @@ print("ends", flush=True)
 """
 
 
-def test_ranks_wait_for_no_rank_that_does_not_use_the_library(mpirun: JobRunner) -> None:
-    """It is in MPI_Finalize, and does not answer."""
-    job = mpirun(3, ["-c", ON_SOME_RANKS], ulfm=True, timeout=60)
+@pytest.mark.parametrize("program", [FINALIZES, ON_SOME_RANKS], ids=["calls it itself", "uses no library"])
+def test_ranks_end_beside_one_that_is_in_finalize(program: str, mpirun: JobRunner) -> None:
+    """A rank that calls it itself waits for the others as they do; one that does not use the library does not
+    answer."""
+    job = mpirun(3, ["-c", program], ulfm=True, timeout=60)
     assert (job.returncode, job.stdout.count("ends")) == (0, 3), job.stderr
 
 
