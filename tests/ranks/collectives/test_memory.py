@@ -4,7 +4,6 @@ import errno
 import gc
 import itertools
 import os
-import re
 import secrets
 import tracemalloc
 from collections.abc import Callable, Generator
@@ -22,7 +21,7 @@ from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError
 from allreduce.transport.shared_segment import STAGING_BYTES
 from tests.ranks.grid import expected, numpy_dtype, shapes, values
-from tests.ranks.together import raised_everywhere, usable
+from tests.ranks.together import usable
 from tests.ranks.variants import Staged
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork
 
@@ -167,29 +166,19 @@ def _full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: _Full() if "shm" in str(path) else real(path))
 
 
-@pytest.mark.parametrize(
-    ("name", "nodes", "lacking"), [("shared", None, [*range(SIZE)]), ("hierarchical_copy", 1, [SIZE - 1])]
-)
-def test_too_small_shared_memory_is_refused_on_all(
-    name: str,
-    nodes: int | None,
-    lacking: list[int],
-    topology_of: Callable[..., allreduce.Topology],
-    world: MPI.Intracomm,
-    monkeypatch: pytest.MonkeyPatch,
+def test_too_small_shared_memory_is_refused(
+    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if nodes and SIZE == 1:
-        pytest.skip("one rank shares with nobody")
-    topology = topology_of(nodes)
-    with allreduce.create(name, topology) as reduce:
-        if world.rank in lacking:
-            _full(monkeypatch)
-        text = raised_everywhere(world, UnavailableError, lambda: reduce.allocate(1_000_000, "float32"))
-        assert re.search("shared memory is too small: .* --shm-size", text)
-        with pytest.raises(UnavailableError, match="shared memory is too small"):
-            allreduce.create(name, topology)
-        monkeypatch.undo()
-        assert reduce.allocate(10, "float32").size == 10
+    reduce = allreduce.create("shared", flat)
+    _full(monkeypatch)
+    with pytest.raises(UnavailableError, match=r"shared memory is too small: .* --shm-size") as raised:
+        reduce.allocate(1_000_000, "float32")
+    assert len(set(world.allgather(str(raised.value)))) == 1
+    with pytest.raises(UnavailableError, match="shared memory is too small"):
+        allreduce.create("shared", flat)
+    monkeypatch.undo()
+    assert reduce.allocate(10, "float32").size == 10
+    reduce.close()
 
 
 def test_shared_memory_of_which_the_system_tells_nothing(
@@ -285,3 +274,19 @@ def test_ranks_stage_alike_whenever_they_bind(flat: allreduce.Topology, monkeypa
         (early or reduce.bind(arrays[2], "max"))()
         monkeypatch.undo()
         assert all((array == SIZE - 1).all() for array in arrays)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank shares with nobody")
+def test_too_small_shared_memory_on_one_node_is_refused_on_all(
+    topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = topology_of(1)
+    reduce = allreduce.create("hierarchical_copy", topology)
+    if world.rank == SIZE - 1:
+        _full(monkeypatch)
+    with pytest.raises(UnavailableError, match="shared memory is too small"):
+        reduce.allocate(1_000_000, "float32")
+    with pytest.raises(UnavailableError, match="shared memory is too small"):
+        allreduce.create("hierarchical_copy", topology)
+    monkeypatch.undo()
+    reduce.close()
