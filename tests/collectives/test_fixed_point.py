@@ -116,21 +116,6 @@ def test_every_element_is_what_fractions_give(name: str, mean: bool) -> None:
 
 
 @pytest.mark.parametrize("name", DIGITS)
-@pytest.mark.parametrize("mean", [False, True])
-def test_special_values(name: str, mean: bool) -> None:
-    inf, nan, dtype = math.inf, math.nan, KINDS[name]
-    rows = [
-        [inf, inf, nan, 1, -inf, 0.0, -0.0, 0.5, inf, -inf, 1],
-        [1, -inf, 1, nan, -inf, -0.0, -0.0, -0.5, inf, nan, 2],
-    ]
-    terms = [np.array(row, dtype) for row in rows]
-    edges, half = block_edges(len(rows[0])), 2 if mean else 1
-    expected = np.array([inf, nan, nan, nan, -inf, 0, 0, 0, inf, nan, 3 / half], dtype)
-    for groups in ([terms], [terms[:1], terms[1:]], [[], terms[::-1]]):
-        assert total(groups, edges, mean).tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("name", DIGITS)
 def test_infinities_leave_other_elements_of_their_block_exact(name: str) -> None:
     random = np.random.default_rng(4)
     edges = block_edges(BLOCK + 10)

@@ -193,17 +193,6 @@ def test_a_call_of_mpi_in_the_rendezvous(dtype: str, length: int) -> None:
     assert seen == [whole] * 3
 
 
-def test_arrays_that_no_kernel_takes_are_left_alone() -> None:
-    out = np.full(10, 7, np.float16)
-    every_second, unaligned = np.ones(20, np.float16)[::2], np.ones(21, np.uint8)[1:].view(np.float16)
-    for part in (every_second, unaligned):
-        assert not kernels.sum_arrays([part, part], [out])
-        assert not kernels.cast(part, np.empty(10, np.float32))
-    assert not kernels.sum_arrays([np.ones(10), np.ones(10)], [np.ones(10)])
-    assert not kernels.cast(np.ones(10, np.int32), out)
-    assert (out == 7).all()
-
-
 def test_the_switch_and_an_older_library(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "from allreduce import kernels; print(kernels.status())"
     monkeypatch.setenv(kernels.SWITCH, "0")

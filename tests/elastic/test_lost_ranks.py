@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
+from allreduce import Topology
 from tests import event_files
 from tests.conftest import JobRunner, in_one_job
 from tests.faults import job_of
+from tests.faults.moments.training import Deaths, fitted, network
+from trainers import MirroredTrainer
 
 LOADING = """
 import os, sys
@@ -22,20 +25,6 @@ sys.exit(command.main())
 """
 
 pytestmark = pytest.mark.jobs
-
-
-def training(mpirun: JobRunner, ranks: int, name: str, *options: str) -> dict[str, Any]:
-    job = mpirun(ranks, [*job_of("training"), name, *options], ulfm=True, timeout=120)
-    assert job.returncode == 0, job.stdout + job.stderr
-    return json.loads(job.stdout.splitlines()[-1])
-
-
-def check_like_alone(came: dict[str, Any]) -> None:
-    """Every step counts once: the training equals that of one rank, to float tolerance."""
-    for name in {"epoch", "loss", "accuracy", "validation_loss", "grad_norm"} & set(came["alone"][0]):
-        np.testing.assert_allclose([e[name] for e in came["history"]], [e[name] for e in came["alone"]], rtol=1e-4)
-    np.testing.assert_allclose(came["predicted"], came["predicted alone"], rtol=1e-3)
-    assert len(set(came["sha256"])) == 1
 
 
 def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> None:
@@ -64,21 +53,25 @@ def test_the_command_says_from_where_the_other_ranks_continue(tmp_path: Path) ->
 def test_a_training_stops_with_a_checkpoint_of_where_it_is(
     mpirun: JobRunner, moment: str, lost_in: int, total: int, tmp_path: Path
 ) -> None:
-    """A resumed training has the same results as an uninterrupted one: each epoch is measured, and reported to
-    callbacks, once."""
-    job = mpirun(3, [*job_of("training"), "stop", f"folder={tmp_path}", f"moment={moment}"], ulfm=True, timeout=120)
+    """A resumed training, here on one rank, has the same results as an uninterrupted one: each epoch is measured, and
+    reported to callbacks, once."""
+    job = mpirun(3, [*job_of("training"), tmp_path, moment], ulfm=True, timeout=120)
     assert job.returncode == 1, job.stdout + job.stderr
     assert f"rank 0 of the job failed in fit, epoch 2, step {lost_in}; the job stops" in job.stderr
     assert max(tmp_path.glob("checkpoint-*")).name == f"checkpoint-{total:08d}.npz"
-    came = training(mpirun, 2, "resumed", f"folder={tmp_path}")
-    check_like_alone(came)
-    assert came["told"][0] == f"epoch_begin {total // 5} 0"
-    newest = {path.name for path in tmp_path.glob("checkpoint-*")}
-    assert f"checkpoint-{30:08d}.npz" in newest
+    told = Deaths(None)
+    with Topology(MPI.COMM_SELF) as here, MirroredTrainer(network(1), topology=here) as trainer:
+        history, predicted = fitted(trainer, told, str(tmp_path), resume=True)
+    with Topology(MPI.COMM_SELF) as here, MirroredTrainer(network(0), topology=here) as trainer:
+        wanted, predicted_alone = fitted(trainer, Deaths(None))
+    assert told.told[0] == f"epoch_begin {total // 5} 0"
+    for name in ("epoch", "loss", "accuracy", "validation_loss", "grad_norm"):
+        np.testing.assert_allclose(history.column(name), wanted.column(name), rtol=1e-4)
+    np.testing.assert_allclose(predicted, predicted_alone, rtol=1e-3)
 
 
 def test_no_checkpoint_is_made_of_half_an_epoch(mpirun: JobRunner, tmp_path: Path) -> None:
-    job = mpirun(3, [*job_of("training"), "stop apart", f"folder={tmp_path}"], ulfm=True, timeout=120)
+    job = mpirun(3, [*job_of("training"), tmp_path, "epoch_begin,1,0", "apart"], ulfm=True, timeout=120)
     assert job.returncode == 1, job.stdout + job.stderr
     assert not list(tmp_path.glob("checkpoint-*"))
     assert "no checkpoint is written in the middle of epoch 2" in job.stderr

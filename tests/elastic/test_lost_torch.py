@@ -9,34 +9,8 @@ import pytest
 from mpi4py import MPI
 
 from allreduce import Topology
-from allreduce.errors import RankLostError
 from tests.conftest import JobRunner
 from tests.faults import job_of
-
-
-def test_a_loss_in_the_repair_closes_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The repair is repeated. A rank that left it out would keep the others waiting, or find its optimizer closed."""
-    torch = pytest.importorskip("torch")
-    from trainers.pytorch import MirroredOptimizer
-    from trainers.pytorch.assembly import Assembly
-
-    def lost(*_: Any) -> None:
-        raise RankLostError("rank 1 was lost")
-
-    model = torch.nn.Linear(3, 2)
-    with Topology(MPI.COMM_SELF) as topology:
-        optimizer = MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, topology=topology)
-        group = optimizer._parts.reducer.group
-        with monkeypatch.context() as patch:
-            patch.setattr("trainers.pytorch.assembly.ulfm.in_force", lambda: True)
-            patch.setattr(Assembly, "_make", lost)
-            with pytest.raises(RankLostError):
-                optimizer._parts.rebuild(group)
-            assert not optimizer.closed
-        optimizer._parts.rebuild(group)
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        assert optimizer.steps == 1
 
 
 def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.MonkeyPatch) -> None:

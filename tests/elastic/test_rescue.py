@@ -1,5 +1,7 @@
 """The newest state that the ranks can assemble from their pieces."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -14,39 +16,33 @@ from trainers.replicas.numpy.network import NumpyNetwork
 from trainers.state.adopt import Found, Piece, Selection, select
 from trainers.state.backup import holders
 
-
-def test_the_newest_step_whose_state_is_whole_is_chosen() -> None:
-    apart = [[(7, 8, 0, 0, 5)], [(8, 9, 0, 5, 10)]]  # the second rank has updated, or the first has left a step out
-    assert select(apart, 10) == Selection(8, [(0, 0), (1, 0)])
-    twice = [[(9, 9, 0, 0, 5), (8, 8, 0, 0, 5)], [(8, 8, 0, 5, 10)]]
-    assert select(twice, 10) == Selection(8, [(0, 1), (1, 0)])
+REPLACED = [(7, 7, 1, 0, 5), (7, 7, 0, 0, 5)]  # one state has replaced the other, and not all ranks have got that far
+THIRDS = [[(4, 4, 0, 0, 4)], [(4, 4, 0, 4, 8)], [(4, 4, 0, 8, 12)]]
 
 
-def test_states_of_one_step_are_not_mixed() -> None:
-    """One state has replaced the other, and not all ranks have got that far."""
-    replaced = [[(7, 7, 1, 0, 5), (7, 7, 0, 0, 5)], [(7, 7, 0, 5, 10)]]
-    assert select(replaced, 10) == Selection(7, [(0, 1), (1, 0)])
-    assert select([replaced[0], [(7, 7, 0, 5, 10), (7, 7, 1, 5, 10)]], 10) == Selection(7, [(0, 0), (1, 1)])
-
-
-def test_who_has_it_whole_hands_it_to_all() -> None:
-    assert select([[(3, 3, 0, 0, 5)], [(3, 3, 0, 0, 10)], [(2, 2, 0, 0, 10)]], 10) == Selection(3, [(1, 0)])
-
-
-def test_a_slice_that_nobody_has_is_missed() -> None:
-    assert select([[(4, 4, 0, 0, 3)], [(4, 4, 0, 5, 10)]], 10) is None
-    assert select([[(4, 4, 0, 0, 5)], [(5, 5, 0, 5, 10)]], 10) is None
-    assert select([[], []], 10) is None
-
-
-def test_nodes_that_cut_in_other_places_stand_in_for_each_other() -> None:
-    """Nodes that split at other elements: the longest piece leads to a gap, the shorter pieces do not."""
-    halves, thirds = [[(4, 4, 0, 0, 6)], []], [[(4, 4, 0, 0, 4)], [(4, 4, 0, 4, 8)], [(4, 4, 0, 8, 12)]]
-    assert select([*halves, *thirds], 12) == Selection(4, [(2, 0), (3, 0), (4, 0)])
-
-
-def test_a_rank_is_asked_for_its_own_slice_before_who_keeps_it() -> None:
-    assert select([[(4, 4, 0, 5, 10), (4, 4, 0, 0, 5)], [(4, 4, 0, 0, 5)]], 10) == Selection(4, [(1, 0), (0, 0)])
+@pytest.mark.parametrize(
+    ("pieces", "length", "selected"),
+    [
+        # the newest step whose state is whole: the second rank has updated, or the first has left a step out
+        ([[(7, 8, 0, 0, 5)], [(8, 9, 0, 5, 10)]], 10, Selection(8, [(0, 0), (1, 0)])),
+        ([[(9, 9, 0, 0, 5), (8, 8, 0, 0, 5)], [(8, 8, 0, 5, 10)]], 10, Selection(8, [(0, 1), (1, 0)])),
+        # states of one step are not mixed
+        ([REPLACED, [(7, 7, 0, 5, 10)]], 10, Selection(7, [(0, 1), (1, 0)])),
+        ([REPLACED, [(7, 7, 0, 5, 10), (7, 7, 1, 5, 10)]], 10, Selection(7, [(0, 0), (1, 1)])),
+        # who has it whole hands it to all
+        ([[(3, 3, 0, 0, 5)], [(3, 3, 0, 0, 10)], [(2, 2, 0, 0, 10)]], 10, Selection(3, [(1, 0)])),
+        # a slice that nobody has is missed
+        ([[(4, 4, 0, 0, 3)], [(4, 4, 0, 5, 10)]], 10, None),
+        ([[(4, 4, 0, 0, 5)], [(5, 5, 0, 5, 10)]], 10, None),
+        ([[], []], 10, None),
+        # nodes that split at other elements: the longest piece leads to a gap, the shorter pieces do not
+        ([[(4, 4, 0, 0, 6)], [], *THIRDS], 12, Selection(4, [(2, 0), (3, 0), (4, 0)])),
+        # a rank is asked for its own slice before who keeps it
+        ([[(4, 4, 0, 5, 10), (4, 4, 0, 0, 5)], [(4, 4, 0, 0, 5)]], 10, Selection(4, [(1, 0), (0, 0)])),
+    ],
+)
+def test_what_is_selected(pieces: list[list[Any]], length: int, selected: Selection | None) -> None:
+    assert select(pieces, length) == selected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
-"""The retry loop after failures, on a topology that fails as the test says."""
+"""The ends of a retry loop in an error; test_agreement.py runs the loop itself in every order of events."""
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from mpi4py import MPI
@@ -13,72 +15,39 @@ from allreduce.transport import ulfm
 from allreduce.transport.control import on_all_ranks
 
 
-class Fails:
-    """A topology. answers: the results of its next agreements, and of those of the topologies after it."""
-
-    world = MPI.COMM_SELF
-
-    def __init__(self, answers: list[bool], number: int = 0) -> None:
-        self.answers, self.number, self.revoked = answers, number, False
-
-    def revoke(self) -> None:
-        self.revoked = True
-
-    def finished(self, ok: bool) -> bool:
-        return self.answers.pop(0) and ok
-
-    def survivors(self, admit: bool = True) -> "Fails":
-        return Fails(self.answers, self.number + 1)
-
-
 @pytest.fixture(autouse=True)
 def _outlived(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ulfm, "in_force", lambda: True)
 
 
-def test_an_action_is_done_again_until_all_ranks_have_done_it() -> None:
-    def action(topology: Topology) -> int:
-        if topology.number == 1:  # type: ignore[attr-defined]
-            raise RankLostError("told")
-        return topology.number  # type: ignore[attr-defined]
+def test_an_error_of_one_rank_or_of_all_ends_the_loop() -> None:
+    """At once, and without the word of another rank if it is of one rank."""
+    agreed: list[bool] = []
+    topology: Any = SimpleNamespace(world=MPI.COMM_SELF, finished=lambda ok: agreed.append(ok) or ok)
+    with pytest.raises(KeyError):
+        retry.retry(topology, lambda _: {}["of one rank"])
+    assert not agreed
 
-    assert retry.retry(Fails([False, True, True]), action) == 2  # type: ignore[arg-type]
+    def refuse(topology: Topology) -> None:
+        raise on_all_ranks(OptionError("bad"), MPI.COMM_SELF)
 
-
-def test_ranks_commit_when_all_have_repaired() -> None:
-    done: list[str] = []
-
-    def repair(topology: Topology) -> retry.Commit:
-        done.append(f"repair {topology.number}")  # type: ignore[attr-defined]
-        return lambda: done.append(f"commit {topology.number}")  # type: ignore[attr-defined]
-
-    assert retry.recover(Fails([False, True]), repair).number == 2  # type: ignore[arg-type,attr-defined]
-    assert done == ["repair 1", "repair 2", "commit 2"]
-
-
-@pytest.mark.parametrize("error", [OptionError("bad"), RankLostError("the state is gone")])
-def test_an_error_of_all_ranks_ends_the_repair(error: Exception) -> None:
-    def repair(topology: Topology) -> None:
-        raise on_all_ranks(error, MPI.COMM_SELF)
-
-    with pytest.raises(type(error)) as caught:
-        retry.recover(Fails([True]), repair)  # type: ignore[arg-type]
-    assert caught.value is error
+    with pytest.raises(OptionError, match="bad"):
+        retry.recover(topology, refuse, lambda topology: topology)
+    assert agreed == [True]
 
 
 def test_a_failure_ends_the_waits_of_all_ranks() -> None:
-    def action() -> None:
-        raise RankLostError("told")
+    """The model has no rank that waits for one which has gone on: there a lost rank ends all waits."""
+    revoked: list[bool] = []
+    topology: Any = SimpleNamespace(world=MPI.COMM_SELF, revoke=lambda: revoked.append(True))
+    told = RankLostError("told")
 
-    topology = Fails([])
-    outcome = retry.attempt(topology, action)  # type: ignore[arg-type]
-    assert topology.revoked
-    assert outcome.failure is outcome.error
+    def fail() -> None:
+        raise told
 
-
-def test_an_error_of_one_rank_is_raised_at_once() -> None:
-    with pytest.raises(KeyError):
-        retry.attempt(Fails([]), lambda: {}["of one rank"])  # type: ignore[arg-type]
+    outcome = retry.attempt(topology, fail)
+    assert outcome.error is outcome.failure is told
+    assert revoked
 
 
 class _Broken(Topology):

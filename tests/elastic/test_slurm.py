@@ -66,20 +66,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
             started.stdin.close()
             assert started.wait(60) == 0
     assert not Path(configuration).parent.exists()
-    assert not alive(configuration)
-
-
-def alive(configuration: str) -> list[str]:
-    """Return the processes that a Slurm with this configuration has left."""
-    wanted = f"SLURM_CONF={configuration}".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append((folder / "cmdline").read_text())
-        except OSError:
-            continue
-    return found
+    assert not launch.marked("slurm")
 
 
 def ask(slurm: dict[str, str], *command: str) -> str:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,39 +55,42 @@ def test_one_rank_is_told(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
     assert list(folder.glob("checkpoint-*.npz"))
 
 
+@pytest.fixture
+def default() -> Iterator[None]:
+    """SIGTERM has its default action."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("default")
 def test_the_handler_of_the_program_stays() -> None:
     came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        with Terminating(MPI.COMM_SELF) as sigterm:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert not sigterm.asked()
-        assert came == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    with Terminating(MPI.COMM_SELF) as sigterm:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not sigterm.asked()
+    assert came == [signal.SIGTERM]
 
 
+@pytest.mark.usefixtures("default")
 def test_blocks_in_each_other() -> None:
     """A signal that no block has reported is not lost; after the outermost block, SIGTERM has its default action
     again."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        with Terminating(MPI.COMM_SELF) as outer:
-            with Terminating(MPI.COMM_SELF) as inner:
-                assert not inner.asked()
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert inner.here
-            assert outer.asked()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        with Terminating(MPI.COMM_SELF) as later:
-            assert not later.asked()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with Terminating(MPI.COMM_SELF) as outer:
+        with Terminating(MPI.COMM_SELF) as inner:
+            assert not inner.asked()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert inner.here
+        assert outer.asked()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with Terminating(MPI.COMM_SELF) as later:
+        assert not later.asked()
 
 
+@pytest.mark.usefixtures("default")
 def test_forked_children_end() -> None:
     """A Pool that a data set uses during a fit ends its processes by SIGTERM, and waits for them."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     try:
         with Terminating(MPI.COMM_SELF) as sigterm:
@@ -97,20 +101,16 @@ def test_forked_children_end() -> None:
             assert not sigterm.asked()
     finally:
         child.kill()
-        signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.usefixtures("default")
 def test_an_error_that_the_program_catches() -> None:
     """The next block reports a SIGTERM on which the previous one has not acted; the block after that does not."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        with contextlib.suppress(ZeroDivisionError), Terminating(MPI.COMM_SELF):
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise ZeroDivisionError
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        with Terminating(MPI.COMM_SELF) as later:
-            assert later.asked()
-        with Terminating(MPI.COMM_SELF) as last:
-            assert not last.asked()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with contextlib.suppress(ZeroDivisionError), Terminating(MPI.COMM_SELF):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with Terminating(MPI.COMM_SELF) as later:
+        assert later.asked()
+    with Terminating(MPI.COMM_SELF) as last:
+        assert not last.asked()

@@ -1,4 +1,4 @@
-"""The fault framework: real jobs in which ranks are killed, stopped or made to differ, and a verdict on each job.
+"""The fault framework: real jobs in which ranks are killed, stopped or disturbed, and a verdict on each job.
 
 plans      a run: a program in a configuration, and the faults that are injected into it
 drawing    draws a plan from a number

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.backends import IN_TWO
-from tests.faults.plans import DISAGREEMENTS, EDITED, EPOCHS, LOSSES, PROGRAMS, STEPS, Fault, Plan
+from tests.faults.plans import EDITED, EPOCHS, LOSSES, PROGRAMS, STEPS, Fault, Plan
 from tests.random_calls import nodes_for
 
 # Places in the code of the rank that is lost: before, in the middle of, and after them. See `points`.
@@ -32,8 +32,6 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
     """Return the run of a number: its faults kill between one and all but one of its ranks, or are another fault of one
     rank. way: one of WAYS."""
     chance = random.Random(number)
-    if way != WAYS[0]:
-        programs = [name for name in programs if name != "disagreement"]
     program = chance.choices(programs, [PROGRAMS[name].weight for name in programs])[0]
     kind = PROGRAMS[program]
     ranks = max(kind.least, min(most_ranks, chance.choice((2, 3, 3, 4, 5))))
@@ -72,9 +70,6 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
 
 
 def _faults(chance: random.Random, plan: Plan) -> list[Fault]:
-    if plan.program == "disagreement":
-        about = chance.choice(sorted(DISAGREEMENTS))
-        return [Fault("differ", chance.randrange(plan.ranks), about, 1 + chance.randrange(STEPS // 3))]
     if chance.random() < OTHERS_SHARE:
         return [_other(chance, plan)]
     losses = chance.choice((1, 1, *range(1, plan.ranks)))

@@ -22,7 +22,7 @@ CHECK_SECONDS = 0.001  # between two looks at a job whose ranks get signals; of 
 IDLE_SECONDS = 0.05
 STEP = re.compile(r'"step": (\d+),')
 LINE = 100  # characters of a note that may have been half written; steps that are read twice do not matter
-HALT_SECONDS = "5"  # the timeout of a job in which a rank is stopped for good
+HALT_SECONDS = "3"  # the timeout of a job in which a rank is stopped for good
 CLUSTER = launch.ROOT / "scripts" / "cluster_sim.sh"
 SMALL = "64m"  # what containers often have
 

@@ -12,14 +12,12 @@ import numpy as np
 
 from tests.faults import notes
 from tests.faults.jobs import Ended
-from tests.faults.plans import ALONE, BATCH, DISAGREEMENTS, EPOCHS, KINDS, LOSSES, ROWS, TOLD_SECONDS, Fault, Plan
+from tests.faults.plans import ALONE, BATCH, EPOCHS, KINDS, LOSSES, ROWS, TOLD_SECONDS, Fault, Plan
 from tests.faults.programs import model
 
-SURVIVED, REFUSED, ORDERLY, HUNG, WRONG, OF_MPI, ENDED = OUTCOMES = (
-    "survived", "refused", "orderly", "hung", "wrong", "MPI's own", "ended",
-)  # fmt: skip
+SURVIVED, ORDERLY, HUNG, WRONG, OF_MPI, ENDED = OUTCOMES = "survived", "orderly", "hung", "wrong", "MPI's own", "ended"
 QUIET, FOUND = "quiet", "found"  # no fault came to happen; one that makes the result wrong did, and it was
-GOOD = (SURVIVED, REFUSED, ORDERLY, QUIET, FOUND)
+GOOD = (SURVIVED, ORDERLY, QUIET, FOUND)
 TOLERANCE = 1e-5  # of parameters, which are about 0.1: one batch left out, or done twice, changes them by 1e-3 or more
 ACCURACY = 0.011  # two of the rows that are tested
 ALL = [{"epoch": number} for number in range(1, EPOCHS + 1)]
@@ -31,7 +29,7 @@ Notes = list[dict[str, Any]]
 @dataclass
 class Injected:
     """One fault that happened. seconds: until the last remaining rank had finished a step, or a call, without the
-    failed rank; if ranks differ, until the last rank had raised the error."""
+    failed rank."""
 
     number: int
     name: str
@@ -88,8 +86,6 @@ def _outcome(
         return WRONG, "a sum was wrong"
     if ended.code is None:
         return HUNG, f"nothing happened any more; {ended.seconds:.0f} s in all"
-    if plan.program == "disagreement":
-        return _refused(left, happened)
     ends = {rank: note for rank, mine in left.items() for note in mine if note["what"] == "end"}
     ending = [fault for fault in happened if KINDS[fault.kind].ends]
     if missing := [fault for fault in happened if not _told(fault, ended.printed)]:
@@ -140,18 +136,6 @@ def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
     if plan.waits and set(range(plan.ranks - plan.spares)) <= lost:
         return "RankLostError: (all working ranks have failed|a rank that failed in .* had the only copy of a part)"
     return left_alone
-
-
-def _refused(left: dict[int, Notes], happened: Sequence[Fault]) -> tuple[str, str]:
-    """Judge a disagreement: all ranks must have raised the right error."""
-    if not happened:
-        return SURVIVED, ""
-    wanted = DISAGREEMENTS[happened[0].point].error
-    for rank, mine in left.items():
-        errors = [note["error"] for note in mine if note["what"] == "refused"]
-        if errors != [wanted]:
-            return ENDED, f"rank {rank} has raised {errors[0] if errors else 'nothing'}, not {wanted}"
-    return REFUSED, ""
 
 
 def _wrong(plan: Plan, folder: Path, ends: dict[int, dict[str, Any]]) -> str:
@@ -228,8 +212,7 @@ def _faults(plan: Plan, when: dict[int, float], survivors: list[Notes], outcome:
 
 
 def _seconds(fault: Fault, survivors: list[Notes], time: float) -> float | None:
-    """Return the seconds until all remaining ranks had finished a step without the failed rank, or had raised the
-    error."""
+    """Return the seconds until all remaining ranks had finished a step without the failed rank."""
     busy = [mine for mine in survivors if not any(note.get("idle") for note in mine)]
     firsts = [next((note["time"] for note in mine if _is_behind(note, fault, time)), None) for mine in busy]
     known = [first for first in firsts if first is not None]
@@ -237,11 +220,7 @@ def _seconds(fault: Fault, survivors: list[Notes], time: float) -> float | None:
 
 
 def _is_behind(note: dict[str, Any], fault: Fault, time: float) -> bool:
-    if note["time"] < time:
-        return False
-    if fault.kind in LOSSES:
-        return fault.rank not in note.get("ranks", [fault.rank])
-    return fault.kind == "differ" and note["what"] == "refused"
+    return fault.kind in LOSSES and note["time"] >= time and fault.rank not in note.get("ranks", [fault.rank])
 
 
 # Why a job has ended that should have gone on: in classes, from what it has printed.

@@ -58,7 +58,8 @@ BOUNDS = Held(memory=6144, mapped=1024, communicators=6, files=2, threads=1)
 
 
 class Case(NamedTuple):
-    """One action to repeat many times. turn: called with the number of the turn."""
+    """One action to repeat many times. turn: called with the number of the turn. turns: the standard run measures a
+    two-hundredth of them, which must show one lost communicator in each."""
 
     name: str
     turns: int
@@ -177,16 +178,16 @@ def cases() -> list[Case]:
         Case("backends, arrays alive", 4_000, backend),
         Case("trainers, buffers alive", 300, trainer),
         Case("servers and spare replicas", 300, served),
-        Case("refused: Topology", 1_000, lambda _: refused(lambda: allreduce.Topology(ranks_per_node=-1))),
-        Case("refused: create, name", 1_000, lambda _: refused(lambda: allreduce.create("rign"))),
-        Case("refused: create, option", 1_000, lambda _: refused(lambda: allreduce.create("ring", root=1))),
-        Case("refused: create, names differ", 1_000, lambda _: refused(lambda: allreduce.create(names[min(rank, 1)]))),
-        Case("refused: create, root", 1_000, lambda _: refused(lambda: allreduce.create("reduce_to_one", root=-7))),
-        Case("refused: create, nodes", 1_000, lambda _: refused(lambda: allreduce.create("shared", apart))),
-        Case("refused: servers", 1_000, lambda _: refused(lambda: ParameterServerTrainer(network(), servers=9))),
-        Case("refused: MirroredTrainer", 1_000, lambda _: refused(lambda: MirroredTrainer(network(), "rign"))),
+        Case("refused: Topology", 1_600, lambda _: refused(lambda: allreduce.Topology(ranks_per_node=-1))),
+        Case("refused: create, name", 1_600, lambda _: refused(lambda: allreduce.create("rign"))),
+        Case("refused: create, option", 1_600, lambda _: refused(lambda: allreduce.create("ring", root=1))),
+        Case("refused: create, names differ", 1_600, lambda _: refused(lambda: allreduce.create(names[min(rank, 1)]))),
+        Case("refused: create, root", 1_600, lambda _: refused(lambda: allreduce.create("reduce_to_one", root=-7))),
+        Case("refused: create, nodes", 1_600, lambda _: refused(lambda: allreduce.create("shared", apart))),
+        Case("refused: servers", 1_600, lambda _: refused(lambda: ParameterServerTrainer(network(), servers=9))),
+        Case("refused: MirroredTrainer", 1_600, lambda _: refused(lambda: MirroredTrainer(network(), "rign"))),
         Case(
-            "refused: MirroredTrainer, models", 1_000,
+            "refused: MirroredTrainer, models", 1_600,
             lambda _: refused(lambda: MirroredTrainer(network(3 + rank), "ring", topology)),
         ),
     ]  # fmt: skip
@@ -227,12 +228,12 @@ def torch_cases() -> list[Case]:
     ]
     return [
         *living,
-        Case("refused: MirroredOptimizer, name", 1_000, lambda _: refused(lambda: MirroredOptimizer(*parts(), "rign"))),
+        Case("refused: MirroredOptimizer, name", 1_600, lambda _: refused(lambda: MirroredOptimizer(*parts(), "rign"))),
         Case(
-            "refused: MirroredOptimizer, models", 1_000,
+            "refused: MirroredOptimizer, models", 1_600,
             lambda _: refused(lambda: MirroredOptimizer(*parts(4 + rank), "ring", buckets=Buckets(False))),
         ),
-        Case("refused: TorchReplica", 1_000, replica),
+        Case("refused: TorchReplica", 1_600, replica),
     ]  # fmt: skip
 
 

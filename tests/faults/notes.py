@@ -20,8 +20,7 @@ class Notes:
         self._file = os.open(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def add(self, what: str, **more: Any) -> None:
-        """Write a note. what: "pid", "step" (step, ranks), "call" (name, ranks), "fault" (number), "refused" (error) or
-        "end"."""
+        """Write a note. what: "pid", "step" (step, ranks), "call" (name, ranks), "fault" (number) or "end"."""
         line = json.dumps({"what": what, "time": time.monotonic(), **more}) + "\n"
         os.write(self._file, line.encode())
 

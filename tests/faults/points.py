@@ -5,7 +5,6 @@ it: `at` patches the functions of POINTS in its own process only.
 """
 
 import contextlib
-import ctypes
 import importlib
 import itertools
 import os
@@ -189,12 +188,6 @@ def happen(fault: Fault, notes: Notes, arguments: tuple[Any, ...]) -> None:
         sys.exit(0)
     if fault.kind == "slow":
         time.sleep(fault.delay)
-    if fault.kind == "hold":
-        ctypes.PyDLL(None).usleep(int(fault.delay * 1e6))  # PyDLL keeps the GIL
-    if fault.kind == "crash":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if fault.kind == "nan":
-        arguments[0].buffer[0] = float("nan")
     if fault.kind == "spoil":
         buffers = [each[0] if isinstance(each, list) else each for each in arguments]  # of [buffer, count, datatype]
         buffer = next(each for each in buffers if isinstance(each, np.ndarray | memoryview))

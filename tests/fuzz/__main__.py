@@ -15,13 +15,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HEAD = f"{'reader':<24}{'inputs':>9}{'accepted':>10}{'refused':>9}{'other':>7}{'peak MiB':>10}{'seconds':>9}"
-TOLD_SECONDS = 2.0
+COLUMNS = ("inputs", "accepted", "refused", "defects")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,88 +36,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"readers: {', '.join(each.name for each in READERS)}", file=sys.stderr)
         return 2
     share = args.inputs / sum(each.share for each in chosen)
-    print(f"# {args.inputs} inputs, seed {args.seed}\n# {HEAD}", flush=True)
-    begin, totals, shown = time.monotonic(), [0, 0, 0, 0], []
+    print(f"# {args.inputs} inputs, seed {args.seed}\n{'# reader':<26}" + "".join(f"{name:>10}" for name in COLUMNS))
+    defects, shown = 0, []
     for reader in chosen:
-        count, others = _one(reader.name, -int(-share * reader.share // 1), args.seed)
-        numbers = [count["inputs"], count["accepted"], count["refused"], count["defects"]]
-        totals = [total + number for total, number in zip(totals, numbers, strict=True)]
-        shown += [f"{reader.name}: {text}" for text in others]
-        print(_line(reader.name, numbers, count["peak_bytes"], count["seconds"]), flush=True)
-    print(_line("all", totals, 0, time.monotonic() - begin))
+        count = _one(reader.name, -int(-share * reader.share // 1), args.seed)
+        defects += count["defects"]
+        shown += [f"{reader.name}: {text}" for text in count["others"].values()]
+        print(f"{reader.name:<26}" + "".join(f"{count[name]:>10}" for name in COLUMNS), flush=True)
     print("\n\n".join(shown))
-    return 1 if totals[3] else 0
+    return 1 if defects else 0
 
 
-def _line(name: str, numbers: list[int], peak: int, seconds: float) -> str:
-    inputs, accepted, refused, other = numbers
-    memory = f"{peak / 2**20:.0f}" if peak else "-"
-    return f"  {name:<24}{inputs:>9}{accepted:>10}{refused:>9}{other:>7}{memory:>10}{seconds:>9.0f}"
-
-
-def _one(name: str, inputs: int, seed: int) -> tuple[dict, list[str]]:
-    """The counts of one reader's process, and its other messages."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.fuzz",
-        "--child",
-        "--readers",
-        name,
-        "--inputs",
-        str(inputs),
-        "--seed",
-        str(seed),
-    ]
+def _one(name: str, inputs: int, seed: int) -> dict:
+    """Return the counts of one reader's process."""
+    command = [sys.executable, "-m", "tests.fuzz", "--child", "--readers", name]
+    command += ["--inputs", str(inputs), "--seed", str(seed)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MPLBACKEND": "agg"}
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-        count: dict = {
-            "inputs": 0,
-            "accepted": 0,
-            "refused": 0,
-            "defects": 0,
-            "peak_bytes": 0,
-            "seconds": 0.0,
-            "others": {},
-        }
-        assert process.stdout is not None
-        for line in process.stdout:
-            count = json.loads(line)
-            if sys.stderr.isatty():
-                print(f"\r{name}: {count['inputs']} of {inputs}, {count['defects']} defects ", end="", file=sys.stderr)
-        code = process.wait()
-        errors.seek(0)
-        said = errors.read()
-    others = list(count["others"].values())
-    if code:
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    *_, last = ended.stdout.splitlines() or [json.dumps(dict.fromkeys(COLUMNS, 0) | {"others": {}})]
+    count: dict = json.loads(last)
+    if code := ended.returncode:
         end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         count["defects"] += 1
-        others.append(f"the process ended with {end} after {count['inputs']} inputs\n{said[-6000:]}")
-    return count, others
+        count["others"][end] = f"the process ended with {end} after {count['inputs']} inputs\n{ended.stderr[-6000:]}"
+    return count
 
 
 def _child(args: argparse.Namespace) -> int:
+    """Print the counts as JSON, again and again: the last line tells how far a process came that has crashed."""
     import faulthandler
     import logging
 
     from .readers import READERS
-    from .running import Count, run
+    from .running import run
 
     faulthandler.enable()
     logging.disable(logging.CRITICAL)
-    out, told = os.fdopen(os.dup(1), "w"), 0.0
-
-    def tell(count: Count) -> None:
-        nonlocal told
-        if time.monotonic() - told > TOLD_SECONDS:
-            told = time.monotonic()
-            print(json.dumps(count.as_dict()), file=out, flush=True)
-
+    out = os.fdopen(os.dup(1), "w")
     (reader,) = (each for each in READERS if each.name == args.readers)
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        count = run(reader, args.inputs, args.seed, Path(folder), tell)
-    print(json.dumps(count.as_dict()), file=out, flush=True)
+        run(reader, args.inputs, args.seed, Path(folder), lambda c: print(json.dumps(vars(c)), file=out, flush=True))
     return 0
 
 

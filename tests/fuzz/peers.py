@@ -16,6 +16,7 @@ from allreduce.tracing import merging
 from allreduce.transport import chunked as sizes
 from allreduce.transport.wait import NamedCall
 from tests.apps.server import Target
+from tests.health.network import Comm, Network, Request
 from trainers import group
 from trainers.apps.serving import web
 from trainers.strategies.servers.asynchronous import Asynchronous, Dealer, EpochLedger
@@ -43,34 +44,10 @@ def read_trace(value: bytes, _: Path) -> None:
     merging.parse_record(1, value)
 
 
-class _Arrived:
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    def Irecv(self, buffer: Any) -> MPI.Request:  # noqa: N802
-        buffer[0][: len(self._content)] = self._content
-        return MPI.REQUEST_NULL
-
-
-class _Post:
-    """The messages that have arrived from rank 1."""
-
-    size, rank = 2, 0
-
-    def __init__(self, messages: list[bytes]) -> None:
-        self._messages = list(messages)
-
-    def Improbe(self, status: MPI.Status) -> Any:  # noqa: N802
-        if not self._messages:
-            return None
-        content = self._messages.pop(0)
-        status.Set_elements(MPI.BYTE, len(content))
-        status.source = 1
-        return _Arrived(content)
-
-
 def read_notes(value: list[bytes], _: Path) -> str:
-    notes = StatusMessages(_Post(value))  # type: ignore[arg-type]
+    network = Network(2)
+    network.arrived[0].extend((1, content, Request()) for content in value)
+    notes = StatusMessages(Comm(network, 0))  # type: ignore[arg-type]
     notes.receive()
     return notes.table(NamedCall("a call"))
 

@@ -7,10 +7,9 @@ import os
 import resource
 import shutil
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +42,11 @@ class Reader:
 class Count:
     """Outcomes of a reader. others: for each kind of defect one traceback, with the input that showed it."""
 
-    reader: str
     inputs: int = 0
     accepted: int = 0
     refused: int = 0
     defects: int = 0
-    peak_bytes: int = 0
-    seconds: float = 0.0
     others: dict[str, str] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Hung(BaseException):
@@ -63,15 +56,11 @@ class Hung(BaseException):
 def run(
     reader: Reader, inputs: int, first: int, folder: Path, progress: Callable[[Count], object] | None = None
 ) -> Count:
-    """Read this number of inputs. first: the seed. folder: for the reader's files."""
-    count, begin, resident = Count(reader.name), time.monotonic(), _status("VmRSS")
-    _forget_peak()
-    batch = 0
+    """Read this number of inputs. first: the seed. folder: for the reader's files. progress: called now and then."""
+    count, batch = Count(), 0
     while count.inputs < inputs:
         _one_batch(reader, min(BATCH, inputs - count.inputs), first * 1_000_003 + batch, folder, count)
         batch += 1
-        count.seconds = time.monotonic() - begin
-        count.peak_bytes = max(count.peak_bytes, _status("VmHWM") - resident)
         if progress is not None:
             progress(count)
     return count
@@ -181,21 +170,7 @@ def _empty(folder: Path) -> None:
         shutil.rmtree(entry) if entry.is_dir(follow_symlinks=False) else os.unlink(entry)
 
 
-def _status(name: str) -> int:
-    """Return a line of /proc/self/status, in bytes; 0 if it is missing."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
-
-
 def _size() -> int:
-    """Return the size of the address space in bytes; faster than reading the status."""
+    """Return the size of the address space in bytes."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
-
-
-def _forget_peak() -> None:
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")

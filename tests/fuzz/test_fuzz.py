@@ -25,7 +25,7 @@ def test_what_is_no_file_is_refused(reader: Reader, kind: str, tmp_path: Path) -
     """Before it is read: a pipe has no end, and a sparse file does not fit the memory."""
     assert reader.laid is not None
     if kind == SPARSE:
-        count = Count(reader.name)
+        count = Count()
         judge(reader, reader.laid(kind), tmp_path, count)
         assert count.refused, count.others
         return

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.fuzz import files
 from trainers import datasets
 from trainers.datasets import rows, table
 from trainers.errors import ArgumentError, DataError, ModelFileError
@@ -34,28 +35,18 @@ def little_memory() -> Iterator[None]:
     assert peak < ENOUGH
 
 
-def npy(header: str | bytes, content: bytes = b"", version: tuple[int, int] = (1, 0)) -> bytes:
-    """Return the bytes of a .npy file with any text as its header."""
-    text = header.encode() if isinstance(header, str) else header
-    return b"\x93NUMPY" + bytes(version) + struct.pack("<H", len(text)) + text + content
+def array(shape: str, nbytes: int = 0, descr: str = "'<f4'") -> bytes:
+    """Return the bytes of a .npy file whose header describes another array than its zeros."""
+    return files.header(np.zeros(nbytes, np.uint8), descr, shape)
 
 
-def described(shape: str, descr: str = "'<f4'") -> str:
-    return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n"
-
-
-def archive(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_STORED, claim: int | None = None) -> None:
-    """Return a .npz of these members. claim: the size of each member according to the directory."""
-    with zipfile.ZipFile(path, "w", method) as file:
-        for name, content in members.items():
-            file.writestr(f"{name}.npy", content)
-        for member in file.filelist if claim else []:
-            member.file_size = claim or 0
+def archive(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> None:
+    path.write_bytes(files.archive([(f"{name}.npy", each) for name, each in members.items()], method, None, b""))
 
 
 def lying(path: Path, claim: int) -> None:
-    """Return a .npz whose directory and .npy header both claim more bytes than the stored member has."""
-    content = data(x=npy(described(f"({claim // 8}, 2)")))
+    """Write a .npz whose directory and .npy header both claim more bytes than the stored member has."""
+    content = data(x=array(f"({claim // 8}, 2)"))
     archive(path, content)
     with zipfile.ZipFile(path, "a") as file:
         file.getinfo("x.npy").file_size = len(content["x"]) + claim
@@ -72,15 +63,12 @@ def twice(path: Path, name: str) -> None:
 
 def data(**replaced: bytes) -> dict[str, bytes]:
     """Return the members of a valid data set, some of them replaced."""
-    good = {"x": npy(described("(4, 2)"), bytes(32)), "y": npy(described("(4,)", "'<i8'"), bytes(32))}
-    return {**good, **replaced}
+    return {"x": array("(4, 2)", 32), "y": array("(4,)", 32, "'<i8'"), **replaced}
 
 
 BOMBS: dict[str, Callable[[Path], object]] = {
-    "a header of terabytes": lambda path: archive(path, data(x=npy(described("(1099511627776, 2)")))),
-    "deflated": lambda path: archive(
-        path, data(x=npy(described("(300, 1048576)", "'|u1'"), bytes(300 << 20))), zipfile.ZIP_DEFLATED
-    ),
+    "a header of terabytes": lambda path: archive(path, data(x=array("(1099511627776, 2)"))),
+    "deflated": lambda path: archive(path, data(x=array("(300, 1048576)", 300 << 20, "'|u1'")), zipfile.ZIP_DEFLATED),
     "a stored member that lies": lambda path: lying(path, 1 << 24),
     "a long name twice": lambda path: twice(path, "x" * 60_000),
     "lzma, which may take gigabytes to unpack": lambda path: archive(path, data(), zipfile.ZIP_LZMA),

@@ -14,22 +14,16 @@ from typing import Any
 
 import pytest
 
-from allreduce.errors import CommunicationError
 from allreduce.files import replacing
-from allreduce.health.status import ENDED, WAITING
-from allreduce.machine import identify
-from allreduce.tracing import merging
-from allreduce.tuning import constants
 from benchmarks import compare, scaling, timeline
 from benchmarks.lib import outputs, plot, report
 from benchmarks.lib.results import FileError, to_json
 from benchmarks.timeline import load as load_trace
 from tests.benchmarks.made_runs import made_run
 from tests.fuzz import files, peers
-from trainers import datasets
 from trainers.cli import results
-from trainers.errors import CheckpointError, DataError
-from trainers.files import checkpoint, model_file, values
+from trainers.errors import CheckpointError
+from trainers.files import checkpoint
 from trainers.fit import checkpointing
 from trainers.watching.csv_logger import CSVLogger
 
@@ -76,19 +70,6 @@ def test_results(tmp_path: Path, fault: str, command: Any, capsys: pytest.Captur
     assert "run.json" in said.err
     assert "\x1b" not in said.out + said.err
     assert len(said.err) < 3000
-
-
-def test_errors_quote_no_control_characters(tmp_path: Path) -> None:
-    path = tmp_path / "set.npz"
-    path.write_bytes(files.archive([(f"{RED}.npy", files.npy(files.X))], 0, None, b""))
-    with pytest.raises(DataError, match=r"holds .x1b.31mred") as caught:
-        datasets.load(str(path))
-    assert str(caught.value).isprintable()
-    other = files.decision() | {"machine": {"cpu": RED * 100}}
-    with pytest.raises(constants.ContentError, match="measured on another machine") as refused:
-        constants.loads(json.dumps(other), identify())
-    assert str(refused.value).isprintable()
-    assert len(str(refused.value)) < 500
 
 
 def test_a_page_shows_what_it_is_told_as_text() -> None:
@@ -212,17 +193,6 @@ def test_links_that_others_have_laid_are_not_followed(tmp_path: Path, name: str)
 # What is read to go on from
 
 
-@pytest.mark.parametrize("place", [-1, 625, 1 << 30, 1 << 62])
-def test_a_random_state_that_points_elsewhere(place: int) -> None:
-    """NumPy would read out of bounds, and crash."""
-    state = checkpointing.random_state()
-    of_python, (kind, words, _, *gauss) = values.decode(state["random"])
-    altered = values.encode((of_python, (kind, words, place, *gauss)))
-    with pytest.raises(ValueError, match="624 words"):
-        checkpointing.load_random_state({"random": altered})
-    assert all((each == state[name]).all() for name, each in checkpointing.random_state().items())
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("epoch", math.inf), ("dropped", -math.inf), ("seconds", "x"), ("staleness", [math.inf])]
 )
@@ -232,14 +202,6 @@ def test_a_history_that_makes_no_sense(name: str, value: Any) -> None:
     saved.progress.history[0][name] = value
     with pytest.raises(CheckpointError, match="its history or its shapes can't be read"):
         checkpointing.check("run", saved, files.network(), saved.progress.settings, 3)
-
-
-def test_a_damaged_message_with_arrays() -> None:
-    content = files.message()
-    assert sorted(model_file.unpack(content)) == ["random", "watching.step"]
-    for damaged in (b"", content[:-30], content.replace(b"NUMPY", b"NUMPI")):
-        with pytest.raises(CheckpointError, match="damaged"):
-            model_file.unpack(damaged)
 
 
 def test_a_log_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
@@ -263,26 +225,6 @@ def test_a_folder_with_the_name_of_a_leftover_stays(tmp_path: Path) -> None:
 
 
 # Messages
-
-
-def test_a_trace_of_another_rank() -> None:
-    assert merging.parse_record(1, json.dumps(files.recorded()[0]).encode()).left_out == 0
-    for text in (b"", b"[1, 2]", b"[" * 9999, b'[[["a", "b", 1, 2]], [], 0]', b"[[], [], 1e999]"):
-        with pytest.raises(CommunicationError, match="rank 1"):
-            merging.parse_record(1, text)
-
-
-def test_status_messages_of_another_version() -> None:
-    fact = [WAITING, 1, 1, 1, "\x1b[2Jx" + "y" * 9999]
-    assert "waits in [2Jx" in (table := peers.read_notes([json.dumps([[[fact], [[1, 1]], [1]]]).encode()], Path()))
-    assert "\x1b" not in table
-    assert len(table) < 600
-    bad = [b"", b"\x00" * 31, b"[" * 9999, b"{}", json.dumps([[[fact], [[5, 1 << 60]], [1]]]).encode()]
-    entries = [[[fact, other], [[1, 1]], [1]] for other in (["x", 1, 1, 1, ""], [WAITING, "1"], 3)]
-    entries += [[[fact], [[1, 1]], [1e999]], [[fact], [[1, 1]], []], [5, [], 2], [[fact], [["1", 1]], [1]], 3]
-    bad += [json.dumps([[[fact], [[1, 1]], [1]], entry]).encode() for entry in entries]
-    assert "rank 1: has not arrived" in peers.read_notes(bad, Path())
-    peers.read_notes([json.dumps([[[[ENDED, 0, 1 << 99, 0, ""]], [[1, 1]], [1]]]).encode()], Path())
 
 
 def test_a_store_of_one_machine_listens_to_no_other() -> None:

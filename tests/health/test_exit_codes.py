@@ -1,45 +1,47 @@
 """The exit code of a job, for each way in which it can end: scripts that restart jobs depend on it."""
 
+import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests import launch
 from tests.conftest import JobRunner
 from tests.faults import job_of
 
 KILLED = 128 + 9
-WAYS = {"end": 0, "raise": 1, "interrupt": 130, "exit": 5, "thread": 1}
+WAYS = {"end": 0, "raise": 1, "interrupt": 130, "exit": 5}
 
 
-def run(mpirun: JobRunner, kind: str, ranks: int, living: int, way: str, mpi: str, ulfm: bool) -> int:
+def run(
+    mpirun: JobRunner, kind: str, ranks: int, living: int, way: str, mpi: str, ulfm: bool
+) -> "subprocess.CompletedProcess[str]":
     env = {"ALLREDUCE_TIMEOUT_SECONDS": "60"}  # shorter than the job's: a rank that waits for ever gives another code
-    job = mpirun(ranks, [*job_of("ends"), kind, str(living), way], mpi=mpi, ulfm=ulfm, timeout=150, env=env)
-    return int(job.returncode)
+    return mpirun(ranks, [*job_of("ends"), kind, str(living), way], mpi=mpi, ulfm=ulfm, timeout=150, env=env)
 
 
 @pytest.mark.parametrize(
     ("mpi", "ulfm", "way"),
     [
-        *[("openmpi", False, way) for way in WAYS if way != "end"],
+        ("openmpi", False, "interrupt"),
         ("mpich", False, "exit"),
-        *[("openmpi", True, way) for way in ("end", "raise", "exit")],
+        *[("openmpi", True, way) for way in ("end", "raise")],
     ],
 )
 def test_of_a_job_whose_ranks_all_live(mpirun: JobRunner, mpi: str, ulfm: bool, way: str) -> None:
-    assert run(mpirun, "allreduce", 2, 2, way, mpi, ulfm) == WAYS[way]
+    """test_abort.py raises an exception without ULFM, and in test_waits.py a rank of Open MPI calls sys.exit."""
+    assert run(mpirun, "allreduce", 2, 2, way, mpi, ulfm).returncode == WAYS[way]
 
 
 @pytest.mark.parametrize(("mpi", "code"), [("openmpi", KILLED), ("mpich", 9)])
 def test_of_a_job_without_ulfm_that_loses_a_rank(mpirun: JobRunner, mpi: str, code: int) -> None:
-    assert run(mpirun, "allreduce", 2, 1, "meet", mpi, ulfm=False) == code
+    assert run(mpirun, "allreduce", 2, 1, "meet", mpi, ulfm=False).returncode == code
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "living", "way"),
     [
-        *[("allreduce", 2, 1, way) for way in ("meet", "end", "raise", "interrupt", "exit")],
+        ("allreduce", 3, 2, "meet"),
+        *[("allreduce", 2, 1, way) for way in ("meet", "end", "interrupt", "exit")],
         ("allreduce", 3, 2, "exit"),
         *[(kind, 3, 2, "meet") for kind in ("torch", "ParameterServerTrainer")],
         ("horovod", 3, 1, "meet"),
@@ -47,8 +49,11 @@ def test_of_a_job_without_ulfm_that_loses_a_rank(mpirun: JobRunner, mpi: str, co
 )
 def test_of_a_job_with_ulfm_that_loses_ranks(mpirun: JobRunner, kind: str, ranks: int, living: int, way: str) -> None:
     """A single remaining rank is a special case: mpirun turns its MPI_Abort into exit code 0."""
-    expected = {"meet": 1, **WAYS}[way]
-    assert run(mpirun, kind, ranks, living, way, "openmpi", ulfm=True) == expected
+    job = run(mpirun, kind, ranks, living, way, "openmpi", ulfm=True)
+    assert job.returncode == {"meet": 1, **WAYS}[way]
+    if (kind, way) == ("allreduce", "meet"):  # an error that nobody catches is told once: the wait, and the call
+        assert re.search(rf"RankLostError: (a rank|rank {ranks - 1}) of {ranks} was lost", job.stderr)
+        assert job.stderr.count("Traceback") <= 2
 
 
 def test_of_a_job_with_ulfm_that_loses_a_rank_before_mpi_is_up(mpirun: JobRunner) -> None:
@@ -75,40 +80,3 @@ def test_of_a_job_that_ends_while_a_hook_fails(mpirun: JobRunner) -> None:
     job = mpirun(2, ["-c", code], timeout=30)
     assert job.returncode == 3
     assert "while it ended the job: ZeroDivisionError" in job.stderr
-
-
-def test_of_a_job_of_mpich_with_a_rank_that_ends_without_a_word(mpirun: JobRunner) -> None:
-    """MPICH's mpiexec (5.0) ends the other ranks at once, and the job has the exit code of that rank, also 0, as a job
-    that ended well; now and then with the bits of 9, of a rank that mpiexec has killed. That is so without this library
-    too. Open MPI's mpirun returns 1."""
-    program = """
-import os
-import numpy as np
-import allreduce
-with allreduce.create("ring") as reduce:
-    if reduce.rank == 1:
-        os._exit(0)
-    reduce(np.ones(3), "sum")
-    print("never")
-"""
-    job = mpirun(2, ["-c", program], mpi="mpich", timeout=120)
-    assert job.returncode in (0, 9), (job.returncode, job.stdout)
-    assert "never" not in job.stdout
-
-
-@pytest.mark.jobs
-@pytest.mark.parametrize(("way", "starts", "ranks"), [("killed", 2, 2), ("end", 1, 2)])
-def test_a_job_with_ulfm_whose_ranks_were_all_killed_is_started_again(
-    way: str, starts: int, ranks: int, tmp_path: Path
-) -> None:
-    """mpirun returns 0 there; scripts/keep_going.sh detects the failure."""
-    bin_folder = launch.environment("openmpi") / "bin"
-    launcher = f"{bin_folder / 'mpirun'} --with-ft ulfm --oversubscribe --bind-to none"
-    keep_going = ["bash", str(launch.ROOT / "scripts" / "keep_going.sh"), "--ranks", str(ranks), "--same-ranks"]
-    keep_going += ["--attempts", "2", "--progress", str(tmp_path), "--launcher", launcher]
-    job = subprocess.run(
-        [*keep_going, "--", str(bin_folder / "python"), *job_of("ends"), "allreduce", str(ranks), way],
-        env=launch.variables("none"), capture_output=True, text=True, timeout=150,
-    )  # fmt: skip
-    assert job.returncode == (KILLED if way == "killed" else 0), job.stderr
-    assert job.stderr.count("\n+ ") + job.stderr.startswith("+ ") == starts, job.stderr

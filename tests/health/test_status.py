@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
-from mpi4py import MPI
 
 from allreduce.errors import RankLeftError
 from allreduce.health import status
@@ -21,81 +20,16 @@ from allreduce.process import proc
 from allreduce.transport import liveness, processes, ulfm
 from allreduce.transport.wait import NamedCall, WaitRecord
 from tests.conftest import JobRunner
+from tests.health.network import Comm, Network, Request
 
 
-class _Request:
-    """A synchronous send's request: done when its message is received."""
-
-    taken = False
-
-    def Test(self) -> bool:  # noqa: N802
-        return self.taken
-
-
-class _Message:
-    def __init__(self, content: bytes, request: _Request) -> None:
-        self._content, self._request = content, request
-
-    def Irecv(self, buffer: Any) -> _Request:  # noqa: N802
-        buffer[0][:] = self._content
-        self._request.taken = True
-        return self._request
-
-
-class _Halted(_Message):
-    """Its sender is stopped while MPI transfers it."""
-
-    def Irecv(self, buffer: Any) -> _Request:  # noqa: N802
-        self._buffer = buffer[0]
-        return self._request
-
-    def go_on(self) -> None:
-        super().Irecv([self._buffer])
-
-
-class Network:
-    """Messages between ranks of this process, counted."""
-
-    def __init__(self, ranks: int) -> None:
-        self.arrived: dict[int, deque] = defaultdict(deque)
-        self.sent: Counter[int] = Counter()
-        self.pairs: set[tuple[int, int]] = set()
-        self.longest, self.size = 0, ranks
-        self.failed: frozenset[int] = frozenset()
-        self.stopped: dict[int, list[_Halted]] = {}  # messages of stopped ranks that others have begun to receive
-
-
-class Comm:
-    """A communicator of one rank of a Network."""
-
-    def __init__(self, network: Network, rank: int) -> None:
-        self._network, self.rank, self.size = network, rank, network.size
-
-    def Issend(self, message: Any, rank: int) -> _Request:  # noqa: N802
-        if rank in self._network.failed:
-            raise MPI.Exception(MPI.ERR_OTHER)
-        request, content = _Request(), bytes(message[0])
-        self._network.arrived[rank].append((self.rank, content, request))
-        self._network.sent[self.rank] += 1
-        self._network.pairs.add((min(self.rank, rank), max(self.rank, rank)))
-        self._network.longest = max(self._network.longest, len(content))
-        return request
-
-    def Improbe(self, status: MPI.Status) -> _Message | None:  # noqa: N802
-        if not self._network.arrived[self.rank]:
-            return None
-        source, content, request = self._network.arrived[self.rank].popleft()
-        status.source = source
-        status.Set_elements(MPI.BYTE, len(content))
-        if source not in self._network.stopped:
-            return _Message(content, request)
-        self._network.stopped[source].append(message := _Halted(content, request))
-        return message
+@pytest.fixture(autouse=True)
+def _ranks_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
 
 
 @pytest.fixture(params=[5, 128], ids=str)
-def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Network, list[StatusMessages]]:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+def job(request: pytest.FixtureRequest) -> tuple[Network, list[StatusMessages]]:
     return make(request.param)
 
 
@@ -172,7 +106,6 @@ def after_a_failure(
     ranks: int, gone: Collection[int], known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Network, list[StatusMessages]]:
     """Return ranks after ranks `gone` have failed. known: MPI has told the others."""
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     monkeypatch.setattr(ulfm, "failed", lambda comm: tuple(gone) if known else ())
     monkeypatch.setattr(ulfm, "acknowledge", lambda comm: None)
     network, every = make(ranks)
@@ -217,8 +150,7 @@ def test_a_rank_whose_receivers_have_all_ended_tells_others(monkeypatch: pytest.
     assert 11 < network.sent[9] < 63
 
 
-def test_a_rank_that_takes_no_messages_holds_up_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+def test_a_rank_that_takes_no_messages_holds_up_no_news() -> None:
     _, every = make(16)
     all_wait(every, 2)
     rounds(every, without=[2])
@@ -242,7 +174,6 @@ def test_a_wait_that_is_over_is_shown_no_more(job: tuple[Network, list[StatusMes
 
 def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks time out at about the same moment; the later one must not report that the other has not come."""
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(3)
     wait = all_wait(every, 1)
     every[2].note_given_up(wait, NamedCall("all_reduce", 5))
@@ -256,22 +187,28 @@ def test_a_wait_that_has_ended_in_an_error_is_still_seen(monkeypatch: pytest.Mon
     assert "  ranks 1-2: have not arrived" in every[0].table(NamedCall("all_reduce", 5))
 
 
-def test_messages_on_their_way_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPI still reads a message until its receiver takes it."""
+@pytest.mark.parametrize("half_received", [False, True])
+def test_messages_on_their_way_outlive_a_topology_that_is_dropped(
+    half_received: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPI still reads a message until its receiver takes it, and writes into one that is half received."""
     kept: list[Any] = []
     monkeypatch.setattr("allreduce.health.status_messages.free_later", kept.append)
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
-    _, every = make(2)
-    all_wait(every, 1)
-    every[0].exchange()
-    del every[0]
+    network, every = make(2)
+    network.stopped[1] = []
+    all_wait(every, 0 if half_received else 1)
+    for messages in every[::-1]:
+        messages.exchange()
+    del messages, every[0]
     gc.collect()
-    assert len(kept) == 1
-    assert b"all_reduce" in kept[0][1]
+    if half_received:
+        assert any(network.stopped[1][0]._buffer is part for each in kept for part in each)
+    else:
+        assert len(kept) == 1
+        assert b"all_reduce" in kept[0][1]
 
 
-def test_every_rank_hears_which_one_has_left_and_which_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+def test_every_rank_hears_which_one_has_left_and_which_differ() -> None:
     _, every = make(10)
     wait = all_wait(every, 9)
     other = NamedCall("broadcast", 6)
@@ -314,9 +251,8 @@ def test_what_a_rank_is_keeps_its_text_however_many_calls_there_are() -> None:
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["one call", "many calls"])
-def test_all_of_a_large_job_arrives_in_messages_of_limited_length(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_a_large_job_arrives_in_messages_of_limited_length(same: bool) -> None:
     """Versions of rows drift apart in a long job; messages that are too long for `decode` would be lost."""
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     network = Network(ranks := 8192)
     first, second = (StatusMessages(Comm(network, rank)) for rank in range(2))  # type: ignore[arg-type]
     for rank in range(2, ranks):
@@ -333,7 +269,6 @@ def test_all_of_a_large_job_arrives_in_messages_of_limited_length(same: bool, mo
 
 
 def test_the_last_message_of_a_rank_has_all_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     monkeypatch.setattr(status, "MESSAGE_BYTES", 500)
     network, every = make(100)
     for rank in range(2, 100):
@@ -345,8 +280,7 @@ def test_the_last_message_of_a_rank_has_all_that_it_knows(monkeypatch: pytest.Mo
     assert network.longest <= 500
 
 
-def test_a_rank_that_is_stopped_while_it_sends_stops_no_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
+def test_a_rank_that_is_stopped_while_it_sends_stops_no_receiver() -> None:
     network, every = make(4)
     network.stopped[1] = []
     wait = all_wait(every, 0)
@@ -364,43 +298,27 @@ def test_a_rank_that_is_stopped_while_it_sends_stops_no_receiver(monkeypatch: py
 
 
 def test_a_signals_handler_may_exchange_messages_in_the_middle_of_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     _, every = make(4)
     all_wait(every, 0)
     every[1].exchange()
     every[2].exchange()
-    test = _Request.Test
+    test = Request.Test
     interrupted = []
 
-    def interrupted_test(request: _Request) -> bool:
+    def interrupted_test(request: Request) -> bool:
         if not interrupted:
             interrupted.append(request)
             every[0].request_dumps("a signal has come")
             every[0].exchange()
         return test(request)
 
-    monkeypatch.setattr(_Request, "Test", interrupted_test)
+    monkeypatch.setattr(Request, "Test", interrupted_test)
     every[0].exchange()
     assert interrupted
     rounds(every)
     assert every[0].state[Fact(WAITING, 7, 1, 5, "all_reduce")] == {1, 2, 3}
     assert not every[0]._arriving
     assert [rank for messages in every[1:] for rank, _ in messages.dump_requests] == [0, 0, 0]
-
-
-def test_messages_half_received_outlive_a_topology_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPI still writes into them."""
-    kept: list[Any] = []
-    monkeypatch.setattr("allreduce.health.status_messages.free_later", kept.append)
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
-    network, every = make(2)
-    network.stopped[1] = []
-    all_wait(every, 0)
-    every[1].exchange()
-    every[0].receive()
-    del every[0]
-    gc.collect()
-    assert any(network.stopped[1][0]._buffer is part for each in kept for part in each)
 
 
 # Threads
@@ -467,7 +385,6 @@ def test_a_process_that_has_ended_is_gone(waiting_process: tuple[subprocess.Pope
 
 
 def test_a_rank_whose_process_has_ended_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "world_ranks", lambda comm: range(comm.size))
     monkeypatch.setattr(liveness, "gone", lambda process: process.pid == 2)
     network = Network(3)
     messages = StatusMessages(Comm(network, 0))  # type: ignore[arg-type]
@@ -484,27 +401,6 @@ def test_a_rank_whose_process_has_ended_has_left(monkeypatch: pytest.MonkeyPatch
 
 
 # Jobs
-
-ONE_IS_LATE = """
-import time, numpy as np
-import allreduce
-topology = allreduce.Topology(ranks_per_node=2)
-reduce = allreduce.create("ring", topology)
-reduce(np.ones(10), "max")
-if topology.rank == 3: time.sleep(6)
-reduce(np.ones(10), "max")
-topology.close()
-"""
-
-
-def test_one_rank_reports_a_wait_of_many(mpirun: JobRunner) -> None:
-    job = mpirun(8, ["-c", ONE_IS_LATE], env={"ALLREDUCE_STALL_SECONDS": "3"}, timeout=120)
-    assert job.returncode == 0, job.stderr
-    assert job.stderr.count("for other ranks in: all_reduce") == 1, job.stderr
-    assert "rank 0 has waited 3 s for other ranks in: all_reduce" in job.stderr
-    assert "  ranks 0-2, 4-7: wait in all_reduce" in job.stderr
-    assert f"  rank 3: {status.NOT_COME}" in job.stderr
-
 
 SOCKETS = """
 import os

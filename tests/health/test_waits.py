@@ -65,6 +65,7 @@ def test_a_rank_that_leaves(mpirun: JobRunner, tmp_path: Path, mpi: str, ulfm: b
 def test_a_rank_that_is_late(mpirun: JobRunner, tmp_path: Path) -> None:
     """First a report, later a time-out; both name the rank that has not arrived."""
     text = run(mpirun, tmp_path, "mpich", "time.sleep(50)", LATE)
+    assert text.count("has waited 1 s for other ranks in: ") == 1
     assert "rank 0 has waited 1 s for other ranks in: all_reduce: length 50000" in text
     assert "rank 1: has not arrived" in text
     assert "CollectiveTimeoutError: waited" in text
@@ -101,36 +102,9 @@ def test_an_exception_in_a_thread(mpirun: JobRunner) -> None:
         "import time; time.sleep(100)\n"
     )
     job = mpirun(3, ["-c", code], timeout=60)
-    assert job.returncode != 0
+    assert job.returncode == 1
     assert "rank 1 of 3: ValueError in thread 'mine'" in job.stderr
     assert "ValueError: on purpose" in job.stderr
-
-
-def test_a_hook_that_was_set_later(mpirun: JobRunner, tmp_path: Path) -> None:
-    text = run(
-        mpirun,
-        tmp_path,
-        "openmpi",
-        "sys.excepthook = lambda *_: print('mine', flush=True); raise ValueError('mistake')",
-    )
-    assert "mine" in text
-    assert "rank 1 of 3: ValueError: mistake" in text
-
-
-def test_seconds_that_are_no_number(mpirun: JobRunner) -> None:
-    code = (
-        "import allreduce, os, sys\n"
-        "for variable in sys.argv[1:]:\n"
-        "    for os.environ[variable] in ('abc', 'nan'):\n"
-        "        try: allreduce.Topology()\n"
-        "        except allreduce.errors.OptionError as error: print(error)\n"
-        "    del os.environ[variable]\n"
-    )
-    job = mpirun(2, ["-c", code, *LIMITS])
-    assert job.returncode == 0, job.stderr
-    for variable in LIMITS:
-        assert job.stdout.count(f"{variable} must be a number of seconds such as") == 4, job.stdout
-        assert "got 'abc'" in job.stdout
 
 
 def test_an_exception_in_one_part(mpirun: JobRunner, tmp_path: Path) -> None:

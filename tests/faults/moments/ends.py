@@ -4,14 +4,12 @@
 
 KIND: allreduce, torch (torch.distributed), horovod, or the name of a trainer. All ranks but the first LIVING ones are
 killed. WAY: how the living ranks end: "meet": they get the error of the failure and do not catch it. Otherwise the
-action of the first of them, while the rest wait for it: "raise", "interrupt", "exit" (all call sys.exit(5)), "thread",
-"killed" (all are), "end" (all end without an error).
+action of the first of them, while the rest wait for it: "raise", "interrupt", "exit" (all call sys.exit(5)), "end" (all
+end without an error).
 """
 
 import functools
 import sys
-import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -83,24 +81,14 @@ def main(kind: str, living: int, way: str) -> None:
         die()
     if way != "meet":
         go_on()
-    if way == "killed":
-        die()
     if way == "exit":
         sys.exit(5)
     if rank == 0 and way == "raise":
         raise ValueError("on purpose")
     if rank == 0 and way == "interrupt":
         raise KeyboardInterrupt
-    if rank == 0 and way == "thread":
-        threading.Thread(target=failing, args=[call]).start()
-        time.sleep(60)
     while way != "end":
         call()
-
-
-def failing(call: Call) -> None:
-    call()
-    raise ValueError("on purpose")
 
 
 KINDS = {"allreduce": backend, "torch": torch_distributed, "horovod": horovod}

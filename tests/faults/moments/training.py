@@ -1,18 +1,14 @@
-"""One rank of a training in which a rank kills itself at a named moment, and the others stop with a checkpoint; and of
-one that resumes.
+"""One rank of a training in which rank 0 kills itself at a named moment, and the others stop with a checkpoint.
 
-    mpirun --with-ft ulfm -n 4 python -m tests.faults.moments.training TRAINING [OPTION=VALUE ...]
+    mpirun --with-ft ulfm -n 3 python -m tests.faults.moments.training FOLDER EVENT,EPOCH,BATCH [apart]
 
-TRAINING: one of TRAININGS below. The rank that is 0 at the end prints the result as JSON.
+With `apart`, it is a worker of an asynchronous server, in the middle of whose epochs no checkpoint can be written.
 """
 
-import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from allreduce import Topology
 from tests.faults.points import die
@@ -25,6 +21,7 @@ from trainers import (
     ParameterServerTrainer,
 )
 from trainers.callbacks import Callback, LearningRateSchedule
+from trainers.watching.history import History
 
 ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
 STEP = {"transforms": [ClipNorm(1.0), EMA(0.9)]}  # options of every step
@@ -70,63 +67,24 @@ class Deaths(Callback):
         self._come("epoch_end")
 
 
-def stop(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """The chief dies, and the others stop with a checkpoint of their position. moment: EVENT,EPOCH,BATCH."""
-    event, epoch, batch = options["moment"].split(",")
-    deaths = Deaths((event, int(epoch), int(batch)) if ranks.rank == 0 else None)
-    return stopped(MirroredTrainer(network(0), topology=ranks), deaths, options["folder"])
-
-
-def resumed(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """A training that was stopped resumes, and no rank dies. Return its result, and that of one rank alone."""
+def fitted(trainer: Any, deaths: Deaths, checkpoint: Any = None, resume: bool = False) -> tuple[History, np.ndarray]:
+    """Return the history of a training, and some predictions. Collective."""
     x, y = data()
     given: dict[str, Any] = {"validation_data": (x[:50], y[:50]), "progress": False, **STEP}
-    deaths = Deaths(None)
-    with MirroredTrainer(network(ranks.rank), topology=ranks, on_failure="continue") as trainer:
-        callbacks = [deaths, schedule()]
-        history = trainer.fit(
-            x, y, EPOCHS, BATCH, callbacks=callbacks, checkpoint=options["folder"], resume=True, **given
-        )
-        came = {
-            "history": [epoch.as_dict() for epoch in history],
-            "sha256": trainer.parameters_sha256(),
-            "predicted": trainer.predict(x)[:3].tolist(),
-            "told": deaths.told,
-            "rank": trainer.rank,
-        }
-    with MirroredTrainer(network(0), topology=Topology(MPI.COMM_SELF)) as alone:
-        came["alone"] = [epoch.as_dict() for epoch in alone.fit(x, y, EPOCHS, BATCH, callbacks=[schedule()], **given)]
-        came["predicted alone"] = alone.predict(x)[:3].tolist()
-    return came
+    kept = {"checkpoint": checkpoint, "resume": resume}
+    history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=[deaths, schedule()], **kept, **given)
+    return history, trainer.predict(x)[:3]
 
 
-def stop_apart(ranks: Topology, options: dict[str, str]) -> dict[str, Any]:
-    """A worker dies in an asynchronous epoch, in whose middle no checkpoint can be written, and the others stop."""
-    deaths = Deaths(("epoch_begin", 1, 0) if ranks.rank == 0 else None)
-    trainer = ParameterServerTrainer(network(0), topology=ranks)
-    return stopped(trainer, deaths, Checkpoint(options["folder"], every="2 epochs"))
-
-
-def stopped(trainer: Any, deaths: Deaths, checkpoint: Checkpoint | str) -> dict[str, Any]:
-    callbacks = [deaths, schedule()]
-    x, y = data()
-    given: dict[str, Any] = {"validation_data": (x[:50], y[:50]), "progress": False, **STEP}
-    trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, checkpoint=checkpoint, **given)
-    raise AssertionError("nobody has stopped")
-
-
-TRAININGS: dict[str, Callable[[Topology, dict[str, str]], dict[str, Any]]] = {
-    "stop": stop,
-    "resumed": resumed,
-    "stop apart": stop_apart,
-}
-
-
-def main(name: str, *options: str) -> None:
+def main(folder: str, moment: str, apart: str = "") -> None:
     ranks = Topology()
-    came = TRAININGS[name](ranks, dict(option.split("=") for option in options))
-    if came["rank"] == 0:
-        print(json.dumps(came), flush=True)
+    event, epoch, batch = moment.split(",")
+    deaths = Deaths((event, int(epoch), int(batch)) if ranks.rank == 0 else None)
+    if apart:
+        fitted(ParameterServerTrainer(network(0), topology=ranks), deaths, Checkpoint(folder, every="2 epochs"))
+    else:
+        fitted(MirroredTrainer(network(0), topology=ranks), deaths, folder)
+    raise AssertionError("nobody has stopped")
 
 
 if __name__ == "__main__":

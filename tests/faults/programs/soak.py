@@ -28,28 +28,22 @@ PAGE_MIB = resource.getpagesize() / 2**20
 
 
 class Notice(Callback):
-    """Notes the position, the memory and the descriptors, at times and after each failure; stops the training."""
+    """Notes the ranks, the memory and the descriptors, at times and after each failure; stops the training."""
 
     reads_batches = False
 
-    def __init__(self, notes: Notes, stop: Path, steps: int) -> None:
-        self._notes, self._stop, self._steps = notes, stop, steps
-        self._epoch = self._done = 0
+    def __init__(self, notes: Notes, stop: Path) -> None:
+        self._notes, self._stop = notes, stop
         self._noted, self._topology = 0.0, None
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
-
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._done += 1
         now, topology = time.monotonic(), self.trainer.topology
         if now - self._noted < NOTE_SECONDS and topology is self._topology:
             return
         self._noted, self._topology = now, topology
         memory = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_MIB
         files = len(os.listdir("/proc/self/fd"))
-        step = self._epoch * self._steps + batch
-        self._notes.add("at", step=step, done=self._done, ranks=members(topology), memory=memory, files=files)
+        self._notes.add("at", ranks=members(topology), memory=memory, files=files)
         self.trainer.stop_training = self._stop.exists()
 
 
@@ -69,7 +63,7 @@ def main(folder: Path, spares: int) -> None:
         y,
         EPOCHS,
         BATCH,
-        callbacks=[Notice(notes, folder / STOP, len(x) // BATCH)],
+        callbacks=[Notice(notes, folder / STOP)],
         checkpoint=Checkpoint(str(folder.parent / "checkpoints"), EVERY),
         resume=True,
         progress=False,

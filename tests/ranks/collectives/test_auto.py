@@ -10,15 +10,14 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import algorithms, kernels, notices
+from allreduce import kernels, notices
 from allreduce.algorithms import auto
-from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
+from allreduce.arrays.memory_kinds import ALLOCATED, UNREGISTERED
 from allreduce.call.call import Call
-from allreduce.errors import OptionError, UnavailableError
+from allreduce.errors import UnavailableError
 from allreduce.transport.cost import Machine
 from allreduce.tuning import constants, measuring
 from tests.ranks.grid import run_grid
-from tests.ranks.together import raised_everywhere
 
 JOBS = "openmpi 1 2 3, mpich 2 3"
 
@@ -28,37 +27,11 @@ several = pytest.mark.skipif(SIZE == 1, reason="one rank has nothing to reduce")
 NODES = pytest.mark.parametrize("nodes", [None, 1])
 
 
-COMPARED = ("native", "shared", "ring", "halving_doubling", "reduce_to_one", "hierarchical_copy", "nccl")
-
-
 def by_default(topology: allreduce.Topology, **options: Any) -> Any:
     """Create "auto" with the built-in constants, on two ranks too."""
     reduce = allreduce.create("auto", topology, table="", measure=False, **options)
     reduce._algorithm._constants = constants.Known(Machine(), "by default")
     return reduce
-
-
-@several
-@NODES
-def test_choices(
-    nodes: int | None, topology_of: Callable[..., allreduce.Topology], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Among these: an algorithm that is added later may be cheaper."""
-    monkeypatch.setattr(algorithms, "BACKENDS", {name: algorithms.BACKENDS[name] for name in (*COMPARED, "auto")})
-    with by_default(topology_of(nodes)) as reduce:
-        main = "shared" if nodes is None else "hierarchical_copy"
-        for nbytes, dtype, memory, names in (
-            (1000, FLOAT32, ALLOCATED, {"native"}),
-            (1000, FLOAT32, UNREGISTERED, {"native"}),
-            (1000, FLOAT16, ALLOCATED, {main, "halving_doubling", "ring"}),
-            (1 << 24, FLOAT16, ALLOCATED, {main, "halving_doubling", "ring"}),
-            (1 << 24, FLOAT32, ALLOCATED, {"shared"} if nodes is None else {main, "halving_doubling", "ring"}),
-        ):
-            name, why = reduce._algorithm._cheapest(nbytes, dtype, memory)
-            assert name in names, (nbytes, dtype, why)
-            assert all(each in why for each in names & set(reduce._algorithm._algorithms))
-        if "nccl" not in reduce._algorithm._algorithms:
-            assert reduce._algorithm._cheapest(1 << 24, FLOAT32, GPU)[0] in reduce._algorithm._algorithms
 
 
 @several
@@ -157,11 +130,6 @@ def test_constants_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 source = reduce._algorithm._constants.source  # type: ignore[attr-defined]
                 assert source == ("measured here" if times else "by default")
     assert all(topology is measured[0] for topology in measured)
-
-
-def test_measure_is_true_or_false(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    text = raised_everywhere(world, OptionError, lambda: allreduce.create("auto", flat, measure="sometimes"))
-    assert "measure must be True or False, got 'sometimes'" in text
 
 
 @several

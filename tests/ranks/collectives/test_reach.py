@@ -29,24 +29,6 @@ SUMMED = kernels.SUMMED if SIZE == 2 else ("bfloat16", "int32", "float64")  # on
 
 
 @several
-def test_reads_and_writes(world: MPI.Intracomm) -> None:
-    reached = CMA(world)
-    if not reached.works:
-        pytest.skip("this system forbids it")
-    mine = np.full(3, world.rank, np.int64)
-    addresses = world.allgather(reached.address(mine))
-    found = np.zeros(3, np.int64)
-    for rank in range(SIZE):
-        reached.read(rank, addresses[rank], found)
-        assert found.tolist() == [rank] * 3
-    world.Barrier()
-    other = (world.rank + 1) % SIZE
-    reached.write(other, addresses[other], np.array([100 + world.rank]))
-    world.Barrier()
-    assert mine.tolist() == [100 + (world.rank - 1) % SIZE, world.rank, world.rank]
-
-
-@several
 def test_memory_that_is_gone(world: MPI.Intracomm) -> None:
     reached = CMA(world)
     if not reached.works:
@@ -222,21 +204,6 @@ def test_float16_at_any_address(flat: allreduce.Topology, monkeypatch: pytest.Mo
         for length in range(600_000, 600_000 + 2 * SIZE):
             reduce(np.ones(length, np.float16), "sum")
     assert fast == [kernels.status() == "C"] * 2 * SIZE
-
-
-@several
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_same_bits_as_allocated(op: str, topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm) -> None:
-    """The order of summation is the same for arrays from `allocate` and other arrays."""
-    generator = np.random.default_rng(world.rank)
-    with allreduce.create("shared", topology_of(None)) as reduce:
-        for dtype in ("float32", "bfloat16"):
-            given = reduce.allocate(100_003, dtype)
-            given[:] = generator.standard_normal(100_003)
-            foreign = given.copy()
-            reduce(given, op)
-            reduce(foreign, op)
-            assert given.tobytes() == foreign.tobytes()
 
 
 @several

@@ -105,29 +105,6 @@ def test_text() -> None:
         assert str(topology) == (many if SIZE > 1 else "1 rank on 1 simulated node")
 
 
-def test_of_a_part_of_the_ranks() -> None:
-    part = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2, -MPI.COMM_WORLD.rank)
-    with allreduce.Topology(part) as topology, allreduce.create("ring", topology) as reduce:
-        array = reduce.allocate(3, "int64")
-        array[:] = MPI.COMM_WORLD.rank
-        reduce(array, "sum")
-        assert array.tolist() == [sum(range(MPI.COMM_WORLD.rank % 2, SIZE, 2))] * 3
-        assert topology.rank == part.rank
-    part.Free()
-
-
-def test_close_frees_every_communicator() -> None:
-    topology = allreduce.Topology(ranks_per_node=2)
-    topology.inside()
-    topology.across()
-    private = topology.private()
-    owned = list(topology._owned)
-    assert private in owned
-    topology.close()
-    left = [*owned, topology.world, topology.node, topology.cross]
-    assert all(comm in (MPI.COMM_NULL, MPI.COMM_SELF) for comm in left)
-
-
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_backend_closes_everything_that_it_created(name: str, flat: allreduce.Topology) -> None:
     """Its parts, their topologies, their windows. tests/faults/leaks.py counts what MPI and the system hold."""
@@ -148,19 +125,6 @@ def test_a_backend_that_could_not_be_made_leaves_nothing(flat: allreduce.Topolog
 
 def _open_children(topology: allreduce.Topology) -> int:
     return sum(not child.closed for child in topology._children)
-
-
-def test_backends_of_one_topology_do_not_mix(flat: allreduce.Topology) -> None:
-    names = [name for name in allreduce.available(flat) if name in ON_CPU]
-    several = [allreduce.create(name, flat) for name in names * 2]
-    arrays = [reduce.allocate(50, "int32") for reduce in several]
-    for turn in range(3):
-        for index, (reduce, array) in enumerate(zip(several, arrays, strict=True)):
-            array[:] = (index + turn) * (flat.rank + 1)
-            reduce(array, "sum")
-            assert set(array.tolist()) == {(index + turn) * SIZE * (SIZE + 1) // 2}
-    for reduce in reversed(several):
-        reduce.close()
 
 
 def test_cores_that_ranks_share_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:

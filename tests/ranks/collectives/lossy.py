@@ -1,0 +1,16 @@
+"""Helpers for tests of compressed sums."""
+
+import numpy as np
+from mpi4py import MPI
+
+from allreduce.backend import AllReduce
+
+
+def residual(reduce: AllReduce, like: np.ndarray) -> np.ndarray:
+    """Return this rank's error feedback; zeros on a rank that has none."""
+    (found,) = [array for name, array in reduce.state().items() if name.endswith("residual")] or [np.zeros_like(like)]
+    return found
+
+
+def same_bits(array: np.ndarray) -> None:
+    assert len(set(MPI.COMM_WORLD.allgather(array.tobytes()))) == 1, "ranks have different bits"
