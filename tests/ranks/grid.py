@@ -110,11 +110,10 @@ def arrays(reduce: AllReduce, dtype: str, wanted: tuple[int, ...]) -> Iterator[t
         whole = reduce.allocate(length, dtype)
         assert length == 0 or whole.ctypes.data % 64 == 0  # or XLA copies it
         yield "allocated", length, whole, whole
+        if reduce.size <= 3:  # a slice is found in the same way on any number of ranks, and many ranks take long
+            yield "slice of allocated", length, large[PAD : PAD + length], large[: length + 2 * PAD]
         foreign = np.empty(length, parsed)
         yield "foreign", length, foreign, foreign
-        if reduce.size > 3:  # a slice, and axes, are found in the same way on any number of ranks; many ranks take long
-            continue
-        yield "slice of allocated", length, large[PAD : PAD + length], large[: length + 2 * PAD]
         rows = next(rows for rows in (7, 5, 3, 2, 1) if length % rows == 0)
         table = np.empty((rows, length // rows), parsed, order="F" if length % 2 else "C")
         yield "2-D", length, table, table
