@@ -24,7 +24,7 @@ class MirroredTrainer(Trainer[Mirrored]):
 
     With update="sharded" the ranks of a node share ONE copy of the parameters, so an edit in place that every rank
     makes (NumpyNetwork.parameters *= 0.5, p.mul_(0.5)) is applied once per rank. Use `edit`, which applies it once.
-    Without `edit`, edits of a PyTorch module raise an error on all ranks in the next step; edits of NumPy arrays don't.
+    Without `edit`, edits of a PyTorch module raise an error in the next step; edits of `p.data` or NumPy arrays do not.
 
         with MirroredTrainer(NumpyNetwork([64, 32, 10]), allreduce="ring") as trainer:
             history = trainer.fit(x, y, epochs=10, batch_size=100)
