@@ -144,8 +144,6 @@ class AllReduce:
         text = f"allocate({length!r}, {dtype!r}, device={device!r})"
         self.executor.agree([] if call is None else [fingerprint(call) >> records.SEQUENCE_BITS], text, error)
         assert call is not None
-        if call.length:
-            self._allocations.count()
         try:
             array = self._algorithm.allocate(call.length, call.dtype, device)
         except MemoryError as lacking:

@@ -77,9 +77,10 @@ class Topology:
     cross: MPI.Intracomm
     cores: int  # of this node
     sharing: int  # ranks that share these cores
-    fewest_cores: int  # of any node
-    most_sharing: int  # ranks that share the cores of any node
+    fewest_cores: int  # `cores` of the node that has the fewest
+    most_sharing: int  # `sharing` of the node that has the most
     by_c: bool  # all ranks have the C library
+    all_cma: bool  # on every node each rank reaches the memory of the others
     previous_ranks: tuple[int, ...]  # by rank: its rank in the topology before `survivors`; else itself
 
     def __init__(
@@ -126,7 +127,7 @@ class Topology:
             self.detector = StallDetector(first, self.timeout, revoke=lambda: (call := revoke()) and call())
             watched(first, self.detector, self.wait_record())
             with waiting(first, asked):
-                self._connect(first, on_one_host or (parent is not None and parent.host.size == parent.size))
+                self._connect(first, on_one_host or (parent is not None and parent.host.size == parent.size), parent)
         except BaseException as error:
             self.closed = True
             if unrevoked is not None and not everywhere(error, unrevoked):
@@ -135,10 +136,7 @@ class Topology:
             if self._revoked and "detector" in vars(self):  # else other ranks may still wait in it
                 self.detector.abandon()
             raise
-        if parent is not None:
-            self.cores, self.sharing = parent.cores, parent.sharing  # the parent's other ranks use these cores too
-            self.fewest_cores, self.most_sharing = parent.fewest_cores, parent.most_sharing
-        elif self.sharing > self.cores:
+        if parent is None and self.sharing > self.cores:
             text = f"{self.sharing} ranks share the {self.cores} cores of this node: more ranks give no speed-up, "
             notices.once(self.rank, text + "and communication times are mostly waits for a core")
 
@@ -147,7 +145,7 @@ class Topology:
         self._children = [each for each in self._children if not each.closed] + [child]
         return self._revoked
 
-    def _connect(self, comm: MPI.Intracomm, on_one_host: bool) -> None:
+    def _connect(self, comm: MPI.Intracomm, on_one_host: bool, parent: "Topology | None") -> None:
         """Create all communicators but `comm`. Collective. on_one_host: it is known that all ranks share memory.
 
         comm: for agreements, and for the detector's messages. Agreements are collective calls, which such a message
@@ -164,6 +162,8 @@ class Topology:
         mine = [machine.cores(), processes.here()[0], liveness.own()]
         found = all_values(self.host, mine, "count the cores of this node")
         self.cores, self.sharing = len(set().union(*(cores for cores, *_ in found))), self.host.size
+        if parent is not None:
+            self.cores, self.sharing = parent.cores, parent.sharing  # the parent's other ranks use these cores too
         self.node = self.host
         if ranks_per_node := self.ranks_per_node:
             number = simulated(ranks_per_node, self.size).node_of(self.rank)
@@ -195,7 +195,7 @@ class Topology:
         mine = [leader, machine.digest_of_versions(), start.unguarded(), self.cma.works, kernels.status() == "C", *here]
         found = all_values(self.world, mine, "count the nodes")
         leaders, digests, unguarded, cma, by_c, cores, sharing = zip(*found, strict=True)
-        self.cma.works, self.by_c = all(cma), all(by_c)
+        self.all_cma, self.by_c = all(cma), all(by_c)
         self.fewest_cores, self.most_sharing = min(cores), max(sharing)
         _compare_versions(self.world, list(digests))
         if self.size == MPI.COMM_WORLD.size > 1 and any(unguarded):
@@ -204,6 +204,7 @@ class Topology:
         self.nodes, self.node_sizes, self.simulated = layout.nodes, layout.node_sizes, layout.simulated
         self.leaders_only, self.node_index = layout.leaders_only, layout.node_of(self.rank)
         members = layout.members[self.node_index]
+        self.cma.works = all(cma[rank] for rank in members)
         self.node_rank, self.node_size = members.index(self.rank), len(members)
 
     # Ranks and nodes

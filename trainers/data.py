@@ -224,7 +224,7 @@ class Samples(NumberedRows):
         the rows are stacked. Rows that are neither pairs nor triples need a collate.
 
     Rows come from `data.__getitems__(list of numbers)`, if it exists (PyTorch's protocol); else row by row. Raises
-    ArgumentError, and DataError if a row can't be given.
+    ArgumentError.
 
     collate: as given. first: a few rows.
     """
@@ -242,8 +242,11 @@ class Samples(NumberedRows):
         self._rows = len(data)
         if self._rows == 0:
             raise ArgumentError(f"there are no samples: the {self.name} is empty")
-        with keeping_generators():
-            self.first = self.take(np.array([0, self._rows - 1]))
+        try:
+            with keeping_generators():
+                self.first = self.take(np.array([0, self._rows - 1]))
+        except DataError as error:
+            raise ArgumentError(str(error)) from error
         self._none = mapped(lambda array: array[:0], self.first)
 
     def __len__(self) -> int:
@@ -621,8 +624,8 @@ class Batches(BatchSource):
         if isinstance(self._rows, Samples) and self._micro_batch is not None:
             with keeping_generators():
                 return [self._rows.take(each, (self._seed, epoch)) for each in cut(rows, rows.size, size) or [rows]]
-        as_they_are = isinstance(self._rows, Samples) or not self._shuffle
-        found = self._rows.take(rows, () if as_they_are else (self._seed, epoch))
+        seeds = () if isinstance(self._rows, Samples) or not self._shuffle else (self._seed, epoch)
+        found = self._rows.take(rows, seeds)
         return cut(found, rows.size, size) or [found]
 
 

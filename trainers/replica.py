@@ -515,8 +515,6 @@ FORM = (
 FORMER = {  # methods that replicas of earlier versions could have -> their form now
     "check_batch": "check(self, x, y, weights=None, *, batch=False) is called with batch=True",
     "seed": "set the attribute `unseeded` to the reason why random numbers can't be seeded",
-    "copy": "write __deepcopy__(self, memo)",
-    "trust": "set the attribute `kernels` to an object with the method test(agree)",
     "shapes": "set the attribute `shapes`",
     "config": "set the attribute `config`",
 }

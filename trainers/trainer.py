@@ -90,7 +90,7 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         """
         self.strategy, self.replica = strategy, strategy.replica
         self._rows: Tree | None = None  # the first rows of the last fit
-        self._fits = False
+        self._fitting = False
         self._recorder: Recorder | None = None  # records the backend's calls in the trace
         self.recovery = Recovery(strategy, on_failure)
         self.group: RankGroup = self.recovery.make(topology, self)
@@ -242,13 +242,13 @@ class Trainer(GroupOwner, Generic[StrategyT]):
                 saver=saver,
             )
 
-        if self._fits:
-            raise ArgumentError("fit: a callback has called fit of a trainer that fits: make another trainer for that")
-        self._fits = True
+        if self._fitting:
+            raise ArgumentError("fit: a callback has called fit of the trainer that fits: use another trainer")
+        self._fitting = True
         try:
             return self._call(FitCall(strategy, begin))
         finally:
-            self._fits = False
+            self._fitting = False
 
     @known_only
     @recoverable
@@ -335,8 +335,11 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         self.group.enter("save")
         self.strategy.owners.end_round()
         complete(self.strategy)
+        rates = self.replica.learning_rates
         self.strategy.rule.end_step()  # in a callback: a file has the learning rates from before the fit
         self.group.on_one(lambda: self.replica.save(path))
+        if rates:
+            self.replica.learning_rates = rates
 
     @recoverable
     def export(

@@ -76,7 +76,12 @@ class HierarchicalCopy(TwoPhase):
         return self._node.owned(length, rank)
 
     def allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:
-        return together(self.comm, lambda: self._node.allocate(length, dtype, device))
+        count = self.context.allocations.count
+        try:
+            return together(self.comm, lambda: self._node.allocate(length, dtype, device))
+        except BaseException:
+            self.context.allocations.count = count  # some nodes may have added their array
+            raise
 
     def reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
         """16-bit floats are sent across nodes as they are, except sums of several ranks of a node, sent as float32."""

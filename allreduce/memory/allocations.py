@@ -139,23 +139,21 @@ class Allocations:
     is only changed by single operations of a dict.
 
     shared: the arrays that the ranks of the node share, by the id of the owner of their memory, the `base` of slices.
+    count: the number of the last one. Set it back, on all ranks, if only some could add an array.
     """
 
     def __init__(self) -> None:
         self.shared: dict[int, Allocation] = {}
         self._entries: dict[int, Allocation] = {}  # by number
-        self._count = 0
+        self.count = 0
         # where arrays lie in shared memory, by the array's id: a training reduces the same arrays in each step
         self._places: dict[int, tuple[weakref.ref[Any], Allocation, int]] = {}
 
-    def count(self) -> None:
-        """Count an array that will be added, on all ranks, also on those where this then fails. Local."""
-        self._count += 1
-
     def add(self, array: Any, keeps: bool = True, ranks: int = 0) -> Allocation:
-        """Add the 1-D array that was counted, and return its entry; see Allocation. Local; the same on all ranks."""
+        """Add a 1-D array, and return its entry; see Allocation. Local; the same on all ranks."""
         owner = array if getattr(array, "base", None) is None else array.base
-        entry = Allocation(address(array), array.size, array.dtype, weakref.ref(owner), self._count, ranks, keeps)
+        self.count += 1
+        entry = Allocation(address(array), array.size, array.dtype, weakref.ref(owner), self.count, ranks, keeps)
         for each in list(self._entries.values()):
             if each.begin < entry.begin + entry.nbytes and entry.begin < each.begin + each.nbytes:  # of freed memory
                 self._entries.pop(each.number, None)
@@ -170,8 +168,6 @@ class Allocations:
         same on all ranks. Raises OptionError if the parts overlap, or lie outside of the array."""
         _check_parts(parts, array.size)
         found = self.at(array) if array.size else None
-        if found is None:
-            self.count()
         entry, offset = found or (self.add(array), 0)
         if entry.dtype != array.dtype or offset % entry.dtype.itemsize:
             raise OptionError(f"the array of {array.dtype} lies in memory that was allocated for {entry.dtype}")

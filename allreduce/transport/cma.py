@@ -42,7 +42,7 @@ _read, _write = _call("process_vm_readv"), _call("process_vm_writev")
 class CMA:
     """Reads and writes the memory of the other ranks of a node. The constructor is collective.
 
-    works: whether this rank can access every rank. The topology makes it the same on all ranks.
+    works: whether this rank can access every rank. The topology then makes it the same on all ranks of the node.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:

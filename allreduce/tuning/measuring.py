@@ -33,7 +33,7 @@ def layout_of(topology: Topology, node_sizes: tuple[int, ...]) -> Layout:
 
     node_sizes: the number of these ranks on each node."""
     by_c, cores = len(node_sizes) == 1 and topology.by_c, topology.fewest_cores
-    return Layout(node_sizes, cma=topology.cma.works, by_c=by_c, cores=cores, sharing=topology.most_sharing)
+    return Layout(node_sizes, cma=topology.all_cma, by_c=by_c, cores=cores, sharing=topology.most_sharing)
 
 
 class Measured:

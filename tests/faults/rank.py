@@ -32,6 +32,7 @@ def main(folder: Path) -> None:
     program = importlib.import_module(f"{points.PROGRAMS}.{plan.kind.module}")
     points.install(plan, notes)
     notes.add("pid", pid=os.getpid())
+    topology.world.Barrier()  # touches MPI's own shared memory, before a fault leaves no page for it
     points.begin(plan, notes)
     topology.world.Barrier()
     program.run(plan, notes, folder, topology)

@@ -211,3 +211,17 @@ def test_the_state_of_one_array(name: str, nodes: int | None, compress: Any, top
         text = raised(errors.OptionError, lambda: another.load_state(everything))
         assert "which is not of the arrays of this backend: 0, float32 of length 10" in text, text
         another(held_array)
+
+
+@pytest.mark.parametrize("compress", ["int8", "powersgd:2"])
+def test_every_array_keeps_its_state(compress: str, flat: allreduce.Topology) -> None:
+    """Also the last one, before scratch memory is allocated in the first call."""
+    with allreduce.create("shared", flat, compress=compress) as reduce:
+        arrays = [reduce.allocate(4096), reduce.allocate(4096)]
+        for array in arrays:
+            reduce.describe(array, [allreduce.Part("w", 0, (64, 64))], whole=False)
+            array[:] = np.linspace(-1, 1, 4096) * (flat.rank + 1)
+            reduce(array, "sum")
+        numbers = {name.partition("/")[0] for name in reduce.state()}
+        assert len(numbers) == (2 if flat.size > 1 else 0)
+        reduce.load_state(reduce.state())

@@ -68,7 +68,7 @@ def test_a_module_may_keep_its_batches(flat: allreduce.Topology) -> None:
     assert (found == np.concatenate([X[at * 12 : at * 12 + 12][part] for at, part in enumerate(mine)])).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"buckets": Buckets(True)}], ids=["after", "during"])
+@pytest.mark.parametrize("options", [{}, {"buckets": Buckets(True, mb=1e-5, first_mb=1e-5)}], ids=["after", "during"])
 def test_hooks_see_the_gradients_of_the_rows(options: Any, flat: allreduce.Topology) -> None:
     """All rows are equal, so the hooks of each rank and of each half see the gradient of one process."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
@@ -165,6 +165,7 @@ def test_a_metric_that_was_nan_is_nan_after_a_resume(
     assert np.isnan(found).all()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_graph_of_gradients_is_refused(flat: allreduce.Topology) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
     from trainers.pytorch import GradientError, MirroredOptimizer
@@ -174,3 +175,37 @@ def test_a_graph_of_gradients_is_refused(flat: allreduce.Topology) -> None:
     with pytest.raises(GradientError, match="has a graph"):
         model(torch.ones(2, 3)).square().sum().backward(create_graph=True)
     optimizer.close()
+
+
+@pytest.mark.parametrize("event", ["on_train_batch_begin", "on_train_batch_end"])
+def test_a_save_in_a_callback_leaves_the_schedule_as_it_is(
+    event: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm
+) -> None:
+    class Saves(Callback):
+        pass
+
+    def save(batch: int, logs: Any = None) -> None:
+        trainer.save(str(folder) + ".npz")
+
+    losses = []
+    for saves in (False, True):
+        callback = Saves()
+        if saves:
+            setattr(Saves, event, lambda self, batch, logs=None: save(batch))
+        with MirroredTrainer(NumpyNetwork([3, 2], lr=0.5, seed=1), topology=flat) as trainer:
+            history = fit(trainer, 2, transforms=[Schedule("linear")], callbacks=[callback])
+        losses.append(history.column("loss"))
+    assert losses[0] == losses[1]
+
+
+def test_batch_norm_that_is_frozen_after_an_evaluation(flat: allreduce.Topology) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    with MirroredTrainer(replica(module), topology=flat) as trainer:
+        fit(trainer)
+        trainer.evaluate(X, Y)
+        assert module.training
+        module[0].eval()
+        before = module[0].running_mean.clone()
+        fit(trainer)
+        assert torch.allclose(module[0].running_mean, before, rtol=1e-5)

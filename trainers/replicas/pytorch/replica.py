@@ -1,7 +1,8 @@
 """TorchReplica: any PyTorch module as a replica for the trainers. No MPI."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -89,6 +90,8 @@ class TorchReplica(FlatReplica):
         made = {"module": type(module).__name__, "optimizer": type(optimizer).__name__, "flags": _flags(optimizer)}
         self.config = made | {"precision": "bfloat16" if self._low else self.gradient_dtype}
         self.notices = precisions.slow_notice(self.device) if self._low else ()
+        still = [name for name, each in module.named_modules() if module.training and not each.training]
+        self.notices += (f"{len(still)} parts of the module stay in evaluation mode: {still[0]}",) if still else ()
         running = running_statistics(module)
         self._averaged = {name: each for name, each in running.items() if each.dtype == self._dtype}
         self._statistics = [*self._averaged.values()]
@@ -98,7 +101,6 @@ class TorchReplica(FlatReplica):
         self.statistics = sum(each.numel() for each in self._statistics)
         self.gradient_length = self._length + self.statistics
         self._buffers = Buffers(module)
-        self._modes: list[tuple[nn.Module, bool]] = []  # see _evaluating
         self.kernels = self.optimizer_state.kernels
         self.unseeded = NO_MOMENTUM if any(each.momentum is None for each in batch_norms(module)) else ""
         self.scores = "logits" if isinstance(loss, nn.CrossEntropyLoss) else ""
@@ -165,7 +167,8 @@ class TorchReplica(FlatReplica):
         ready = self.ready or (lambda number: None)
         if self.undoable:
             self._buffers.save()
-        self._training()
+        if not self.module.training:
+            self.module.train()
         output, target = self._output(x), self._target(y)
         loss = self._mean_loss(output, target, weights)
         hooks = self._tell_early(ready, share) if self.ready else []
@@ -179,7 +182,7 @@ class TorchReplica(FlatReplica):
             self.unused = np.array([each.grad is None for each in self._trained])
             for number, (parameter, view) in enumerate(zip(self._trained, self._views, strict=False)):
                 if parameter.grad is not view:  # else the hook has been called
-                    view.zero_() if parameter.grad is None else torch.mul(parameter.grad, share, out=view)
+                    view.zero_() if parameter.grad is None else torch.mul(parameter.grad.to_dense(), share, out=view)
                     ready(number)
             for statistic, view in zip(self._statistics, self._views[len(self._trained) :], strict=True):
                 torch.mul(statistic, share, out=view)
@@ -195,7 +198,7 @@ class TorchReplica(FlatReplica):
             if parameter.grad is not self._views[number]:  # else it is complete for the second time
                 self._check_untouched()
                 with torch.no_grad():
-                    torch.mul(parameter.grad, share, out=self._views[number])
+                    torch.mul(parameter.grad.to_dense(), share, out=self._views[number])
                 parameter.grad = self._views[number]
             ready(number)
             self._version = version_of(self._buffer)
@@ -261,16 +264,16 @@ class TorchReplica(FlatReplica):
 
     @torch.no_grad()
     def evaluate(self, x: Tree, y: Tree, weights: np.ndarray | None = None) -> list[float]:
-        self._evaluating()
-        output, target = self._output(x), self._target(y)
-        means = self._values(self._mean_loss(output, target, weights), output, target)
+        with self._evaluating():
+            output, target = self._output(x), self._target(y)
+            means = self._values(self._mean_loss(output, target, weights), output, target)
         return [row_count(x) * float(mean) for mean in means]
 
     @torch.no_grad()
     def predict(self, x: Tree) -> Tree:
         """Return the module's output, in evaluation mode; bfloat16 as float32."""
-        self._evaluating()
-        return as_arrays(_each(host_view, self._output(x)), lists=True)
+        with self._evaluating():
+            return as_arrays(_each(lambda output: np.array(host_view(output)), self._output(x)), lists=True)
 
     def to_onnx(self, x: Tree) -> Any:
         return graphs.converted(self.module, mapped(lambda array: self._input(array).cpu(), x))
@@ -330,35 +333,28 @@ class TorchReplica(FlatReplica):
         if batch:
             self._check_labels(y)
             return
-        training = self.module.training
-        self._evaluating()
-        try:
-            with torch.no_grad(), feeding(type(self.module).__name__, x, y):
-                rows = np.arange(min(1 if weights is None else row_losses.CHECKED, row_count(x)))  # copies of them
-                self._check_frozen()
-                output = self._output(sliced(x, rows))
-                if y is not None:
-                    self._check_labels(y, output)
-                    target = self._target(sliced(y, rows))
-                    list(map(float, self._values(self._mean_loss(output, target, None), output, target)))
-                    if weights is not None and (not self.counts or row_losses.class_weights(self.loss) is not None):
-                        row_losses.check_mean(self.loss, output, target)
-        finally:
-            if training:
-                self._training()
+        with self._evaluating(), torch.no_grad(), feeding(type(self.module).__name__, x, y):
+            rows = np.arange(min(1 if weights is None else row_losses.CHECKED, row_count(x)))  # copies of them
+            self._check_frozen()
+            output = self._output(sliced(x, rows))
+            if y is not None:
+                self._check_labels(y, output)
+                target = self._target(sliced(y, rows))
+                list(map(float, self._values(self._mean_loss(output, target, None), output, target)))
+                if weights is not None and (not self.counts or row_losses.class_weights(self.loss) is not None):
+                    row_losses.check_mean(self.loss, output, target)
 
     # Inside
 
-    def _evaluating(self) -> None:
-        """Go to evaluation mode. Training goes on in the modes of now: frozen batch norms do not train then."""
-        if self.module.training:
-            self._modes = [(each, each.training) for each in self.module.modules()]
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Context manager: evaluation mode. At its end each part goes on in its own mode: frozen batch norms too."""
+        modes = [(each, each.training) for each in self.module.modules()]
         self.module.eval()
-
-    def _training(self) -> None:
-        if not self.module.training:
-            self.module.train()
-            for each, mode in self._modes:
+        try:
+            yield
+        finally:
+            for each, mode in modes:
                 each.training = mode
 
     def _check_labels(self, y: Tree, output: Any = None) -> None:
@@ -513,11 +509,11 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
 
 def _flags(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
     """Return the other hyperparameters as text, one row per group: they must be the same on all ranks."""
-    kinds = bool | str | Tensor | None
-    return [
-        {key: str(value) for key, value in hyperparameters(group).items() if isinstance(value, kinds)}
-        for group in optimizer.param_groups
-    ]
+    found, kinds = [], bool | str | Tensor | None
+    for group in optimizer.param_groups:
+        flags = {key: each for key, each in hyperparameters(group).items() if isinstance(each, kinds)}
+        found.append({key: repr(each.tolist() if isinstance(each, Tensor) else each) for key, each in flags.items()})
+    return found
 
 
 def _is_numeric(value: Any) -> bool:
