@@ -202,7 +202,7 @@ def test_those_that_are_left_stay_on_their_simulated_nodes(
 def test_what_a_loss_has_cut_off_in_the_making_is_freed_later(monkeypatch: pytest.MonkeyPatch) -> None:
     made, left = [], []
 
-    def cut_off(topology: Topology, comm: MPI.Intracomm, _: bool) -> None:
+    def cut_off(topology: Topology, comm: MPI.Intracomm, *_: object) -> None:
         topology.own(comm.Dup())
         made.append(topology)
         topology._revoked = True

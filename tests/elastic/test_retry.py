@@ -86,7 +86,7 @@ def test_an_error_of_all_ranks_revokes_nothing(late: bool, monkeypatch: pytest.M
     revoked: list[MPI.Comm] = []
     monkeypatch.setattr(ulfm, "revoke", revoked.append)
 
-    def differ(topology: Topology, comm: MPI.Intracomm, on_one_host: bool) -> None:
+    def differ(topology: Topology, comm: MPI.Intracomm, *_: object) -> None:
         raise on_all_ranks(OptionError("timeout"), comm)
 
     monkeypatch.setattr(Topology, "_connect", differ)
