@@ -201,8 +201,8 @@ class Arrays(NumberedRows):
         return mapped(lambda array: np.asarray(array).take(rows, axis=0), self.data)  # also of memory maps
 
     def part(self, rows: slice) -> Data:
-        """Return these rows, copies, which a model may change."""
-        return mapped(lambda array: np.array(array[rows]), self.data)
+        """Return these rows, views."""
+        return sliced(self.data, rows)
 
     def fingerprint(self) -> "Fingerprint":
         rows = _sampled(len(self), OF_ARRAYS)

@@ -127,7 +127,7 @@ class Replica(ABC):
         given.
 
     x and y are NumPy arrays whose first axis is the sample; the replica defines the other axes. A model of several
-    inputs or outputs gets tuples or dicts of arrays (the user's).
+    inputs or outputs gets tuples or dicts of arrays (the user's). Do not change them.
 
     weights: (rows,) float64, >= 0, or None. The loss of row i then counts weights[i] times: the mean loss over rows is
     the sum of their weighted losses, divided by their number. Metrics other than the loss are not weighted.

@@ -337,9 +337,11 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         complete(self.strategy)
         rates = self.replica.learning_rates
         self.strategy.rule.end_step()  # in a callback: a file has the learning rates from before the fit
-        self.group.on_one(lambda: self.replica.save(path))
-        if rates:
-            self.replica.learning_rates = rates
+        try:
+            self.group.on_one(lambda: self.replica.save(path))
+        finally:
+            if rates:
+                self.replica.learning_rates = rates
 
     @recoverable
     def export(

@@ -88,10 +88,7 @@ def _same_gpu(tensor: Tensor, device: Host, backend: AllReduce) -> None:
         )
 
 
-GRAPH = (
-    "{}.grad has a graph (backward(create_graph=True)), which a gradient in the backend's memory can't keep: compute "
-    "the gradients of a penalty by torch.autograd.grad(loss, parameters, create_graph=True)"
-)
+GRAPH = "{}.grad has a graph (create_graph=True), which the backend's memory loses; use torch.autograd.grad there"
 
 
 class Gradient:

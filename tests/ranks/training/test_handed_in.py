@@ -68,21 +68,22 @@ def test_a_module_may_keep_its_batches(flat: allreduce.Topology) -> None:
     assert (found == np.concatenate([X[at * 12 : at * 12 + 12][part] for at, part in enumerate(mine)])).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"buckets": Buckets(True, mb=1e-5, first_mb=1e-5)}], ids=["after", "during"])
-def test_hooks_see_the_gradients_of_the_rows(options: Any, flat: allreduce.Topology) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_hooks_see_the_gradients_of_the_rows(overlap: bool, flat: allreduce.Topology) -> None:
     """All rows are equal, so the hooks of each rank and of each half see the gradient of one process."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
     seen = []
     made = replica(lr=0.0)
     made.module.bias.register_hook(lambda gradient: seen.append(gradient.tolist()))
-    with MirroredTrainer(made, topology=flat, **options) as trainer:
-        trainer.fit(
-            np.repeat(X[:1], 12, axis=0), np.repeat(Y[:1], 12), 1, 12, progress=False, transforms=[Accumulate(2)]
-        )
+    buckets, transforms = (Buckets(True, mb=1e-5, first_mb=1e-5), []) if overlap else (None, [Accumulate(2)])
+    with MirroredTrainer(made, topology=flat, buckets=buckets) as trainer:
+        x, y = np.repeat(X[:1], 12, axis=0), np.repeat(Y[:1], 12)
+        trainer.fit(x, y, 1, 12, progress=False, transforms=transforms)
         one = replica(lr=0.0)
         one.loss(one.module(torch.from_numpy(X[:1])), torch.from_numpy(Y[:1])).backward()
+        assert np.allclose(made.module.bias.grad.tolist(), one.module.bias.grad.tolist())  # the average
     assert np.allclose(seen, one.module.bias.grad.tolist())
-    assert len(seen) == 2
+    assert len(seen) == (1 if overlap else 2)
 
 
 def test_frozen_batch_norm_stays_frozen(flat: allreduce.Topology) -> None:

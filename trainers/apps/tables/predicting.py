@@ -18,7 +18,7 @@ from mpi4py import MPI
 from allreduce.elastic.ranks import all_values, on_all_ranks, root_value, segments, together
 from allreduce.files import writable
 from trainers.apps.tables.streams import Stream, unknown_text
-from trainers.data import Tree, mapped, row_count, sliced
+from trainers.data import Tree, row_count, sliced
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, DataError
 from trainers.files.model_file import replacing
@@ -196,7 +196,7 @@ def _predicted(model: Predictor, pieces: Iterator[Callable[[], Any]]) -> np.ndar
     if x is None or not row_count(x):
         return None if piece is None else np.empty(0)
     model.check(x, None)
-    outputs = [model.predict(mapped(np.array, sliced(x, part))) for part in segments(slice(0, row_count(x)), ROWS)]
+    outputs = [model.predict(sliced(x, part)) for part in segments(slice(0, row_count(x)), ROWS)]
     if not isinstance(outputs[0], np.ndarray):
         raise ArgumentError("predict: the model has several outputs, and out= takes one array: leave out out=")
     found = np.concatenate(outputs)

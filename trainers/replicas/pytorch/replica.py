@@ -90,8 +90,8 @@ class TorchReplica(FlatReplica):
         made = {"module": type(module).__name__, "optimizer": type(optimizer).__name__, "flags": _flags(optimizer)}
         self.config = made | {"precision": "bfloat16" if self._low else self.gradient_dtype}
         self.notices = precisions.slow_notice(self.device) if self._low else ()
-        still = [name for name, each in module.named_modules() if module.training and not each.training]
-        self.notices += (f"{len(still)} parts of the module stay in evaluation mode: {still[0]}",) if still else ()
+        if module.training and (still := [name for name, each in module.named_modules() if not each.training]):
+            self.notices += (f"{len(still)} parts of the module stay in evaluation mode: {still[0]}, for example",)
         running = running_statistics(module)
         self._averaged = {name: each for name, each in running.items() if each.dtype == self._dtype}
         self._statistics = [*self._averaged.values()]
@@ -334,7 +334,7 @@ class TorchReplica(FlatReplica):
             self._check_labels(y)
             return
         with self._evaluating(), torch.no_grad(), feeding(type(self.module).__name__, x, y):
-            rows = np.arange(min(1 if weights is None else row_losses.CHECKED, row_count(x)))  # copies of them
+            rows = slice(1 if weights is None else row_losses.CHECKED)
             self._check_frozen()
             output = self._output(sliced(x, rows))
             if y is not None:
@@ -447,9 +447,10 @@ class TorchReplica(FlatReplica):
         return *staged, *weights
 
     def _on_device(self, rows: Any) -> Tensor:
-        """Return rows, an array or a result of `stage`, as a tensor on the device."""
+        """Return rows, an array or a result of `stage`, as a tensor on the device. In evaluation an array is copied: it
+        may be a view of the user's, and a module may change its input."""
         if not isinstance(rows, Tensor):
-            return from_array(rows).to(self._device.device)
+            return from_array(rows).to(self._device.device, copy=not self.module.training)
         self._device.use(rows)
         return rows
 
