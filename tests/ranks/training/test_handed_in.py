@@ -75,7 +75,7 @@ def test_hooks_see_the_gradients_of_the_rows(overlap: bool, flat: allreduce.Topo
     seen = []
     made = replica(lr=0.0)
     made.module.bias.register_hook(lambda gradient: seen.append(gradient.tolist()))
-    buckets, transforms = (Buckets(True, mb=1e-5, first_mb=1e-5), []) if overlap else (None, [Accumulate(2)])
+    buckets, transforms = (Buckets(True, mb=1e-6, first_mb=1e-6), []) if overlap else (None, [Accumulate(2)])
     with MirroredTrainer(made, topology=flat, buckets=buckets) as trainer:
         x, y = np.repeat(X[:1], 12, axis=0), np.repeat(Y[:1], 12)
         trainer.fit(x, y, 1, 12, progress=False, transforms=transforms)
