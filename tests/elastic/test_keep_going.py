@@ -105,24 +105,40 @@ def pretended(tmp_path: Path) -> Pretended:
 
 
 @pytest.mark.parametrize(
-    ("plan", "options", "code", "ranks", "said"),
+    ("plan", "options", "hosts", "code", "ranks", "said"),
     [
-        (["checkpoint 137", "checkpoint 1", "0"], [], 0, "4 3 2", "+ mpirun -n 2"),
-        (["checkpoint 137"] * 4 + ["0"], ["--least", "3"], 0, "4 3 3 3 3", "+ mpirun -n 3"),
-        (["checkpoint 137", "0"], ["--same-ranks"], 0, "4 4", "+ mpirun -n 4"),
-        (["checkpoint 9", "5", "6", "7", "0"], [], 7, "4 3 2 1", "3 starts in a row have written no checkpoint: giv"),
-        (["5", "0"], ["--attempts", "1"], 5, "4", "1 starts in a row have written no checkpoint: giving up"),
+        (["checkpoint 137", "checkpoint 1", "0"], [], (), 0, "4 3 2", "+ mpirun -n 2"),
+        (["checkpoint 137"] * 4 + ["0"], ["--least", "3"], (), 0, "4 3 3 3 3", "+ mpirun -n 3"),
+        (["checkpoint 137", "0"], ["--same-ranks"], (), 0, "4 4", "+ mpirun -n 4"),
+        (["checkpoint 9", "5", "6", "7", "0"], [], (), 7, "4 3 2 1", "3 starts in a row have written no checkpoint: g"),
+        (["5", "0"], ["--attempts", "1"], (), 5, "4", "1 starts in a row have written no checkpoint: giving up"),
         # with ULFM mpirun returns 0 though all ranks were killed, or have crashed
-        (["began checkpoint 0", "began ended 0"], [], 0, "4 3", "+ mpirun -n 3"),
-        (["began 0", "0"], ["--attempts", "1"], 137, "4", "1 starts in a row have written no checkpoint: giving up"),
-        (["checkpoint 1", "2", "0"], [], 2, "4 3", "the program refuses its arguments: giving up (exit code 2)"),
+        (["began checkpoint 0", "began ended 0"], [], (), 0, "4 3", "+ mpirun -n 3"),
+        (["began 0", "0"], ["--attempts", "1"], (), 137, "4", "1 starts in a row have written no checkpoint: giving"),
+        (["checkpoint 1", "2", "0"], [], (), 2, "4 3", "the program refuses its arguments: giving up (exit code 2)"),
+        (["checkpoint 1", "0"], ["--grow", "9"], ("echo a slots=8", "echo a slots=2"), 0, "8 2", ""),
+        (["checkpoint 1", "0"], ["--grow", "9"], ("echo a:4; echo b:4", "echo a:4; echo c:4"), 0, "8 8", ""),
+        (["checkpoint 1", "0"], ["--grow", "9"], ("echo a:4; echo b:4", "echo b:4; echo a:4"), 0, "8 7", ""),
+        (["checkpoint 1", "0"], ["--grow", "9"], ("echo a:4; echo b:4", "echo a:1; exit 1"), 0, "8 7", ""),
+        (["checkpoint 1", "0"], [], ("echo ' a slots=08 # ours'", "exit 1"), 0, "8 7", ""),
+        (["checkpoint 1", "0"], ["--ranks", "4"], ("echo a", "exit 1"), 0, "4 3", ""),  # more ranks than slots
+        (["3"], [], ("echo lost1; echo lost2", ""), 3, "2", "no host answers: giving up (exit code 3)"),
     ],
 )  # fmt: skip
 def test_ranks_and_attempts(
-    plan: list[str], options: list[str], code: int, ranks: str, said: str, pretended: Pretended
+    plan: list[str], options: list[str], hosts: tuple[str, ...], code: int, ranks: str, said: str, pretended: Pretended
 ) -> None:
-    found, last = pretended.run(plan, "--ranks", "4", *options)
-    assert (found, pretended.ranks) == (code, ranks.split())
+    """hosts: what the script of the hosts does before and after the first start; its input must be empty."""
+    if hosts:
+        script = (
+            f"#!{BASH}\n[ ! -p /dev/stdin ] || exit\n[ ! -e calls ] || {{ {hosts[1] or ':'}; exit; }}\n{hosts[0]}\n"
+        )
+        (pretended.folder / "disc.sh").write_text(script)
+        (pretended.folder / "disc.sh").chmod(0o755)
+        options = ["--hostfile", "disc.sh", "--reach", "ssh", *options]  # without a path
+    given = [] if hosts else ["--ranks", "4"]
+    found, last = pretended.run(plan, *given, *options)
+    assert (found, pretended.ranks) == (code, ranks.split()), last
     assert said in last
 
 
@@ -145,33 +161,31 @@ def test_a_lost_host_is_left_out(mpi: str, before: str, after: str, pretended: P
     hosts = tmp_path / "hosts"
     hosts.write_text("# ours\nhere slots=3\n\nlost:3  # an old one\nthere\n")
     given = ["--hostfile", str(hosts), "--reach", "ssh"]
-    assert pretended.run(["checkpoint 1", "checkpoint 1", "0"], *given, mpi=mpi)[0] == 0
+    assert pretended.run(["checkpoint 1", "0"], *given, mpi=mpi)[0] == 0
     lines = [" ".join("FILE" if word.endswith("/hosts") else word for word in line.split())
              for line in pretended.calls.read_text().splitlines()]  # fmt: skip
     rest = f" train --checkpoint {pretended.run_folder}"
-    assert lines[:2] == [before + rest, after + rest]
-    assert lines[2].startswith("-n 3 ")  # all that are left answer: one rank less
-    hosts.write_text("lost1\nlost2\n")
-    pretended.calls.unlink()
-    assert pretended.run(["3"], *given)[1] == "keep_going.sh: no host answers: giving up (exit code 3)"
+    assert lines == [before + rest, after + rest]
+
+
+def batch(pretended: Pretended, plan: str, **slurm: str) -> "subprocess.Popen[str]":
+    """Start keep_going.sbatch as Slurm does."""
+    pretended.plan.write_text(plan)
+    return subprocess.Popen(
+        [BASH, BATCH, "train", "--checkpoint", str(pretended.run_folder)],
+        env=pretended.environment(SLURM_SUBMIT_DIR=str(launch.ROOT), MPI="slurm 23", **slurm),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def test_the_job_of_slurm_goes_on_without_the_lost_node(pretended: Pretended) -> None:
     asked, not_b = f"#!{BASH}\nprintf 'a\\nb\\nc\\n'\n", f"#!{BASH}\n[[ $1 != b ]]\n"
     pretended.add(srun=LAUNCHER.replace("$*", "srun -c$SRUN_CPUS_PER_TASK $*"), scontrol=asked, not_b=not_b)
-    pretended.plan.write_text("checkpoint 1\n0\n")
-    slurm = {"SLURM_SUBMIT_DIR": str(launch.ROOT), "SLURM_JOB_NODELIST": "[a-c]", "SLURM_NTASKS_PER_NODE": "2"}
-    slurm |= {
-        "SLURM_CPUS_PER_TASK": "5",
-        "MPI": "slurm 23",
-        "KEEP_GOING": f"--least 3 --reach {pretended.bin / 'not_b'}",
-    }
-    ended = subprocess.run(
-        [BASH, BATCH, "train", "--checkpoint", str(pretended.run_folder)],
-        env=pretended.environment(**slurm),
-        capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
+    reach = f"--least 3 --reach {pretended.bin / 'not_b'}"
+    slurm = {"SLURM_JOB_NODELIST": "[a-c]", "SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "5"}
+    job = batch(pretended, "checkpoint 1\n0\n", KEEP_GOING=reach, **slurm)
+    _, said = job.communicate(timeout=30)
+    assert job.returncode == 0, said
     starts = [line.partition(" train")[0] for line in pretended.calls.read_text().splitlines()]
     assert starts == ["srun -c5 --mpi=pmix -n 6 -N 3 -w a,b,c", "srun -c5 --mpi=pmix -n 4 -N 2 -w a,c"]
 
@@ -184,64 +198,13 @@ def test_the_job_of_slurm_requeues_itself_if_its_time_is_up(
     (tmp_path / "scratch").mkdir()
     asked = f"#!{BASH}\nif [ $1 = requeue ]; then echo $*; else echo a; fi\n"
     pretended.add(srun=LAUNCHER, scontrol=asked)
-    pretended.plan.write_text("asleep 0\n")
-    slurm = {"SLURM_SUBMIT_DIR": str(launch.ROOT), "SLURM_JOB_NODELIST": "a", "SLURM_JOB_ID": "5", "MPI": "slurm 23"}
-    slurm |= {"TMPDIR": str(tmp_path / "scratch")}
-    job = subprocess.Popen(
-        [BASH, BATCH, "train", "--checkpoint", str(pretended.run_folder)],
-        env=pretended.environment(**slurm),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    scratch = str(tmp_path / "scratch")
+    job = batch(pretended, "asleep 0\n", SLURM_JOB_NODELIST="a", SLURM_JOB_ID="5", TMPDIR=scratch)
     pretended.wait_for_sleep()
     job.send_signal(number)
     out, said = job.communicate(timeout=20)
     assert out == expected, said
     assert list((tmp_path / "scratch").iterdir()) == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_are_handed_on_and_nothing_is_started_again(number: int, pretended: Pretended) -> None:
-    job = pretended.start(["asleep", "0"])
-    pretended.wait_for_sleep()
-    job.send_signal(number)
-    _, said = job.communicate(timeout=20)
-    assert job.returncode == 7, said
-    assert f"stopped by {signal.Signals(number).name}" in said
-    assert len(pretended.ranks) == 1
-
-
-def test_the_ranks_have_time_for_their_checkpoint(pretended: Pretended) -> None:
-    job = pretended.start(["rank", "0"])
-    pretended.wait_for_sleep()
-    job.send_signal(signal.SIGTERM)
-    _, said = job.communicate(timeout=20)
-    assert job.returncode == 143, said
-    assert (pretended.run_folder / "checkpoint-99").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "before", "after", "ranks"),
-    [
-        (["--grow", "9"], "echo a slots=8", "echo a slots=2", "8 2"),
-        (["--grow", "9"], "echo a:4; echo b:4", "echo a:4; echo c:4", "8 8"),
-        (["--grow", "9"], "echo a:4; echo b:4", "echo b:4; echo a:4", "8 7"),
-        (["--grow", "9"], "echo a:4; echo b:4", "echo a:1; exit 1", "8 7"),
-        ([], "echo ' a slots=08 # ours'", "exit 1", "8 7"),
-        (["--ranks", "4"], "echo a", "exit 1", "4 3"),  # more ranks than slots
-    ],
-)  # fmt: skip
-def test_ranks_after_a_change_of_the_hosts(
-    options: list[str], before: str, after: str, ranks: str, pretended: Pretended, tmp_path: Path
-) -> None:
-    """The hosts are listed by a script without a path; its input must be empty."""
-    script = f"#!{BASH}\n[ ! -p /dev/stdin ] || exit\n[ ! -e calls ] || {{ {after}; exit; }}\n{before}\n"
-    (tmp_path / "disc.sh").write_text(script)
-    given = ["--hostfile", "disc.sh", "--reach", "ssh", *options]
-    refused = "keep_going.sh: --hostfile disc.sh: it begins with #!, and can't be run: chmod +x disc.sh"
-    assert pretended.run(["0"], *given) == (2, refused)
-    (tmp_path / "disc.sh").chmod(0o755)
-    code, said = pretended.run(["checkpoint 1", "0"], *given)
-    assert (code, pretended.ranks) == (0, ranks.split()), said
 
 
 @pytest.mark.parametrize(("launcher", "starts"), [("starter", 1), ("starter --with-ft ulfm", 2)])
@@ -275,43 +238,54 @@ def test_a_look_that_fails_starts_nothing(launcher: str, starts: int, pretended:
     job.communicate(timeout=20)
 
 
-def grown(pretended: Pretended) -> "subprocess.Popen[str]":
-    """Return a job of two ranks whose rank has been asked to end, to continue on three."""
-    (pretended.folder / "hosts").write_text("a slots=2\n")
-    job = pretended.start(["rank", "0"], "--hostfile", "hosts", "--grow", "1", "--reach", "ssh")
+ENDS_WITH_0 = RANK.replace("exit 143", 'echo "rank 0 of 4: ended" >>"$ALLREDUCE_JOB_LOG"; exit 0')
+
+
+@pytest.mark.parametrize(
+    ("plan", "rank", "grows", "number", "code", "said"),
+    [
+        ("asleep", "", False, signal.SIGTERM, 7, "stopped by SIGTERM"),
+        ("asleep", "", False, signal.SIGINT, 7, "stopped by SIGINT"),
+        ("rank", RANK, False, signal.SIGTERM, 143, "stopped by SIGTERM"),
+        ("rank", RANK, True, signal.SIGTERM, 143, "stopped by SIGTERM"),
+        (
+            "rank",
+            ENDS_WITH_0,
+            True,
+            None,
+            143,
+            "ended with 0 after it was asked to continue on more ranks; end with 143",
+        ),
+    ],
+)
+def test_a_job_that_is_stopped_is_not_started_again(
+    plan: str, rank: str, grows: bool, number: signal.Signals | None, code: int, said: str, pretended: Pretended
+) -> None:
+    """Its ranks get the signal, and have time for their checkpoint. grows: they have been asked to continue on three
+    ranks before; a program that ends with 0 then has not continued."""
+    pretended.variables["RANK"] = rank
+    hosts = pretended.folder / "hosts"
+    hosts.write_text("a slots=2\n")
+    job = pretended.start([plan, "0"], "--hostfile", "hosts", "--grow", "1", "--reach", "ssh")
     pretended.wait_for_sleep()
-    (pretended.folder / "hosts").write_text("a slots=3\n")
-    pretended.wait_for_sleep("asked")
-    return job
+    if grows:
+        hosts.write_text("a slots=3\n")
+        pretended.wait_for_sleep("asked")
+    if number is not None:
+        job.send_signal(number)
+    _, text = job.communicate(timeout=20)
+    assert (job.returncode, pretended.ranks) == (code, ["2"]), text
+    assert said in text
+    assert (pretended.run_folder / "checkpoint-99").exists() == (plan == "rank")
 
 
-def test_a_signal_to_a_job_that_grows_leaves_the_ranks_their_time(pretended: Pretended) -> None:
-    job = grown(pretended)
-    job.send_signal(signal.SIGTERM)
-    _, said = job.communicate(timeout=20)
-    assert "stopped by SIGTERM" in said
-    assert (job.returncode, pretended.ranks) == (143, ["2"]), said
-    assert (pretended.run_folder / "checkpoint-99").exists()
-
-
-def test_a_program_that_ends_with_0_when_it_should_grow_is_no_success(pretended: Pretended) -> None:
-    pretended.variables["RANK"] = RANK.replace("exit 143", 'echo "rank 0 of 4: ended" >>"$ALLREDUCE_JOB_LOG"; exit 0')
-    job = grown(pretended)
-    _, said = job.communicate(timeout=20)
-    assert (job.returncode, pretended.ranks) == (143, ["2"]), said
-    assert "ended with 0 after it was asked to continue on more ranks; end with 143 after SIGTERM" in said
-
-
-@pytest.mark.parametrize("script", [False, True])
-def test_a_job_grows_with_its_hostfile(script: bool, pretended: Pretended, tmp_path: Path) -> None:
+def test_a_job_grows_with_its_hostfile(pretended: Pretended, tmp_path: Path) -> None:
     """Also after a host that was lost answers again, but not when one is lost. To grow is no failure, and a failure at
     the end of the smaller job makes the next one no smaller."""
-    hosts, lines = tmp_path / "hosts", tmp_path / "lines"
-    hosts.write_text(f"#!{BASH}\ncat {lines}\n")
-    hosts.chmod(0o755)
+    lines = tmp_path / "lines"
     lines.write_text("here slots=2\nlost slots=2\n")
     pretended.add(ssh=f"#!{BASH}\n[[ $1 != lost || -e {tmp_path / 'back'} ]]\n")
-    given = ["--hostfile", str(hosts if script else lines), "--grow", "1", "--reach", "ssh", "--attempts", "1"]
+    given = ["--hostfile", str(lines), "--grow", "1", "--reach", "ssh", "--attempts", "1"]
     job = pretended.start(["checkpoint 1", "asleep", "asleep", "rank", "0"], *given)
     pretended.wait_for_sleep()
     lines.write_text("here slots=3\nlost slots=2\n")
@@ -335,6 +309,7 @@ def test_a_job_grows_with_its_hostfile(script: bool, pretended: Pretended, tmp_p
         (["--grow", "5", "--", "a"], "--grow 5: give the hosts by --hostfile FILE"),
         (["--rank", "3"], '"--rank" is not an option; put -- before the program'),
         (["--hostfile", "missing", "--", "a"], "--hostfile missing: there is no such file"),
+        (["--hostfile", "scripts/slurm/try_here.sh"], "it begins with #!, and can't be run: chmod +x scripts/"),
         (["--", "python", "mine.py"], "the program has no --checkpoint DIR"),
         (["--", "python", "-m", "trainers", "--checkpoint=run"], "add --resume after --checkpoint run"),
         (["--launcher", "nompi", "--progress", "run", "--", "a"], "there is no nompi"),
@@ -345,7 +320,7 @@ def test_a_job_grows_with_its_hostfile(script: bool, pretended: Pretended, tmp_p
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], words: str) -> None:
-    ended = subprocess.run([BASH, SCRIPT, *arguments], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([BASH, SCRIPT, *arguments], cwd=launch.ROOT, capture_output=True, text=True, timeout=30)
     assert ended.returncode == 2
     assert words in ended.stderr
 
