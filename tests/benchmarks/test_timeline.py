@@ -123,12 +123,6 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
         load(str(trace(tmp_path / "t.json")))
 
 
-@pytest.mark.parametrize("path", ["/dev/zero", "missing.json", "."])
-def test_what_is_no_file(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert timeline.main([path]) == 2
-    assert "can't be read" in capsys.readouterr().err
-
-
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     file = str(trace(tmp_path / "t.json"))
