@@ -1,5 +1,6 @@
 """AllReduce, a user's backend. It checks the arguments of a call, and runs the call by an algorithm (algorithm.py)."""
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -41,6 +42,11 @@ from allreduce.transport.control import everywhere
 SelfT = TypeVar("SelfT", bound="AllReduce")
 ResultT = TypeVar("ResultT")
 NDARRAY = np.ndarray  # one look-up in each call, not two
+PLACE = "place"  # in the state of a compression, beside the arrays
+OTHER_PLACE = (
+    "the error feedback of the compression (the part of the gradients that it had not sent yet) is of other ranks or "
+    "nodes: it begins at zero"
+)
 MOST_KNOWN = 4096  # signatures, and trees, that are kept
 OUT_OF_STEP = (CollectiveTimeoutError, RankLeftError, RankLostError)  # after these errors the ranks can't agree
 
@@ -176,18 +182,30 @@ class AllReduce:
         array: the state of this array from `allocate` only. The state belongs to the training state: other ranks have
         other values, and training continues differently without it.
         """
-        return self._allocations.state(array)
+        state = self._allocations.state(array)
+        return state | {PLACE: np.array(self._place())} if state else {}
 
     def load_state(self, state: Mapping[str, np.ndarray], array: Any = None) -> None:
         """Load a result of `state` of an equal backend with equal arrays; state that it lacks becomes zero. Local; on
         all ranks before their next call.
+
+        Each rank compresses other elements, so the error feedback of another rank, or of a job with other ranks or
+        nodes, is not loaded: it becomes zero, which rank 0 says once.
 
         array: load the state of this array only. Raises OptionError for another backend's, and changes nothing.
         """
         if state and self.config.options.get("compress") is None:
             name = next(iter(state))
             raise OptionError(f"{self!r} has no state {name!r}: it is of another backend or compression")
-        self._allocations.load_state(state, array)
+        loaded = {name: held for name, held in state.items() if name != PLACE}
+        if loaded and state.get(PLACE) != self._place():
+            loaded = {name: held for name, held in loaded.items() if not name.endswith("/residual")}
+            notices.once(self.rank, OTHER_PLACE)
+        self._allocations.load_state(loaded, array)
+
+    def _place(self) -> int:
+        """Return a number of this rank and the nodes of all ranks, which decide the elements that it compresses."""
+        return zlib.crc32(repr((self.rank, self.topology.layout.members)).encode())
 
     def reset(self, array: Any = None) -> None:
         """Set the error feedback of a compression, of one array or of all, to zero, as in a new backend. Local; on all

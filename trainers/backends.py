@@ -16,10 +16,6 @@ from trainers.replica import Replica, attach
 
 # A training that is repeated or resumed gives the same bits, so "auto" measures nothing that could change them.
 SETTINGS_OF_AUTO = {"measure": False}
-LOST_RESIDUALS = (
-    "the error feedback of failed ranks (the part of their gradients that compression had not sent yet) is lost; "
-    "training continues with the error feedback of the remaining ranks"
-)
 
 
 def backend_for(

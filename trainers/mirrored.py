@@ -56,8 +56,8 @@ class MirroredTrainer(Trainer[Mirrored]):
             and the arguments. LocalSGD(100): of the parameters, after 100 steps of each rank on its own.
         compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", or an
             object of options (see allreduce.create). Parameters, losses and flags are not compressed. The values that
-            a rank has not sent (its error feedback) are added to its next gradients. Checkpoints contain them, and
-            after a failure the remaining ranks keep theirs. It is slower where ranks share memory.
+            a rank has not sent (its error feedback) are added to its next gradients. Checkpoints contain them; on
+            other ranks or nodes, and after a failure, they begin at zero. It is slower where ranks share memory.
         buckets: whether a thread sums buckets of gradients during backward, and their size; see Buckets. By default all
             gradients are summed in one call after backward. Buckets(True) and Buckets("auto") are for replicas
             that are `early` (TorchReplica on the CPU), with update="replicated", without `average` and `compress`. In a

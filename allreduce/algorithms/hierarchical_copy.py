@@ -41,7 +41,6 @@ class HierarchicalCopy(TwoPhase):
         self._node = together(self.comm, lambda: _two_phase(node, inside))
         self._cross = together(self.comm, lambda: across.make(cross, compress=compress))
         self.holds = [self._cross, self._node]
-        self._compress = compress
         # losses and flags are small: the MPI library is good at them
         self.lossless = self if compress is None else context.make("native")
         self.copies_unregistered = self._node.copies_unregistered
@@ -88,7 +87,6 @@ class HierarchicalCopy(TwoPhase):
         originals_cross = self._node.size == 1 and not self._leaders_only and self._cross.sums_half
         sums = buffer if originals_cross else casts.widened(buffer, self.workspace)
         if self._node.size > 1:
-            self._give_errors(sums, op)
             self._node.reduce_scatter(sums, op.unscaled())
         if self._leaders_only:
             self._through_leader(sums, buffer, op)
@@ -101,16 +99,6 @@ class HierarchicalCopy(TwoPhase):
     def all_gather(self, buffer: np.ndarray) -> None:
         if self._node.size > 1:
             self._node.all_gather(buffer)
-
-    def _give_errors(self, sums: np.ndarray, op: Op) -> None:
-        """Add the error feedback of elements that other ranks of the node send across. Local.
-
-        This rank has such errors after a job with other ranks or nodes.
-        """
-        where = self.context.allocations.find(sums) if self._compress is not None and op.adds else None
-        sent = slice(0, 0 if self._node.rank else sums.size) if self._leaders_only else self.owned(sums.size)
-        if where is not None and sent != slice(0, sums.size) and where.settle():
-            where.hand_over(sums, sent)
 
     def _across(self, sums: np.ndarray, part: np.ndarray, op: Op) -> None:
         """All-reduce `sums` across nodes, and write them, finished and rounded, to `part`; both may be one array."""

@@ -3,9 +3,10 @@ fixed point (fixed_point.c); the rendezvous of a node's ranks (meeting.c). commu
 allreduce/process/start.py.
 
 `pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, every function
-here returns False or None, and its caller does the same by NumPy and Python. Arrays are contiguous, aligned and 1-D; an
-output may be one of the inputs, and overlaps no other array. With the library, other arguments raise TypeError or
-ValueError. All functions are local; the functions on arrays work outside the GIL.
+here returns False or None, and its caller does the same by NumPy and Python; so it does with arrays that are not
+contiguous or not aligned. Arrays are 1-D; those of another dtype or length than C would read raise TypeError. An output
+may be one of the inputs, and must not overlap another array. All functions are local; those on arrays work outside the
+GIL.
 """
 
 import ctypes
@@ -13,37 +14,28 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
-from mpi4py import MPI
 
 SWITCH = "ALLREDUCE_KERNELS"  # 0: use NumPy
 VERSION = 7  # of the library's functions; an older library beside newer code is not used
 
 SUMMED = ("float32", "float64", "int32", "int64", "float16", "bfloat16")  # dtypes of the sums in meeting.c
 FLOAT32, FLOAT16, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+FLOAT64, INT64 = np.dtype(np.float64), np.dtype(np.int64)
 
 # dtypes of the terms of sums in fixed point -> dtypes of the exponents, and of the integers
 FIXED: dict[np.dtype, tuple[np.dtype, np.dtype]] = {
-    **dict.fromkeys((FLOAT32, FLOAT16, BFLOAT16), (np.dtype(np.uint8), np.dtype(np.float64))),
-    np.dtype(np.float64): (np.dtype(np.int32), np.dtype(np.int64)),
+    **dict.fromkeys((FLOAT32, FLOAT16, BFLOAT16), (np.dtype(np.uint8), FLOAT64)),
+    FLOAT64: (np.dtype(np.int32), INT64),
 }
 CODES = {"int8": np.dtype(np.int8), "float8": np.dtype(np.uint8)}
-MOST_BITS, MOST_TERMS = 62, 2**24  # of integers; of a sum in fixed point
+MOST_TERMS = 2**24  # of a sum in fixed point
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _ARRAY_OF_ARGUMENTS = 0x80  # METH_FASTCALL of Python
-_FLOAT64, _INT64 = np.dtype(np.float64), np.dtype(np.int64)
-
-
-class _Memory(NamedTuple):
-    """The addresses of an array that was checked."""
-
-    start: int
-    stop: int
-    written: bool
 
 
 def status() -> str:
@@ -63,24 +55,19 @@ def sum_arrays(parts: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: f
     Two or more arrays of one 16-bit float dtype and one length, summed in float32 and rounded once. Returns False, and
     changes nothing, if there is no kernel for them.
     """
-    if not _loaded():
+    dtype, size = outs[0].dtype, outs[0].size
+    if len(parts) < 2 or dtype not in (FLOAT16, BFLOAT16) or not _usable(*parts, *outs):
         return False
-    first = outs[0] if outs else None
-    if not _fit(*parts, *outs) or len(parts) < 2 or first is None or first.dtype not in (FLOAT16, BFLOAT16):
-        return False
-    sources = [_given(each, first.dtype, first.size) for each in parts]
-    written = [_given(each, first.dtype, first.size, True) for each in outs]
+    sources, written = _pointers(parts, dtype, size), _pointers(outs, dtype, size, True)
     factor = ctypes.c_double(1.0 if scale is None else scale)
-    return _run(f"sum_{first.dtype}", sources, len(sources), written, len(written), first.size, factor)
+    return _run(f"sum_{dtype}", sources, len(parts), written, len(outs), size, factor)
 
 
 def cast(source: np.ndarray, out: np.ndarray) -> bool:
     """Write `source` to `out`, rounded to nearest, ties to even. Returns False if there is no kernel for the dtypes."""
-    if not _loaded():
+    if {source.dtype, out.dtype} not in ({FLOAT32, FLOAT16}, {FLOAT32, BFLOAT16}) or not _usable(source, out):
         return False
-    if not _fit(source, out) or {source.dtype, out.dtype} not in ({FLOAT32, FLOAT16}, {FLOAT32, BFLOAT16}):
-        return False
-    arrays = _given(source, source.dtype, out.size), _given(out, out.dtype, out.size, True)
+    arrays = _pointer(source, source.dtype, out.size), _pointer(out, out.dtype, out.size, True)
     return _run(f"cast_{source.dtype}_{out.dtype}", *arrays, out.size)
 
 
@@ -89,10 +76,10 @@ def cast(source: np.ndarray, out: np.ndarray) -> bool:
 
 def block_magnitudes(values: np.ndarray, block: int, magnitudes: np.ndarray) -> bool:
     """Write the largest magnitude of each block of float32; NaN is the largest."""
-    if not _loaded():
+    if not _usable(values, magnitudes):
         return False
-    size, blocks = _blocks(values, block)
-    arrays = _given(values, FLOAT32, size), size, block, _given(magnitudes, FLOAT32, blocks, True)
+    size, blocks = values.size, -(-values.size // block)
+    arrays = _pointer(values, FLOAT32, size), size, block, _pointer(magnitudes, FLOAT32, blocks, True)
     return _run("block_magnitudes", *arrays)
 
 
@@ -107,24 +94,22 @@ def encode(
     error: np.ndarray | None,
 ) -> bool:
     """Write the codes of float32 values, and values - codes * scales to `error`. random: of int8, to round them."""
-    if not _loaded():
+    if not _usable(values, scales, inverses, codes, *(each for each in (random, error) if each is not None)):
         return False
-    size, blocks = _blocks(values, block)
-    factors = _given(scales, FLOAT32, blocks), _given(inverses, FLOAT32, blocks)
-    drawn = [] if random is None else [_given(random, FLOAT32, size)]
-    _check(kind in CODES and (kind == "int8") == bool(drawn), f"encode({kind!r}) with {len(drawn)} random arrays")
-    written = _given(codes, CODES[kind], size, True), error if error is None else _given(error, FLOAT32, size, True)
-    return _run(f"encode_{kind}", _given(values, FLOAT32, size), size, block, *factors, *drawn, *written)
+    size, blocks = values.size, -(-values.size // block)
+    factors = _pointer(scales, FLOAT32, blocks), _pointer(inverses, FLOAT32, blocks)
+    drawn = [_pointer(random, FLOAT32, size)] if kind == "int8" else []
+    written = _pointer(codes, CODES[kind], size, True), error if error is None else _pointer(error, FLOAT32, size, True)
+    return _run(f"encode_{kind}", _pointer(values, FLOAT32, size), size, block, *factors, *drawn, *written)
 
 
 def decode(kind: str, codes: np.ndarray, block: int, scales: np.ndarray, out: np.ndarray, adds: bool = False) -> bool:
     """Write the values of codes, code * scale, to float32 `out`. adds: add them."""
-    if not _loaded():
+    if not _usable(codes, scales, out):
         return False
-    _check(kind in CODES, f"codes of {kind!r}")
-    size, blocks = _blocks(codes, block)
-    sources = _given(codes, CODES[kind], size), size, block, _given(scales, FLOAT32, blocks)
-    return _run(f"{'add' if adds else 'decode'}_{kind}", *sources, _given(out, FLOAT32, size, True))
+    size, blocks = codes.size, -(-codes.size // block)
+    sources = _pointer(codes, CODES[kind], size), size, block, _pointer(scales, FLOAT32, blocks)
+    return _run(f"{'add' if adds else 'decode'}_{kind}", *sources, _pointer(out, FLOAT32, size, True))
 
 
 # Sums in fixed point. edges: int64: where blocks of at most 256 elements begin, and where the last one ends.
@@ -132,13 +117,11 @@ def decode(kind: str, codes: np.ndarray, block: int, scales: np.ndarray, out: np
 
 def exponents(terms: Sequence[np.ndarray], edges: np.ndarray, found: np.ndarray) -> bool:
     """Write the largest exponent bits in each block of the terms."""
-    _check_edges(edges)
-    if not (sources := _terms(terms)):
+    if not len(terms) or terms[0].dtype not in FIXED or not _usable(*terms, edges, found):
         return False
-    size, dtype = terms[0].size, terms[0].dtype
-    ends = _given(edges, _INT64, edges.size)
-    written = _given(found, FIXED[dtype][0], edges.size - 1, True)
-    return _run(f"fixed_exponents_{dtype}", sources, len(sources), size, ends, edges.size - 1, written)
+    size, dtype, blocks = terms[0].size, terms[0].dtype, edges.size - 1
+    ends, written = _pointer(edges, INT64, blocks + 1), _pointer(found, FIXED[dtype][0], blocks, True)
+    return _run(f"fixed_exponents_{dtype}", _pointers(terms, dtype, size), len(terms), size, ends, blocks, written)
 
 
 def add_integers(
@@ -151,24 +134,23 @@ def add_integers(
 ) -> bool:
     """Write the sums of the terms times their block's factor and rest, each rounded to an integer. finite: False:
     infinities and NaN count as zeros."""
-    _check_edges(edges)
-    if not (sources := _terms(terms)):
+    if not len(terms) or terms[0].dtype not in FIXED or not _usable(*terms, edges, factors, rests, out):
         return False
     size, dtype, blocks = terms[0].size, terms[0].dtype, edges.size - 1
-    ends, written = _given(edges, _INT64, blocks + 1), _given(out, FIXED[dtype][1], size, True)
-    scales = _given(factors, _FLOAT64, blocks), _given(rests, _FLOAT64, blocks)
-    return _run(f"fixed_add_{dtype}", sources, len(sources), size, ends, blocks, *scales, int(finite), written)
+    sources, ends = _pointers(terms, dtype, size), _pointer(edges, INT64, blocks + 1)
+    scales = _pointer(factors, FLOAT64, blocks), _pointer(rests, FLOAT64, blocks)
+    written = _pointer(out, FIXED[dtype][1], size, True)
+    return _run(f"fixed_add_{dtype}", sources, len(terms), size, ends, blocks, *scales, finite, written)
 
 
 def finish(integers: np.ndarray, edges: np.ndarray, factors: np.ndarray, divisor: int, out: np.ndarray) -> bool:
-    """Write the integers of the blocks / divisor * factors to `out`; other elements stay."""
-    _check_edges(edges)
-    if not (written := _terms([out], True)):
+    """Write the integers of the blocks / divisor * factors to `out`; other elements stay. divisor: <= MOST_TERMS."""
+    if out.dtype not in FIXED or not _usable(integers, edges, factors, out):
         return False
-    _check(isinstance(divisor, int) and 0 < divisor <= MOST_TERMS, f"{divisor=}")
-    given, blocks = _given(integers, FIXED[out.dtype][1], out.size), edges.size - 1
-    arrays = _given(edges, _INT64, blocks + 1), blocks, _given(factors, _FLOAT64, blocks)
-    return _run(f"fixed_finish_{out.dtype}", given, out.size, *arrays, divisor, *written)
+    size, dtype, blocks = out.size, out.dtype, edges.size - 1
+    arrays = _pointer(edges, INT64, blocks + 1), blocks, _pointer(factors, FLOAT64, blocks)
+    given, written = _pointer(integers, FIXED[dtype][1], size), _pointer(out, dtype, size, True)
+    return _run(f"fixed_finish_{dtype}", given, size, *arrays, divisor, written)
 
 
 def sum_fixed(
@@ -176,87 +158,44 @@ def sum_fixed(
 ) -> bool:
     """Do all of it in one pass: write the sums of these blocks / divisor to `outs`, which may be some of the terms.
 
-    bits: of the integers of one term.
+    bits: of the integers of one term, at most 62. divisor: <= MOST_TERMS.
     """
-    _check_edges(edges)
-    sources, written = _terms(terms), _terms(outs, True)
-    if not sources or not written:
+    if not len(terms) or terms[0].dtype not in FIXED or not _usable(*terms, *outs, edges):
         return False
     size, dtype, blocks = terms[0].size, terms[0].dtype, edges.size - 1
-    _check(isinstance(divisor, int) and 0 < divisor <= MOST_TERMS and 0 < bits <= MOST_BITS, f"{divisor=}, {bits=}")
-    _check((outs[0].dtype, outs[0].size) == (dtype, size), "outputs of another dtype or length than the terms")
-    arrays = sources, len(sources), written, len(written), size, _given(edges, _INT64, blocks + 1), blocks
+    sources, written = _pointers(terms, dtype, size), _pointers(outs, dtype, size, True)
+    arrays = sources, len(terms), written, len(outs), size, _pointer(edges, INT64, blocks + 1), blocks
     return _run(f"fixed_sum_{dtype}", *arrays, bits, divisor)
 
 
-def _terms(arrays: Sequence[np.ndarray], written: bool = False) -> list[_Memory]:
-    """Return the checked terms of a sum in fixed point, or none if there is no kernel for them."""
-    if not _loaded() or not len(arrays) or not _fit(*arrays) or arrays[0].dtype not in FIXED:
-        return []
-    return [_given(each, arrays[0].dtype, arrays[0].size, written) for each in arrays]
+def _usable(*arrays: np.ndarray) -> bool:
+    """Return whether there is a library, and these arrays are laid out as it needs."""
+    return _loaded() is not None and all(each.flags.c_contiguous and each.flags.aligned for each in arrays)
 
 
-def _check_edges(edges: np.ndarray) -> None:
-    _check(_fit(edges) and edges.size > 0, "edges of another layout, or none")
-
-
-def _blocks(array: np.ndarray, block: int) -> tuple[int, int]:
-    """Return the size of an array, and the number of its blocks."""
-    _fit(array)
-    _check(isinstance(block, int) and block > 0, f"blocks of {block!r}")
-    return array.size, -(-array.size // block)
-
-
-def _given(array: Any, dtype: np.dtype, size: int, written: bool = False) -> _Memory:
-    fits = isinstance(array, np.ndarray) and (array.dtype, array.shape) == (dtype, (size,)) and _fit(array)
-    if not fits or (written and not array.flags.writeable):
-        given = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+def _pointer(array: Any, dtype: np.dtype, size: int, written: bool = False) -> ctypes.c_void_p:
+    """Return a pointer to the array. Raises TypeError if it is another one than C would read or write."""
+    if (array.dtype, array.shape) != (dtype, (size,)) or written > array.flags.writeable:
         use = "an output" if written else "an input"
         raise TypeError(
-            f"{use} of the C library must be a contiguous, aligned{', writeable' * written} array of {size} elements "
-            f"of {dtype}, not {given} (strides {getattr(array, 'strides', None)})"
+            f"{use} of the C library must be{' a writeable' * written} {dtype} of shape {(size,)}, not "
+            f"{array.dtype} of shape {array.shape}"
         )
-    # MPI's function takes a tenth of the time of array.ctypes.data, and aborts the process before and after MPI
-    runs = MPI.Is_initialized() and not MPI.Is_finalized()
-    start = MPI.Get_address(array) if runs else array.ctypes.data
-    return _Memory(start, start + array.nbytes, written)
+    return _POINTER(array.ctypes.data)
 
 
-def _check(right: bool, given: str) -> None:
-    if not right:
-        raise ValueError(f"the C library does not take {given}")
+def _pointers(arrays: Sequence[np.ndarray], dtype: np.dtype, size: int, written: bool = False) -> ctypes.Array:
+    return (_POINTER * len(arrays))(*(_pointer(each, dtype, size, written).value for each in arrays))
 
 
 def _run(name: str, *arguments: Any) -> bool:
-    """Call a function of C with arrays, lists of arrays, and numbers. Returns False if there is no library."""
-    arrays = [each for argument in arguments for each in (argument if isinstance(argument, list) else [argument])]
-    memories = [each for each in arrays if isinstance(each, _Memory) and each.start < each.stop]
-    _check(not _overlap(memories), f"arrays that overlap an output ({name})")
+    """Call a function of C. Returns False if there is no library."""
     function = _function(name)
     if function is None:
         return False
-    _check(function(*map(_converted, arguments)) != 0, "edges that are not ascending, or not those of short blocks")
+    if function(*(_SIZE(each) if isinstance(each, int) else each for each in arguments)) == 0:
+        raise ValueError(f"{name}: edges that are not ascending, or not those of short blocks")
     return True
-
-
-def _overlap(memories: Sequence[_Memory]) -> bool:
-    """Return whether one of the arrays that are written shares a part of its memory with another one."""
-    spans = {(each.start, each.stop): each.written for each in sorted(memories)}  # outputs come after equal inputs
-    end = end_of_outputs = 0
-    for (start, stop), written in spans.items():
-        if start < (end if written else end_of_outputs):
-            return True
-        end = max(end, stop)
-        end_of_outputs = max(end_of_outputs, stop) if written else end_of_outputs
-    return False
-
-
-def _converted(argument: Any) -> Any:
-    if isinstance(argument, list):
-        return (_POINTER * len(argument))(*[each.start for each in argument])
-    if isinstance(argument, _Memory):
-        return _POINTER(argument.start)
-    return argument if isinstance(argument, ctypes.c_double) or argument is None else _SIZE(argument)
 
 
 class _Method(ctypes.Structure):
@@ -294,13 +233,6 @@ def sum_address(dtype: np.dtype) -> int:
 def _definition(name: str) -> _Method:
     address = ctypes.cast(getattr(_loaded(), name), _POINTER).value
     return _Method(name.encode(), address, _ARRAY_OF_ARGUMENTS, None)
-
-
-def _fit(*arrays: np.ndarray) -> bool:
-    for each in arrays:
-        if not isinstance(each, np.ndarray):
-            raise TypeError(f"the C library takes arrays of NumPy, not {type(each).__name__}")
-    return all(each.flags.c_contiguous and each.flags.aligned for each in arrays)
 
 
 @functools.cache

@@ -20,7 +20,6 @@ _STATE = re.compile(
     r"(?P<number>[0-9]{1,9})/(?P<kind>residual|calls|factor/(?P<start>[0-9]{1,18})/(?P<rows>[0-9]{1,18})x"
     r"(?P<columns>[0-9]{1,18}))"
 )
-RESIDUAL = "/residual"  # the end of the names of residuals in a state
 MOST_PLACES = 64  # of arrays, which are kept
 
 
@@ -110,25 +109,6 @@ class Slice(NamedTuple):
         before = self.entry.calls.get(self.start, 0)
         self.entry.calls[self.start] = before + 1
         return before
-
-    def settle(self) -> bool:
-        """Return whether this is the first call with this slice since the state was loaded. Local."""
-        place = self.start, self.length
-        first = place not in self.entry.settled
-        self.entry.settled.add(place)
-        return first
-
-    def hand_over(self, buffer: np.ndarray, kept: slice = slice(0, 0)) -> None:
-        """Add the error feedback of the elements outside of `kept` to `buffer`, and set it to zero. Local.
-
-        This rank does not compress these elements. It has errors of them if the state is of other ranks, nodes or
-        slices.
-        """
-        if self.entry.residual is None:
-            return
-        for part in (slice(0, kept.start), slice(kept.stop, self.length)):
-            buffer[part] += self.residual[part]
-            self.residual[part] = 0
 
 
 class Allocations:
@@ -246,7 +226,7 @@ class Allocations:
         held: dict[str, np.ndarray] = {}
         for number, entry in enumerate(self._kept(array)):
             if entry.residual is not None:
-                held[f"{number}{RESIDUAL}"] = entry.residual.copy()
+                held[f"{number}/residual"] = entry.residual.copy()
             if entry.calls:
                 held[f"{number}/calls"] = np.array(sorted(entry.calls.items()), np.int64)
             for (start, rows, columns), factor in entry.factors.items():
@@ -290,22 +270,6 @@ def _load(entries: Sequence[Allocation], name: str, array: np.ndarray) -> Callab
         f"the state of a compression has {name!r}, {array.dtype} of shape {array.shape}, which is not of "
         f"the arrays of this backend: {known or 'none'}"
     )
-
-
-def divide(states: Sequence[Mapping[str, np.ndarray]], ranks: int) -> list[dict[str, np.ndarray]]:
-    """Return the states of backends for another number of ranks: each residual of the old ranks goes to one new rank.
-
-    states: of every old rank. The sum of all residuals, which the next sums contain, does not change. Local.
-    """
-    divided = []
-    for rank in range(ranks):
-        mine = {name: array for name, array in states[0].items() if not name.endswith(RESIDUAL)}
-        for name in sorted({name for state in states for name in state if name.endswith(RESIDUAL)}):
-            held = [state[name] for state in states if name in state]
-            if taken := [state[name] for state in states[rank::ranks] if name in state]:
-                mine[name] = np.sum(taken, axis=0, dtype=held[0].dtype)
-        divided.append(mine)
-    return divided
 
 
 def address(array: Any) -> int:

@@ -5,7 +5,7 @@ import pytest
 
 from allreduce import Part
 from allreduce.errors import OptionError
-from allreduce.memory.allocations import Allocations, divide
+from allreduce.memory.allocations import Allocations
 
 
 def registry_of(*arrays: np.ndarray) -> Allocations:
@@ -67,12 +67,3 @@ def test_parts_that_do_not_fit(part: Part) -> None:
         registry_of(array).describe(array, [part])
     with pytest.raises(OptionError, match="overlaps"):
         registry_of(array).describe(array, [Part("v", 0, (5,)), Part("w", 4, (2,))])
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_residuals_go_to_another_number_of_ranks(ranks: int) -> None:
-    states = [{"0/residual": np.full(3, 10.0**rank), "0/calls": np.array([[0, 7]])} for rank in range(3)]
-    divided = divide(states, ranks)
-    assert len(divided) == ranks
-    assert sum(state["0/residual"][0] for state in divided if "0/residual" in state) == 111
-    assert all(state["0/calls"].tolist() == [[0, 7]] for state in divided)

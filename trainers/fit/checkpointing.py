@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from allreduce.errors import OptionError
-from allreduce.memory.allocations import divide
 from allreduce.transport.chunked import bytes_of_root, bytes_to_root
 from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import data
@@ -280,20 +279,16 @@ class Saver:
 
     def _packed(self, saved: Saved, same: bool) -> list[bytes]:
         """Return the own arrays of every rank, packed. With another number of ranks, every rank gets rank 0's, from
-        which its callbacks load their state, and its share of the strategy's own states. A loader's state that is good
-        for all ranks comes from any rank that has one."""
+        which its callbacks load their state. A loader's state that is good for all ranks comes from any rank that has
+        one."""
         loaders = [{name: local[name] for name in local if name.startswith(LOADER)} for local in saved.local]
         alike = self._batches.streams and not self._batches.divided
         if alike:
             loaders = [loader or next(filter(None, loaders), {}) for loader in loaders]
         if same:
             return [model_file.pack(local | loader) for local, loader in zip(saved.local, loaders, strict=True)]
-        shares = divide([_with_prefix(local, STRATEGY) for local in saved.local], self._group.size)
-        rest = {name: array for name, array in saved.local[0].items() if not name.startswith((STRATEGY, LOADER))}
-        rest |= loaders[0] if alike else {}
-        return [
-            model_file.pack(rest | {f"{STRATEGY}{name}": array for name, array in share.items()}) for share in shares
-        ]
+        first = {name: array for name, array in saved.local[0].items() if not name.startswith(LOADER)}
+        return [model_file.pack(first | (loaders[0] if alike else {}))] * self._group.size
 
     # During the fit
 

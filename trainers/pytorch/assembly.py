@@ -17,7 +17,7 @@ from allreduce.tracing.recorder import Recorder, record
 from allreduce.transport import ulfm
 from allreduce.transport.control import everywhere, together
 from trainers import checks
-from trainers.backends import LOST_RESIDUALS, backend_for, connected_nccl
+from trainers.backends import backend_for, connected_nccl
 from trainers.pytorch.buckets import own_gpu
 from trainers.pytorch.hooks import Hook
 from trainers.pytorch.local_sgd import LocalSteps
@@ -243,7 +243,6 @@ class Assembly:
         new.averages, new.joining, new.enabled = old.averages, old.joining, old.enabled
         if unsent:
             self.backend.load_state(unsent)
-            notices.once(self.topology.rank, LOST_RESIDUALS)
 
 
 def _backend(options: Options, topology: Topology, device: Host) -> AllReduce:

@@ -62,8 +62,8 @@ class Options:
     compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", or an object of
         options (see allreduce.create). Parameters and sparse gradients are not compressed. The values that a rank has
         not sent (its error feedback) are added to its next gradients. They differ between ranks, so state_dict() lacks
-        them: each rank may save `optimizer.backend.state()`, and load it by `optimizer.backend.load_state`. After a
-        failure the remaining ranks keep theirs. Use it for networks between nodes.
+        them: each rank may save `optimizer.backend.state()`, and load it by `optimizer.backend.load_state`. It
+        begins at zero where ranks or nodes have changed: after a failure, say. Use it for networks between nodes.
     buckets: how the gradients are cut, and whether they are reduced during backward; see Buckets.
     transforms: as in `fit`: a list of ClipNorm, SkipNotFinite, and those of your program that only change averaged
         gradients (`Applied.reduced`); and of the checks CheckGradients and CheckDivergence (trainers.callbacks).

@@ -6,7 +6,6 @@ from functools import partial
 
 import numpy as np
 
-from allreduce import notices
 from allreduce.arrays import dtypes
 from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce, Config
@@ -16,7 +15,7 @@ from allreduce.errors import RankLostError
 from allreduce.process import malloc
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, each_on_all, together
-from trainers.backends import LOST_RESIDUALS, backend_for, bind_own, compress_error
+from trainers.backends import backend_for, bind_own, compress_error
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.options.average import AUTO, REPLICATED, SHARDED, Average, Exact, Sharded, choice_error, sharded_of
@@ -244,7 +243,6 @@ class Mirrored(Strategy):
         self._make_buffer()
         if self.carried:
             self.allreduce.load_state(self.carried)
-            notices.once(self.group.rank, LOST_RESIDUALS)
         done = self._adopt_newest() or go_back()
         if done:
             self._divide()

@@ -103,16 +103,15 @@ class LowRank(Compressed):
         plan = low_rank.plan(tuple(parts), buffer.size, options.matrix_approximation_rank, options.min_compression_rate)
         if not plan.matrices:
             self._say_uncompressed(where, parts)
-        loaded = where is not None and self._agree(where, plan.matrices)
+        elif where is not None and (where.start, where.length) not in where.entry.settled:
+            self._agree(where, plan.matrices)
         calls = where.count_call() if where and plan.matrices else 0
         if not plan.matrices or (where and calls < options.start_powerSGD_iter):
-            self._reduce_uncompressed(buffer, op, where if loaded else None)
+            self.inner.reduce(buffer, op)
             return
         arrays = self._node_arrays(buffer)
         residual = where.residual if where and options.use_error_feedback else None
         call = self._begin(buffer, where, calls, plan, arrays)
-        if loaded and residual is not None and len(arrays.arrays) > 1:
-            _hand_over(residual, buffer, call.items)
         if arrays.fence:
             arrays.fence()
         self._multiply(call, op, residual, arrays)
@@ -133,22 +132,14 @@ class LowRank(Compressed):
         arrays = found[0].views(found[1], buffer)
         return NodeArrays(arrays, self.context.topology.node_rank, self.context.executor.fence)
 
-    def _reduce_uncompressed(self, buffer: np.ndarray, op: Op, loaded: Slice | None) -> None:
-        """Reduce `buffer` by `inner`, with the errors that were loaded for it."""
-        if loaded is not None:
-            loaded.hand_over(buffer)
-        self.inner.reduce(buffer, op)
-
-    def _agree(self, where: Slice, matrices: Sequence[Matrix]) -> bool:
+    def _agree(self, where: Slice, matrices: Sequence[Matrix]) -> None:
         """Agree on the call count and the warm factors of a slice. Collective, at its first call since they were
-        loaded; then return True. Without matrices there is nothing to agree on.
+        loaded.
 
         Ranks may have loaded different states: of a checkpoint and, on a rank that joined, none.
         """
         entry = where.entry
-        first = where.settle()
-        if not first or not matrices:
-            return first
+        entry.settled.add((where.start, where.length))
         keys = [_key(where, each) for each in matrices]
         held = [entry.factors[key] for key in keys if key in entry.factors]
         check = zlib.crc32(b"".join(factor.tobytes() for factor in held))
@@ -159,7 +150,6 @@ class LowRank(Compressed):
         if ends[0] != -ends[1] or ends[2] != -ends[3]:
             for key in keys:
                 entry.factors.pop(key, None)
-        return True
 
     def _begin(self, buffer: np.ndarray, where: Slice | None, calls: int, plan: Plan, node: NodeArrays) -> Factors:
         """Return the factors of a call, zeros, and the packed short parts. Collective when their memory grows."""
@@ -258,15 +248,3 @@ def _add(total: np.ndarray, arrays: Sequence[np.ndarray], workspace: Workspace) 
         arrays = [rest]
     for array in arrays:
         np.add(total, array, out=total)
-
-
-def _hand_over(residual: np.ndarray, buffer: np.ndarray, items: Sequence[Item]) -> None:
-    """Add the errors of elements that other ranks of the node multiply to the buffer, which these ranks sum. Local.
-
-    Errors that were loaded may be of a job with other nodes; otherwise these errors are zero.
-    """
-    for matrix, own, *_ in items:
-        begin, end = (own[0].where.start, own[-1].where.stop) if own else (matrix.start, matrix.start)
-        for part in (slice(matrix.start, begin), slice(end, matrix.stop)):
-            buffer[part] += residual[part]
-            residual[part] = 0

@@ -76,8 +76,6 @@ class EightBits(Compressed):
     ) -> None:
         """Reduce `buffer`, of which rank r owns `spans[r]`. gathers: False: each rank needs only its own slice."""
         if buffer.size < SHORTEST:
-            if where is not None and where.settle():
-                where.hand_over(buffer)
             self.inner.reduce(buffer, op)
             return
         vectors = _vectors(where, parts)

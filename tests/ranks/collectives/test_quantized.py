@@ -11,7 +11,6 @@ from mpi4py import MPI
 import allreduce
 from allreduce import Part, Quantized, errors, kernels
 from allreduce.algorithms.compressed import quantized
-from allreduce.algorithms.compressed.quantized import SHORTEST
 from tests.ranks.collectives.lossy import residual, same_bits
 from tests.ranks.counting import Counting
 from tests.ranks.together import raised
@@ -78,18 +77,6 @@ def test_infinities_and_nans(kind: str, bad: float, dtype: str, flat: allreduce.
         array[:] = gradient(0, array.size, dtype)
         reduce(array)
         assert np.isfinite(array).all()
-
-
-@several
-def test_errors_that_were_loaded_for_a_short_array_are_sent(flat: allreduce.Topology) -> None:
-    """Such an array is not compressed; the errors are of a job that had compressed a slice around it, say."""
-    with allreduce.create("ring", flat, compress="int8") as reduce:
-        array = reduce.allocate(SHORTEST - 1)
-        reduce.load_state({"0/residual": np.full(array.size, 1 + rank, "float32")})
-        array[:] = 0
-        reduce(array, "sum")
-        assert (array == sum(range(1, size + 1))).all()
-        assert not residual(reduce, array).any()
 
 
 @several
