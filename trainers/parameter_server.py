@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from allreduce.topology import Topology
-from trainers.arguments import known_only
 from trainers.replica import Replica
 from trainers.strategies.few_owners import FewOwners
 from trainers.strategies.servers.asynchronous import AsynchronousServers
@@ -44,7 +43,6 @@ class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
     averaged (batch norm's statistics) are saved from rank 0, so make rank 0 a worker if the model has any.
     """
 
-    @known_only
     def __init__(
         self,
         replica: Replica,
