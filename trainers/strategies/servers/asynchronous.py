@@ -312,11 +312,8 @@ class AsynchronousServers(ServerStrategy):
         options = ", ".join(f"{name}={value!r}" for name, value in self._options._asdict().items())
         return f"{self.name}({type(self.replica).__name__}, {options})"
 
-    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
-        return super().argument_error(ranks, goes_on) or self._options.error(self.replica, ranks)
-
-    def renumber(self, previous: tuple[int, ...]) -> None:
-        self._options = self._options.renumbered(previous)
+    def argument_error(self, ranks: Topology) -> Exception | None:
+        return super().argument_error(ranks) or self._options.error(self.replica, ranks)
 
     def _assign(self, group: RankGroup) -> None:
         self.servers = self._options.owners(group.size)
