@@ -2,58 +2,18 @@
 
 NumPy's numbers and booleans are as good as Python's own; True and False are no numbers.
 
-`Checked` is the base of option objects, whose fields have checks; `known_only` refuses keywords that there aren't.
+`Checked` is the base of option objects, whose fields have checks.
 """
 
 import argparse
-import difflib
-import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from trainers.errors import ArgumentError
-
-CallableT = TypeVar("CallableT", bound=Callable[..., Any])
-# Former keywords -> how the option is given now, with the value for {}
-REPLACED = {
-    "accumulate": "transforms=[Accumulate({})]",
-    "clip_norm": "transforms=[ClipNorm({})]",
-    "ema": "transforms=[EMA({})]",
-    "validate_ema": "transforms=[EMA(decay, validate={})]",
-    "schedule": "transforms=[Schedule({})]",
-    "warmup_steps": "transforms=[Schedule(warmup={})]",
-    "rows": "a Loader(x, rows={}) in the place of x",
-    "steps": "a Loader(x, rows=..., steps={}) in the place of x",
-    "steps_per_epoch": "a Loader(x, rows=..., steps={}) in the place of x",
-    "collate": "a Loader(x, collate=...) in the place of x",
-    "prefetch": "a Loader(x, prefetch={}) in the place of x",
-    "workers": "a Loader(DataLoader(data, num_workers={}), rows=...) in the place of x",
-    "validation_rows": "validation_data=Loader(data, rows={})",
-    "validation_steps": "validation_data=Loader(data, rows=..., steps={})",
-    "stream": "progress=stream",
-    "exact": "average=Exact()",
-    "micro_batch": "average=Exact(micro_batch={})",
-    "sync_every": "average=LocalSGD({})",
-    "outer_optimizer": "average=LocalSGD(steps, outer={})",
-    "fragments": "average=LocalSGD(steps, fragments={})",
-    "fragment_sync_delay": "average=LocalSGD(steps, delay={})",
-    "fragment_update_alpha": "average=LocalSGD(steps, alpha={})",
-    "copies": "update=Sharded(copies={})",
-    "shard": "update=Sharded(shard={})",
-    "overlap": "buckets=Buckets(overlap={})",
-    "bucket_mb": "buckets=Buckets(mb={})",
-    "first_bucket_mb": "buckets=Buckets(first_mb={})",
-    "checks": "transforms={}",
-    "check_every": "transforms=[CheckDivergence(every={})]",
-    "on_divergence": "transforms=[CheckDivergence(every, on_divergence={})]",
-    "source": "transforms=[CheckDivergence(every, source={})]",
-    "check_gradients": "transforms=[CheckGradients({})]",
-}
 
 
 def is_integer(value: Any, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
@@ -167,30 +127,3 @@ class Checked:
         for each in fields(self):  # type: ignore[arg-type]
             for check in getattr(each.type, "__metadata__", ())[:1]:
                 require(check.error(f"{type(self).__name__}: {each.name}", getattr(self, each.name)))
-
-
-# Keywords
-
-
-def known_only(method: CallableT) -> CallableT:
-    """Decorator: the method raises TypeError for unknown keyword arguments, before it does anything.
-
-    The error shows the new form of a former keyword.
-    """
-    taken = [name for name in inspect.signature(method).parameters if name != "self"]
-    known = frozenset(taken)
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        if not options.keys() <= known:
-            unknown = next(name for name in options if name not in known)
-            place = type(self).__name__ + ("" if method.__name__ == "__init__" else f".{method.__name__}")
-            if unknown in REPLACED:
-                new = REPLACED[unknown].format(repr(options[unknown]))
-                raise TypeError(f"{place}() takes no {unknown}={options[unknown]!r} any more; give {new}")
-            close = difflib.get_close_matches(unknown, taken, n=1, cutoff=0.5)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; it takes: {', '.join(taken)}"
-            raise TypeError(f"{place}() got an unexpected keyword argument {unknown!r}{hint}")
-        return method(self, *args, **options)
-
-    return call  # type: ignore[return-value]

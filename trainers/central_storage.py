@@ -2,7 +2,6 @@
 
 from allreduce.elastic.standby import JoiningRank
 from allreduce.topology import Topology
-from trainers.arguments import known_only
 from trainers.replica import Replica
 from trainers.strategies.few_owners import FewOwners, Storage
 from trainers.trainer import Trainer
@@ -23,7 +22,6 @@ class CentralStorageTrainer(Trainer[FewOwners]):
     Attributes: `storage`, the rank that holds the parameters; `allreduce` and `buffer` as in MirroredTrainer.
     """
 
-    @known_only
     def __init__(
         self,
         replica: Replica,

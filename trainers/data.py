@@ -169,10 +169,6 @@ class NumberedRows(ABC):
         """Return the numbers of a batch's rows that a part gets."""
         return batch[part_slice(batch.size, part, parts, micro_batch)]
 
-    def fingerprint(self) -> "Fingerprint":
-        """Return the fingerprint of the rows, of which some are read; {} if they have none. Raises DataError."""
-        return {}
-
 
 class Arrays(NumberedRows):
     """Rows in memory, or in memory maps. data: (x, y) or (x, y, weights); or (x,), for a prediction.
@@ -203,10 +199,6 @@ class Arrays(NumberedRows):
     def part(self, rows: slice) -> Data:
         """Return these rows, views."""
         return sliced(self.data, rows)
-
-    def fingerprint(self) -> "Fingerprint":
-        rows = _sampled(len(self), OF_ARRAYS)
-        return {name: _described(array[rows]) for name, array in named(self.data)}
 
 
 def _ends_of(array: np.ndarray) -> str:
@@ -278,13 +270,6 @@ class Samples(NumberedRows):
         """Return these rows. Raises DataError."""
         return self.take(np.arange(rows.start, rows.stop))
 
-    def fingerprint(self) -> "Fingerprint":
-        """The fingerprint of the rows. Some are read twice, because the data set may augment them at random. The caller
-        restores the global random generators that a data set used. Raises DataError."""
-        rows = _sampled(len(self), OF_SAMPLES)
-        first, again = ({name: _described(array) for name, array in named(self.take(rows))} for _ in range(2))
-        return {name: [kind, sum if again.get(name) == [kind, sum] else 0] for name, (kind, sum) in first.items()}
-
     def _fetch(self, rows: np.ndarray) -> Any:
         numbers = rows.tolist()
         several = getattr(self.data, "__getitems__", None)
@@ -344,42 +329,6 @@ def checksum(data: Data, start: int = 0) -> int:
             content = pieces[np.random.default_rng(0).integers(len(pieces), size=SAMPLED // PIECE)]
         found = zlib.crc32(content.data, found)
     return found or 1
-
-
-# rows read for a fingerprint, spread over all rows: of arrays, and of data sets, whose rows may be slow
-OF_ARRAYS, OF_SAMPLES = 64, 16
-WORDS = 624  # 32-bit words in the state of NumPy's generator
-
-# tells data sets apart: the dtype and shape of a row of each array, by its name ("x", "y", ...), and the checksum of
-# some rows, 0 if they are random
-Fingerprint = dict[str, list[Any]]
-
-
-def difference(before: Any, now: Fingerprint) -> str:
-    """Return the difference between the data of a checkpoint and the data of now as text; "" for none.
-
-    before: the fingerprint in the checkpoint, not validated yet.
-    """
-    if not isinstance(before, dict) or not before or not now:
-        return ""
-    if set(before) != set(now):
-        return f"a row had {', '.join(sorted(map(str, before)))}, and has {', '.join(sorted(now))}"
-    for name, (kind, sum) in now.items():
-        was, of_rows = before[name] if isinstance(before[name], list) and len(before[name]) == 2 else (None, None)
-        if was != kind:
-            return f"a row of {name} was {was}, and is {kind}"
-        if of_rows and sum and of_rows != sum:
-            return f"the sampled rows of {name} differ"
-    return ""
-
-
-def _sampled(count: int, most: int) -> np.ndarray:
-    """Return at most `most` row numbers spread over `count` rows, including the first and the last."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
-
-
-def _described(array: np.ndarray) -> list[Any]:
-    return [f"{array.dtype}{list(array.shape[1:])}", 0 if array.dtype.hasobject else checksum((array,))]
 
 
 def order(rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -514,10 +463,6 @@ class BatchSource(ABC):
 
     # A source whose ranks read batches of their own has more to do here
 
-    def fingerprint(self) -> Fingerprint:
-        """The fingerprint of the data; {} if it has none. Raises DataError."""
-        return {}
-
     @abstractmethod
     def first(self) -> Data | None:
         """Return the first batch, or a few rows; None if this rank has none. Local. Raises DataError."""
@@ -589,9 +534,6 @@ class Batches(BatchSource):
 
     def __str__(self) -> str:
         return str(self._rows)
-
-    def fingerprint(self) -> Fingerprint:
-        return self._rows.fingerprint()
 
     def first(self) -> Data | None:
         if self._rows.first is not None:
@@ -678,6 +620,9 @@ def generator_states() -> tuple[Any, ...]:
     """Return the states of the generators that `seed_generators` seeds; the last one is None without PyTorch."""
     torch = sys.modules.get("torch")
     return random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
+
+
+WORDS = 624  # 32-bit words in the state of NumPy's generator
 
 
 def load_generator_states(states: tuple[Any, ...]) -> None:

@@ -3,7 +3,6 @@
 from allreduce.arrays.compression import Given
 from allreduce.backend import AllReduce
 from allreduce.topology import Topology
-from trainers.arguments import known_only
 from trainers.options.average import Average, Exact, LocalSGD, Sharded
 from trainers.options.buckets import AFTER_BACKWARD, Buckets
 from trainers.replica import Replica
@@ -30,7 +29,6 @@ class MirroredTrainer(Trainer[Mirrored]):
             history = trainer.fit(x, y, epochs=10, batch_size=100)
     """
 
-    @known_only
     def __init__(
         self,
         replica: Replica,

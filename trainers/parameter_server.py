@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from allreduce.topology import Topology
-from trainers.arguments import known_only
 from trainers.replica import Replica
 from trainers.strategies.few_owners import FewOwners
 from trainers.strategies.servers.asynchronous import AsynchronousServers
@@ -44,7 +43,6 @@ class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
     averaged (batch norm's statistics) are saved from rank 0, so make rank 0 a worker if the model has any.
     """
 
-    @known_only
     def __init__(
         self,
         replica: Replica,
@@ -68,8 +66,7 @@ class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
             the number of those updates. "keep": apply it. "scale": divide the learning rate by 1 + staleness. "drop":
             discard it if its staleness exceeds `max_staleness`.
         max_staleness: with "keep" and "scale", the largest staleness; fast workers wait so that it is not exceeded.
-        warm_up: the number of epochs at the beginning that the first worker computes alone; with loaders, in which one
-            worker computes at a time.
+        warm_up: the number of epochs at the beginning in which one worker computes at a time, all in turn.
         ranks_per_worker: the number of ranks of a worker. They are on one node if they fit. If the number of ranks
             can't be divided by it, one worker is smaller.
         allreduce: the name of the backend that sums the gradients of a worker's ranks.

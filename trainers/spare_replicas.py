@@ -1,7 +1,6 @@
 """SpareReplicasTrainer: a synchronous step takes the first gradients and does not wait for the slowest ranks."""
 
 from allreduce.topology import Topology
-from trainers.arguments import known_only
 from trainers.replica import Replica
 from trainers.strategies.spare_replicas import SpareReplicas
 from trainers.trainer import Trainer
@@ -31,7 +30,6 @@ class SpareReplicasTrainer(Trainer[SpareReplicas]):
     used.
     """
 
-    @known_only
     def __init__(
         self, replica: Replica, topology: Topology | None = None, *, spare: int = 1, on_failure: str | None = None
     ) -> None:

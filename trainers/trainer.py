@@ -22,7 +22,7 @@ from allreduce.tracing.trace import Trace
 from allreduce.transport import ulfm
 from allreduce.transport.control import combine, root_value, together
 from allreduce.transport.wait import waiting
-from trainers.arguments import FLAG, known_only, require
+from trainers.arguments import FLAG, require
 from trainers.data import BatchSource, Tree, leaves, mapped, row_count
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError
@@ -145,7 +145,6 @@ class Trainer(GroupOwner, Generic[StrategyT]):
     def stop_training(self, stop: bool) -> None:
         self.strategy.stop_training = stop
 
-    @known_only
     @stops_at_sigterm
     def fit(
         self,
@@ -250,7 +249,6 @@ class Trainer(GroupOwner, Generic[StrategyT]):
         finally:
             self._fitting = False
 
-    @known_only
     @recoverable
     def evaluate(
         self, x: Any, y: Any = None, *, sample_weight: Any = None, ema: bool | None = None

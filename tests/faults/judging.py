@@ -127,9 +127,10 @@ def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
         return "RankLostError: (a server has|all servers have) failed"
     workers = set(range(plan.ranks - plan.servers))
     servers = set(range(plan.ranks)) - workers
-    remade = any(fault.point == "mirror" for fault in happened)  # perhaps in the making: then other ranks are servers
-    left_alone = "RankLostError: all (workers|servers) have failed|leaves no worker"
-    if not plan.servers or not (remade or workers <= lost or servers <= lost):
+    if any(fault.point == "mirror" for fault in happened):
+        return "RankLostError"  # while the trainer was made
+    left_alone = "RankLostError: all (workers|servers) have failed"
+    if not plan.servers or not (workers <= lost or servers <= lost):
         left_alone = ""
     if plan.copies > 1 and len(lost) > 1 and not plan.checkpoint:  # one may have kept the other's slice
         return "RankLostError: a rank that failed in .* had the only copy of a part" + (left_alone and f"|{left_alone}")

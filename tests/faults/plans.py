@@ -245,9 +245,7 @@ SCENARIOS = {
         23, 4, rows="divided",
         faults=kills((0, "compute", 13), (2, "end of a step", 40, True), (1, "end of an epoch", 5)),
     ),
-    "losses while a trainer is made": Plan(
-        25, 4, "sharded", checkpoint=7, faults=kills((3, "mirror", 1), (1, "mirror", 2, True)),
-    ),
+    "nobody goes on while a trainer is made": Plan(25, 4, "sharded", checkpoint=7, faults=kills((3, "mirror", 1))),
     "loss of a node that copies": Plan(
         27, 4, "sharded", backend="ring", nodes=(2, 2), copies=2,
         faults=kills((2, "back up an array", 100), (3, "back up an array", 100)),

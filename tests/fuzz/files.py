@@ -122,7 +122,6 @@ def saved(total: int = 3, step: int = 1) -> checkpoint.Saved:
         settings={"batch_size": 4, "seed": 0},
         shapes=[[name, list(shape)] for name, shape in made.shapes.items()],
         rates=made.learning_rates,
-        choices={"allreduce": "shared"},
         history=[{**epoch, "communication_share": 0.1}],
         values=np.zeros((step, len(made.metrics) + 1)),
     )

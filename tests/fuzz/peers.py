@@ -113,7 +113,7 @@ def read_pushes(value: tuple[bool, str, list[tuple[int, int, Header]]], _: Path)
     def apply(message: Message, factor: float) -> None:
         shard.version += 1
 
-    dealer = Dealer([iter(range(PARTS))], range(3), options.bound, PARTS) if first else None
+    dealer = Dealer([iter(range(PARTS))], 3, options.bound, PARTS) if first else None
     mailbox: Any = _Mailbox([*messages, *((worker, PUSH, Header(BYE)) for worker in range(3))])
     Server(mailbox, shard).serve(Asynchronous(shard, options, dealer, apply, lambda: False, epoch), range(3))
 

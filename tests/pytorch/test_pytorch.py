@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -72,16 +71,11 @@ def test_the_job_ends_with_an_error_instead_of_hanging(name: str, mpirun: JobRun
         assert each in job.stderr, job.stderr
 
 
-def test_a_former_option_shows_the_new_form() -> None:
+def test_an_option_of_buckets_is_checked() -> None:
     pytest.importorskip("torch")
     from trainers.errors import ArgumentError
-    from trainers.pytorch import Buckets, MirroredOptimizer
+    from trainers.pytorch import Buckets
 
-    old: Any = {"check_gradients": "skip"}
-    with pytest.raises(
-        TypeError, match=r"takes no check_gradients=.* any more; give transforms=\[CheckGradients\(.skip.\)]"
-    ):
-        MirroredOptimizer(None, None, **old)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"Buckets: overlap must be True, False or .auto., got 'maybe'"):
         Buckets("maybe")
 

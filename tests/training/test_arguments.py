@@ -249,17 +249,6 @@ def test_a_tuple_is_rows_or_batches() -> None:
     assert Given.to_validate((pair, pair, pair))[:3] == ((pair, pair, pair), None, None)
 
 
-def test_a_former_keyword_shows_the_new_form() -> None:
-    with pytest.raises(TypeError, match=r"takes no steps_per_epoch=5 any more; give a Loader\(x, .*, steps=5\)"):
-        fit(steps_per_epoch=5)
-    with pytest.raises(TypeError, match=r"takes no ema=0\.9 any more; give transforms=\[EMA\(0\.9\)\]"):
-        fit(ema=0.9)
-    with pytest.raises(
-        TypeError, match=r"workers=2 any more; give a Loader\(DataLoader\(data, num_workers=2\), rows=...\)"
-    ):
-        fit(workers=2)
-
-
 def test_a_text_that_can_not_be_read_is_not_none() -> None:
     assert arguments.integer(1).or_none()("3") == 3
     with pytest.raises(argparse.ArgumentTypeError, match="must be an integer >= 1, or None, got 'three'"):

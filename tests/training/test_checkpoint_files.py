@@ -168,7 +168,7 @@ def test_members_that_change_their_names_are_found(tmp_path: Path) -> None:
 
 
 HEADERS = {
-    "a former format": ({"format": 1}, "has format 1, and this version reads format 3: resume with the version that"),
+    "a former format": ({"format": 1}, "has format 1, and this version reads format 4: resume with the version that"),
     "a step of text": ({"step": "1"}, "step is '1'"),
     "steps that were not measured": ({"step": 5}, "5 steps, and their values are"),
     "too many ranks": ({"ranks": 1 << 40}, "1099511627776 ranks"),

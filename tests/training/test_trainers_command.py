@@ -75,7 +75,7 @@ def test_a_training_goes_on_with_other_data_when_that_is_asked_for(tmp_path: Pat
     (tmp_path / "rows.csv").write_text("".join(rows[::-1]))
     other = run(tmp_path, *common, "2", "--resume")
     assert other.returncode == 2
-    assert re.search(r"of a training with other data: .* of x differ; .*--other-data", other.stderr)
+    assert re.search(r"of a training with other data, .*; give the same rows .*--other-data", other.stderr)
     job = run(tmp_path, *common, "2", "--resume", "--other-data")
     assert job.returncode == 0, job.stderr
     assert "the end of epoch 1" in job.stdout

@@ -355,7 +355,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "warm_up", "N", integer(0), default=0, strategies=(SERVERS,), needs=ASYNC,
-            help="one worker alone trains the first N epochs",
+            help="in the first N epochs one worker computes at a time, all in turn",
         ),
         Option(
             "ranks_per_worker", "N", integer(1), default=1, strategies=(SERVERS,), needs=ASYNC,

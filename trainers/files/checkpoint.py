@@ -25,7 +25,7 @@ from trainers.files.model_file import CHECKPOINT, HEADER, check_numbers, header_
 
 log = logging.getLogger("trainers")
 
-FORMAT = 3  # 1: random states in another form; 2: `Progress.values` without the rows that took part in no update
+FORMAT = 4  # 3: other facts about the data, and the backend
 LOCAL, MEASURED, SHARED = f"{CHECKPOINT}.rank", f"{CHECKPOINT}.measured", f"{CHECKPOINT}.shared."
 NAME = re.compile(r"checkpoint-(\d{8,18})\.npz")
 TEMPORARY = re.compile(r"\.checkpoint-\d{8,18}\.npz\.[0-9a-f]{8}")  # of a killed writer; see `replacing`
@@ -49,7 +49,6 @@ class Progress:
         place of the batches, the first result of BatchSource.tell, with the name "position".
     shapes: of the named parameters, in their order: [["layer 1 weights", [64, 32]], ...]; may be empty.
     rates: the learning rates, one a group of parameters.
-    choices: the backend and update that the job used: {"allreduce": "shared", ...}.
     history: the epochs so far, as trainers.watching.history.Epoch.as_dict gives them.
     values: the values of the steps of the unfinished epoch, as Meter.values gives them.
     stage, logs, stops: not in files. The next stage of the epoch; its logs, when its steps are done; whether all ranks
@@ -64,7 +63,6 @@ class Progress:
     settings: dict[str, Any] = field(default_factory=dict)
     shapes: list[Any] = field(default_factory=list)
     rates: list[Any] = field(default_factory=list)
-    choices: dict[str, Any] = field(default_factory=dict)
     history: list[Any] = field(default_factory=list)
     values: np.ndarray = field(default_factory=lambda: np.empty((0, 0)), compare=False)
     stage: int = STEPS
@@ -189,8 +187,7 @@ def _progress(header: dict[str, Any], values: np.ndarray) -> Progress:
             raise ValueError(f"{name} is {given[name]!r}")
     if not all(type(rate) in (int, float) and 0 <= rate < float("inf") for rate in given["rates"]):
         raise ValueError(f"the learning rates are {given['rates']!r}")
-    for name in ("settings", "choices"):
-        given[name] = dict(given[name])
+    given["settings"] = dict(given["settings"])
     if not 1 <= given["ranks"] < 1 << 20 or len(given["history"]) > given["epoch"]:
         raise ValueError(f"{given['ranks']} ranks, {given['epoch']} epochs and a history of {len(given['history'])}")
     if values.ndim != 2 or len(values) != given["step"] or values.dtype.kind != "f":

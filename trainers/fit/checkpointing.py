@@ -6,8 +6,6 @@ import logging
 import math
 import os
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +21,7 @@ from allreduce.transport.chunked import bytes_of_root, bytes_to_root
 from allreduce.transport.control import on_all_ranks, root_value, together
 from trainers import data
 from trainers.arguments import FLAG, integer, require
-from trainers.data import BatchSource, Fingerprint
+from trainers.data import BatchSource
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError, UnusableError
 from trainers.files import checkpoint as files
@@ -45,7 +43,6 @@ UNITS = {"step": "steps", "steps": "steps", "epoch": "epochs", "epochs": "epochs
 SECONDS = {
     "s": 1, "second": 1, "seconds": 1, "min": 60, "minute": 60, "minutes": 60, "h": 3600, "hour": 3600, "hours": 3600,
 }  # fmt: skip
-SHOWN = {"steps_per_epoch": "steps of the Loader"}  # settings that have another name in files
 
 
 @dataclass(frozen=True)
@@ -57,9 +54,9 @@ class Checkpoint:
     every: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours". A checkpoint is also written at the
         end of the training, and when a callback stops it. `ModelCheckpoint(save_best_only=True)` keeps the best model.
     keep: how many of the newest checkpoints stay.
-    same_data: whether a resumed training must have the same rows in the same order; some rows are compared. False:
-        other rows are accepted, as many as before; and loaders with rows="divided" on another number of ranks, also in
-        the middle of their rows.
+    same_data: whether a resumed training must have the same data, as far as their text tells: the shapes and dtypes,
+        and the first and the last row of arrays. False: other rows are accepted, as many as before; and loaders with
+        rows="divided" on another number of ranks, also in the middle of their rows.
 
     Random numbers that a data set or a loader draws (from Python, NumPy or the framework) continue exactly only with
     prefetch=False: batches that a thread fetches ahead have drawn theirs before the state is saved.
@@ -108,8 +105,8 @@ class Saver:
         self._folder, self._keep = os.path.abspath(checkpoint.folder), checkpoint.keep
         self._resumes = resume
         self._count, self._unit = period(checkpoint.every)
-        self._batches, self._settings = batches, batches.settings
-        self._data, self._same_data = _fingerprint(batches, strategy.replica), checkpoint.same_data
+        self._batches, self._settings, self._data = batches, batches.settings, str(batches)
+        self._same_data = checkpoint.same_data
         self._writer = ThreadPoolExecutor(1, "writes checkpoints")
         self._writing: Future[None] | None = None  # the last write, until `finish` has taken its result
         self._folder_lock = ExitStack()
@@ -117,7 +114,6 @@ class Saver:
         self.watching: dict[str, np.ndarray] = {}
         self.loader: dict[str, np.ndarray] = {}
         self._memory: dict[str, np.ndarray] = {}  # rank 0's copy of the state, which the writer reads
-        self._selections: dict[str, str] = {}
         self._written = 0  # number of steps at the last checkpoint
         self._since = time.monotonic()
         self._overdue = False  # whether one is due at the next step, because a rank has failed; on all ranks
@@ -135,12 +131,9 @@ class Saver:
         Returns its path, known on rank 0, and its progress; None if there is no checkpoint. Raises CheckpointError on
         all ranks, before anything is changed.
         """
-        comm = self._group.comm
-        self._selections = self._choices()
         resumed = self._load_newest(self._find_newest)
         # allocate the memory now, and test that the state can be collected
         self._strategy.owners.snapshot(self._memory, self._chief)
-        together(comm, self._check_room)
         return resumed
 
     def go_back(self) -> tuple[str, Progress] | None:
@@ -172,11 +165,12 @@ class Saver:
         steps = math.inf if self._batches.streams else self._batches.steps
         check(path, saved, self._strategy.replica, self._settings, steps)
         progress, strategy = saved.progress, self._strategy
-        differs = data.difference(progress.settings.get("data"), self._data)
-        if differs and self._same_data:
+        before = progress.settings.get("data")
+        if before != self._data and self._same_data:
             raise CheckpointError(
-                f"{path} is of a training with other data: {differs}; give the same rows in the same order, or train "
-                "with these on purpose: checkpoint=Checkpoint(folder, same_data=False), --other-data"
+                f"{path} is of a training with other data, {before}, and this one has {self._data}; give the same rows "
+                "in the same order, or train with these on purpose: checkpoint=Checkpoint(folder, same_data=False), "
+                "--other-data"
             )
         ranks = self._group.size
         moved = progress.ranks != ranks and self._batches.depends_on_ranks(progress.step, progress.total)
@@ -189,17 +183,6 @@ class Saver:
         if progress.step and not strategy.synchronous:
             text = f"{path} is of the middle of an epoch, and a {strategy.name} resumes from the end of one"
             raise UnusableError(text)
-        self._warn_of_other_ranks(path, progress)
-
-    def _warn_of_other_ranks(self, path: str, progress: Progress) -> None:
-        ranks = self._group.size
-        before, now = (choices.get("allreduce") for choices in (progress.choices, self._selections))
-        if before != now:
-            backends = f"{before} before, and by {now} now"
-            log.warning("trainers: gradients were averaged by %s: the last bits may differ", backends)
-        if progress.ranks != ranks and self._strategy.micro_batch is None:
-            text = f"{progress.ranks} ranks, and this training has {ranks}"
-            log.warning("trainers: %s was written on %s: random states differ, and the last bits may", path, text)
 
     def _lock_folder(self) -> None:
         """Create the folder if it is missing, lock it until `close`, and remove temporary files of killed writers.
@@ -210,8 +193,6 @@ class Saver:
         try:
             os.makedirs(folder, exist_ok=True)
             self._folder_lock.enter_context(files.in_use(folder))
-            with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(b"room?")
             files.clean(folder)
         except OSError as error:
             reason = f"{error.strerror or error}; give a folder that can be written to"
@@ -222,22 +203,7 @@ class Saver:
         """Continue on new ranks after a failure; a checkpoint is due, because the failure may have prevented one. A new
         rank 0 locks the folder. Collective."""
         self._overdue = True
-        self._selections = self._choices()
         together(self._group.comm, lambda: self._lock_folder() if self._chief and not self._has_lock else None)
-
-    def _choices(self) -> dict[str, str]:
-        """Return the backend and the update that this job uses, {"allreduce": "ring", ...}. Collective."""
-        strategy = self._strategy
-        if strategy.allreduce is None:
-            return {}
-        return {"allreduce": strategy.allreduce.chosen(strategy.core.buffer), "update": strategy.owners.kind}
-
-    def _check_room(self) -> None:
-        needed = sum(array.nbytes for array in self._memory.values())
-        if self._chief and (free := shutil.disk_usage(self._folder).free) < needed:
-            raise CheckpointError(
-                f"checkpoints can't be written to {self._folder}: one takes {needed:,} bytes, and {free:,} are free"
-            )
 
     def _load(self, saved: Saved | None) -> Progress | None:
         """Load a checkpoint on all ranks; returns its progress, None if there is no checkpoint. Collective. saved: the
@@ -343,7 +309,6 @@ class Saver:
             ranks=self._group.size,
             settings=self._settings | {"data": self._data, **progress.settings},
             shapes=[[name, list(shape)] for name, shape in self._strategy.replica.shapes.items()],
-            choices=self._selections,
             rates=self._strategy.replica.learning_rates,
         )
 
@@ -401,16 +366,6 @@ def _with_prefix(own: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
     return {name.removeprefix(prefix): array for name, array in own.items() if name.startswith(prefix)}
 
 
-def _fingerprint(batches: BatchSource, replica: Replica) -> Fingerprint:
-    """Return the fingerprint of the data. Restores the random generators. Raises DataError. Local."""
-    programs, own = random_state(), replica.local_state()
-    try:
-        return batches.fingerprint()
-    finally:
-        load_random_state(programs)
-        replica.load_local_state(own)
-
-
 def make_saver(
     strategy: Strategy, batches: BatchSource, checkpoint: Checkpoint | str | None, resume: bool
 ) -> Saver | None:
@@ -457,8 +412,7 @@ def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], s
     _check_columns(path, columns, replica.columns)
     for name, value in settings.items():
         if progress.settings.get(name) != value:
-            shown = SHOWN.get(name, name)
-            values = f"{shown}={progress.settings.get(name)!r}, and this one has {shown}={value!r}"
+            values = f"{name}={progress.settings.get(name)!r}, and this one has {name}={value!r}"
             raise CheckpointError(f"{path} is of a training with {values}; give the same to resume from it")
     if len(progress.rates) != len(replica.learning_rates):
         counts = f"{len(progress.rates)} learning rates, and this one has {len(replica.learning_rates)}"

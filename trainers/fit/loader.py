@@ -94,7 +94,7 @@ class LoaderBatches(BatchSource):
 
     @property
     def settings(self) -> dict[str, Any]:
-        found = {"rows": DIVIDED if self.divided else WHOLE, "steps_per_epoch": self.limit, **super().settings}
+        found = {"rows": DIVIDED if self.divided else WHOLE, "steps": self.limit, **super().settings}
         return found if self._micro_batch is None else found | {"seed": int(self._seed)}
 
     def lose_ranks(self) -> None:

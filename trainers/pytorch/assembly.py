@@ -154,7 +154,7 @@ class Assembly:
             return LocalSteps(*given, before=before, backend=self.backend)
         if options.sharded is None or not self.reducer.parameters:
             return TorchOwners(*given, before=before)
-        copies = kept_copies(options.sharded.copies, comm.rank, ulfm.in_force())
+        copies = kept_copies(options.sharded.copies, comm.rank, ulfm.in_force()) if comm.size > 1 else 1
         sharded = ShardedOptimizer(*given, before=before, backend=self.backend, copies=copies, tensors=self._tensors)
         self._cleanup.callback(sharded.abandon)
         self._local_cleanup.callback(sharded.abandon)
@@ -230,7 +230,7 @@ class Assembly:
         before, old, unsent = vars(self).copy(), self.reducer, self.backend.state()
         self._local_cleanup.close()
         self.source.find_again(group.topology.world)
-        self.options = self.options.for_survivors(group.topology.size, self.source.rank)
+        self.options = self.options.for_survivors(self.source.rank)
         self.closed = True  # while its parameters have no owner
         try:
             self._make(group.topology, group, old.steps)

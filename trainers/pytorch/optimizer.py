@@ -16,7 +16,7 @@ from allreduce.errors import CopyError, OptionError
 from allreduce.process import malloc
 from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
-from trainers.arguments import is_number, known_only
+from trainers.arguments import is_number
 from trainers.options.average import LocalSGD, Sharded
 from trainers.options.buckets import DEFAULT_BUCKETS, Buckets
 from trainers.pytorch.assembly import Assembly
@@ -69,7 +69,6 @@ class MirroredOptimizer(Optimizer):
 
     # The docstring of `Options` is appended below the class.
 
-    @known_only
     def __init__(
         self,
         optimizer: Optimizer,

@@ -151,14 +151,14 @@ class Options:
             yield OptionError(f"{self.allreduce!r} {text}")
         if twice := compress_error(self.allreduce, self.compress):
             yield twice
-        if self.sharded and (refused := backup.copies_error(self.sharded.copies, ranks, goes_on=False)):
+        if self.sharded and (refused := backup.copies_error(self.sharded.copies)):
             yield OptionError(str(refused))
         divergence = self.divergence
         if wrong := checks.options_error(divergence.every, divergence.on_divergence, divergence.source, ranks, least=0):
             yield OptionError(f"CheckDivergence: {wrong}")
 
-    def for_survivors(self, ranks: int, source: str | int) -> "Options":
-        """Return the options with which the optimizer is created again on `ranks` ranks after a failure."""
+    def for_survivors(self, source: str | int) -> "Options":
+        """Return the options with which the optimizer is created again after a failure."""
         given = self.allreduce
         if isinstance(given, AllReduce):
             if given.config is None:
@@ -166,10 +166,9 @@ class Options:
                     f"{given!r} was not made by allreduce.create(), so it can't be made again without the failed rank"
                 )
             given = given.config
-        update = replace(self.sharded, copies=1) if self.sharded and ranks == 1 else self.update
         others = [each for each in self.transforms if not isinstance(each, CheckDivergence)]
         compared = CheckDivergence(self.divergence.every, self.divergence.on_divergence, source)
-        return replace(self, allreduce=given, topology=None, trace=None, transforms=[*others, compared], update=update)
+        return replace(self, allreduce=given, topology=None, trace=None, transforms=[*others, compared])
 
 
 # The other arguments

@@ -33,7 +33,6 @@ log = logging.getLogger("trainers")
 
 ResultT = TypeVar("ResultT")
 ON_FAILURE = ("stop", "continue")
-CONSTRUCTION = "the construction of the trainer"
 
 
 class Failure(NamedTuple):
@@ -107,32 +106,16 @@ class Recovery:
     # Construction of the trainer
 
     def make(self, topology: Topology | None, owner: Closeable) -> RankGroup:
-        """Compare the arguments of all ranks and connect the strategy; returns the group. Collective. With
-        on_failure="continue", the remaining ranks repeat it after a failure.
+        """Compare the arguments of all ranks and connect the strategy; returns the group. Collective. Raises
+        RankLostError if a rank fails meanwhile.
 
         topology: given by the user, or None for all ranks. owner: the trainer.
         """
-        strategy, begin = self._strategy, time.monotonic()
-        retries = self._continues and ulfm.in_force()
+        strategy = self._strategy
         self.owns_topology = topology is None
-        first = ranks = topology or (Topology.of_survivors() if retries else Topology())
-        before = processes.world_ranks(first.world)
-
-        def advance(topology: Topology) -> Topology:
-            nonlocal ranks
-            strategy.abandon()
-            ranks = topology.survivors(admit=False)
-            self.owns_topology = True
-            strategy.renumber(ranks.previous_ranks)
-            return ranks
-
-        connect = partial(self._connected, owner)
+        ranks = topology or (Topology.of_survivors() if self._continues else Topology())
         try:
-            # a joining rank does not retry: the other ranks are in the middle of a fit
-            if retries and not isinstance(ranks, JoiningRank):
-                group = retry(ranks, connect, advance)
-            else:
-                group = attempt(ranks, partial(connect, ranks)).result()
+            group = attempt(ranks, partial(self._connected, owner, ranks)).result()
         except Exception as error:
             if not everywhere(error, ranks.world):
                 strategy.closed = True
@@ -143,8 +126,6 @@ class Recovery:
         self._active = outlives_ranks(strategy) and (ranks.size > 1 or isinstance(ranks, JoiningRank | ElasticWorld))
         if self._active:
             strategy.recoverable = strategy.replica.undoable = True
-        if ranks is not first:
-            self._record_failure(before, CONSTRUCTION, time.monotonic() - begin, self._continues)
         return group
 
     def _connected(self, owner: Closeable, ranks: Topology) -> RankGroup:
@@ -152,7 +133,7 @@ class Recovery:
         strategy = self._strategy
         group: RankGroup | None = None
         row = f"{strategy.describe()}, on_failure={self._on_failure!r}"
-        error = strategy.argument_error(ranks, self._continues) or self._on_failure_error(ranks)
+        error = strategy.argument_error(ranks) or self._on_failure_error(ranks)
         try:
             ranks.agree([zlib.crc32(row.encode())], row, error)
             group = RankGroup(ranks, owner)

@@ -31,16 +31,10 @@ NO_BACKUP = (
 )
 
 
-def copies_error(copies: object, ranks: int, goes_on: bool) -> ArgumentError | None:
-    """Return the error if `copies` is invalid, or None. Local.
-
-    goes_on: whether the training continues after failures; then copies=2 is also valid on a single rank, which may be
-        the only one that remains.
-    """
+def copies_error(copies: object) -> ArgumentError | None:
+    """Return the error if `copies` is invalid, or None. Local. On a single rank copies=2 has no effect."""
     if not is_integer(copies, 1, 2):
         return ArgumentError(f"copies={copies!r}: give 1, or 2 to have another rank keep each slice too")
-    if copies == 2 and ranks == 1 and not goes_on:
-        return ArgumentError("copies=2 has another rank keep each slice too, and there is only one rank; leave it out")
     return None
 
 

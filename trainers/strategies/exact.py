@@ -125,8 +125,8 @@ class ExactStep(Step):
 class ExactMirrored(Mirrored):
     """Mirrored with exact sums of micro-batches; see MirroredTrainer for the arguments, and the module."""
 
-    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
-        if error := super().argument_error(ranks, goes_on):
+    def argument_error(self, ranks: Topology) -> Exception | None:
+        if error := super().argument_error(ranks):
             return error
         replica = self.replica
         if wrong := exact_error(self._given, self._compress):

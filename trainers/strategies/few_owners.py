@@ -54,9 +54,6 @@ class Storage(NamedTuple):
             )
         return None
 
-    def renumbered(self, previous: tuple[int, ...]) -> "Storage":
-        return self._replace(storage=previous.index(self.storage) if self.storage in previous else 0)
-
 
 class FewOwners(Mirrored):
     """Mirrored with the backend Central. placement: the trainer's arguments. copies: see Sharded; servers have backups
@@ -74,13 +71,13 @@ class FewOwners(Mirrored):
         options = ", ".join(f"{name}={value!r}" for name, value in self._placement._asdict().items())
         return f"{self.name}({type(self.replica).__name__}, {options})"
 
-    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
+    def argument_error(self, ranks: Topology) -> Exception | None:
         replica = self.replica
         if error := replica_error(replica, self) or self._placement.error(replica, ranks):
             return error
         if self._placement.serve and replica.device != "cpu":
             return ArgumentError(f"{self.describe()} works on the CPU, and this replica is on {replica.device}")
-        return super().argument_error(ranks, goes_on)
+        return super().argument_error(ranks)
 
     @property
     def rebuildable(self) -> bool:  # type: ignore[override]
@@ -96,9 +93,6 @@ class FewOwners(Mirrored):
     def workers(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each worker: one."""
         return tuple((rank,) for rank in self.computing)
-
-    def renumber(self, previous: tuple[int, ...]) -> None:
-        self._placement = self._placement.renumbered(previous)
 
     def connect(self, group: RankGroup) -> None:
         self.servers = self._placement.owners(group.size)

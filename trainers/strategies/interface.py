@@ -116,19 +116,9 @@ class Strategy:
         """Return the arguments as text, which must be equal on all ranks. Local."""
         raise NotImplementedError
 
-    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
-        """Return the error if the arguments are invalid on these ranks, or None. Local.
-
-        goes_on: whether the training continues after failures. A single rank is then accepted where two are needed,
-            because all others may have failed.
-        """
+    def argument_error(self, ranks: Topology) -> Exception | None:
+        """Return the error if the arguments are invalid on these ranks, or None. Local."""
         raise NotImplementedError
-
-    def renumber(self, previous: tuple[int, ...]) -> None:
-        """Translate arguments that are rank numbers, after ranks failed while the trainer was being made. Local.
-
-        previous: previous[r] is the old number of rank r.
-        """
 
     def connect(self, group: RankGroup) -> None:
         """Create everything that depends on the ranks, and make the replicas equal. Collective.
@@ -212,7 +202,7 @@ class Strategy:
     def follow(self, previous: tuple[int, ...]) -> None:
         """Translate the numbers of ranks that this strategy keeps, once for each topology after a failure. Local.
 
-        previous: see `renumber`.
+        previous: previous[r] is the old number of rank r; JOINED for a rank that has joined.
         """
 
     def rebuild(self, go_back: Callable[[], bool]) -> bool:

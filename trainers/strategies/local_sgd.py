@@ -133,8 +133,8 @@ class LocalMirrored(Mirrored):
 
     # Construction
 
-    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
-        if error := super().argument_error(ranks, goes_on):
+    def argument_error(self, ranks: Topology) -> Exception | None:
+        if error := super().argument_error(ranks):
             return error
         replica, local = self.replica, self.local
         if wrong := local.length_error(replica.gradient_length):

@@ -68,7 +68,7 @@ class Mirrored(Strategy):
         options += f"buckets={self._buckets!r}"
         return f"{self.name}({type(self.replica).__name__}, {name!r}, {options})"
 
-    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
+    def argument_error(self, ranks: Topology) -> Exception | None:
         given = self._given
         if error := replica_error(self.replica, self):
             return error
@@ -83,7 +83,7 @@ class Mirrored(Strategy):
         if (sharded := sharded_of(self._update)) and sharded.shard != AUTO:
             return ArgumentError(f"{sharded!r}: shard is of MirroredOptimizer; give it to the replica")
         twice = None if isinstance(given, Config) else compress_error(given, self._compress)
-        return twice or backup.copies_error(self._copies, ranks.size, goes_on)
+        return twice or backup.copies_error(self._copies)
 
     def _no_overlap(self) -> str:
         """Return why this training can't sum gradients while others are computed, as text; "" if it can. Local."""
@@ -103,10 +103,6 @@ class Mirrored(Strategy):
     @property
     def rebuildable(self) -> bool:  # type: ignore[override]
         return self._config is not None and self.replica.device == "cpu"
-
-    def renumber(self, previous: tuple[int, ...]) -> None:
-        self._given, self._topology = self._config, None
-        self._owns_backend = True  # the next one, which `connect` creates
 
     def connect(self, group: RankGroup) -> None:
         super().connect(group)

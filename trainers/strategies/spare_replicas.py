@@ -164,9 +164,9 @@ class SpareReplicas(ServerStrategy):
     def describe(self) -> str:
         return f"{self.name}({type(self.replica).__name__}, spare={self._given!r})"
 
-    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
+    def argument_error(self, ranks: Topology) -> Exception | None:
         spare = self._given
-        if error := super().argument_error(ranks, goes_on):
+        if error := super().argument_error(ranks):
             return error
         if not is_integer(spare, 0, ranks.size - 1):
             return ArgumentError(
@@ -178,9 +178,6 @@ class SpareReplicas(ServerStrategy):
         except ArgumentError as error:
             return ArgumentError(f"the chief of spare replicas computes with a copy of the model, and {error}")
         return None
-
-    def renumber(self, previous: tuple[int, ...]) -> None:
-        self._given = min(self._given, len(previous) - 1)
 
     def _assign(self, group: RankGroup) -> None:
         self.servers, self.workers = (CHIEF,), tuple((rank,) for rank in range(group.size))

@@ -117,7 +117,7 @@ def _train_alone(plan: Plan, folder: Path) -> None:
 
 
 def _made(plan: Plan, topology: Topology | None) -> Trainer:
-    """Return a trainer of all ranks, or of the remaining ranks if some die during its construction. Collective."""
+    """Return a trainer of all ranks of `topology`. Collective."""
     replica = model.replica(plan)
     options: dict[str, Any] = {"on_failure": "continue" if plan.goes_on else "stop"}
     if plan.trainer == "central storage":

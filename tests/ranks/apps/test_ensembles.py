@@ -206,12 +206,6 @@ def test_bad_arguments_raise_the_same_error_on_all_ranks(
         few = rows[0][:6], rows[1][:6]
         text_of_few = raised_everywhere(world, ArgumentError, lambda: ensemble.fit(*few, validation_data=few))
         assert "6 rows for 7 members" in text_of_few
-        with pytest.raises(TypeError, match="did you mean 'shuffle'"):
-            ensemble.fit(*rows, shufle=False)
-        with pytest.raises(TypeError, match=r"takes no ema=0\.9 any more; give transforms=\[EMA\(0\.9\)\]"):
-            ensemble.fit(*rows, ema=0.9)
-        with pytest.raises(TypeError, match=r"takes no collate=.* any more; give a Loader\(x, collate=...\)"):
-            ensemble.fit(list(zip(*rows, strict=True)), collate=list)
         loader, given = Loader([rows], rows="whole"), {"validation_data": rows}
         text_of_batches = raised_everywhere(world, ArgumentError, lambda: ensemble.fit(loader, **given))
         assert "members take rows by number" in text_of_batches

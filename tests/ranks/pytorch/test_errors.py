@@ -15,11 +15,8 @@ from allreduce import errors
 from tests.ranks.pytorch.trained import SIZE, Clipped, Raises, both_overlaps, plain_sgd, several
 from tests.ranks.together import raised_everywhere
 from trainers import (
-    CentralStorageTrainer,
     Exact,
     LocalSGD,
-    NumpyNetwork,
-    ParameterServerTrainer,
     Sharded,
     SkipNotFinite,
 )
@@ -381,17 +378,3 @@ def test_threads_are_compared_with_the_cores_that_there_are(
     monkeypatch.setattr(flat, "cores", 2 * SIZE - 1)
     assembly.warn_of_threads(flat)
     assert ["threads each on" in text for text in texts] == [True] * (SIZE > 1)
-
-
-def test_a_wrong_keyword(flat: allreduce.Topology) -> None:
-    """The error names the class and the nearest keyword, or all keywords if none is near."""
-    model = nn.Linear(2, 2)
-    text = r"MirroredOptimizer\(\) got an unexpected keyword argument 'updates'; did you mean 'update'\?"
-    with pytest.raises(TypeError, match=text):
-        MirroredOptimizer(plain_sgd(model), model, topology=flat, updates="sharded")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"'zzz'; it takes: optimizer, model, allreduce, topology, update, "):
-        MirroredOptimizer(plain_sgd(model), model, topology=flat, zzz=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"ParameterServerTrainer\(\) got an unexpected keyword argument 'update'"):
-        ParameterServerTrainer(NumpyNetwork([2, 2]), flat, update="sync")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"CentralStorageTrainer.__init__\(\) missing 1 required positional argument"):
-        CentralStorageTrainer()  # type: ignore[call-arg]

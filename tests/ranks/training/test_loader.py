@@ -118,7 +118,7 @@ def test_checkpoints_of_a_stream_are_written_when_they_are_due(flat: allreduce.T
         checkpoint = Checkpoint(str(folder), "5 steps", keep=9)
         trainer.fit(Loader([(x, y)] * 4, rows="whole"), epochs=3, progress=False, checkpoint=checkpoint)
         assert saved_steps(str(folder)) == [5, 10, 12]
-        with pytest.raises(CheckpointError, match="with steps of the Loader=None, and this one has steps of the Load"):
+        with pytest.raises(CheckpointError, match="of a training with steps=None, and this one has steps="):
             trainer.fit(Loader([(x, y)] * 4, "whole", 3), epochs=4, progress=False, checkpoint=checkpoint, resume=True)
 
 

@@ -94,7 +94,7 @@ ALONE: Refused = {
     "number": (lambda of, bad: fit(of, 3 if bad else X), ArgumentError, "x has shape ()"),
     "no resume": (lambda of, bad: fit(of, resume=True), ArgumentError, "resume=True needs the folder"),
     "validation": (lambda of, bad: fit(of, validation_data=(X, Y[bad:])), ArgumentError, "the same number of rows"),
-    "keyword": (lambda of, bad: of.fit(X, Y, epoch=3), TypeError, "argument 'epoch'; did you mean 'epochs'?"),
+    "keyword": (lambda of, bad: of.fit(X, Y, epoch=3), TypeError, "unexpected keyword argument 'epoch'"),
     "callbacks": (lambda of, bad: fit(of, callbacks=5 if bad else []), ArgumentError, "callbacks"),
     "evaluate": (lambda of, bad: of.evaluate(X[:, bad:], Y), ArgumentError, "6 features"),
     "evaluate nothing": (lambda of, bad: of.evaluate(X[6 * bad :], Y[6 * bad :]), ArgumentError, "no samples"),

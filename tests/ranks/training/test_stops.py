@@ -137,7 +137,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(
 
 
 class WarmsUp(Callback):
-    """SIGTERM comes to worker 1, which has no batches in the warm-up; worker 0 computes slowly. Counts its batches."""
+    """SIGTERM comes to worker 1, which waits for its turn in the warm-up; all compute slowly. Counts the batches."""
 
     reads_batches = False
     count = 0
@@ -151,9 +151,9 @@ class WarmsUp(Callback):
         time.sleep(0.05)
 
 
-def test_sigterm_on_a_worker_without_batches_ends_the_epoch(flat: allreduce.Topology) -> None:
+def test_sigterm_on_a_worker_that_waits_for_its_turn_ends_the_epoch(flat: allreduce.Topology) -> None:
     if SIZE < 3:
-        pytest.skip("needs an idle worker")
+        pytest.skip("needs a worker that waits")
     x = np.random.default_rng(3).normal(size=(200, FEATURES)).astype("float32")
     counts = WarmsUp()
     replica = NumpyNetwork([FEATURES, 6, 3], seed=1, lr=0.1)

@@ -316,23 +316,6 @@ def test_an_abandoned_trainer_keeps_no_memory_of_the_backend(
         world.Barrier()
 
 
-def test_a_backend_that_is_created_again_is_the_trainers(flat: allreduce.Topology) -> None:
-    """As after a failure while a trainer with a backend of the user's is made."""
-    with allreduce.create("ring", flat) as backend:
-        trainer = MirroredTrainer(network(), backend)
-        strategy = trainer.strategy
-        strategy.close()
-        strategy.renumber(tuple(range(flat.size)))
-        strategy.connect(strategy.group)
-        again = strategy.allreduce
-        strategy.close()
-        assert again is not None
-        assert again is not backend
-        assert again.closed
-        assert not backend.closed
-        trainer.close()
-
-
 class BadBind(NumpyNetwork):
     """A replica whose `bind` raises on the last rank."""
 

@@ -34,7 +34,7 @@ from trainers.apps.ensemble.model import MakeReplica, SavedEnsemble, SavedMember
 from trainers.apps.ensemble.part_members import Callbacks, PartMembers
 from trainers.apps.ensemble.voting import Scorer, Voting, shown
 from trainers.apps.search.parts import Parts
-from trainers.arguments import integer, known_only
+from trainers.arguments import integer
 from trainers.data import (
     Samples,
     Tree,
@@ -96,7 +96,6 @@ class EnsembleTrainer(GroupOwner):
             outputs = ensemble.predict(x_test)
     """
 
-    @known_only
     def __init__(
         self,
         make_replica: MakeReplica,
@@ -196,7 +195,6 @@ class EnsembleTrainer(GroupOwner):
 
     # Training
 
-    @known_only
     def fit(
         self,
         x: Any,

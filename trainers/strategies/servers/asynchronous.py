@@ -3,7 +3,7 @@ arrive, and deal parts of batches."""
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from trainers.replica import Replica, undo_batch
 from trainers.strategies.interface import EpochRun
 from trainers.strategies.rule import WEIGHT
 from trainers.strategies.servers.mailbox import (
-    AGAIN,
     END,
     ENDED,
     GRADIENTS,
@@ -106,8 +105,8 @@ class Dealer:
 
     numbers: of the parts, in the order of dealing: one iterator for all workers, or one for each. count: how many they
         are; infinity of a stream, whose end a worker reports.
-    workers: the workers that get parts; others wait until all are dealt (warm-up). bound: the largest staleness, or
-        None for any.
+    workers: the number of workers. bound: the largest staleness, or None for any. With 0 one worker computes at a time,
+        all in turn.
 
     cut_short: whether it was stopped before everything was dealt.
     """
@@ -115,14 +114,14 @@ class Dealer:
     def __init__(
         self,
         numbers: Sequence[Iterator[int]],
-        workers: Collection[int],
+        workers: int,
         bound: int | None = None,
         count: float = math.inf,
     ) -> None:
         self._numbers, self._left = numbers, count
         self._ended = set[int]()  # the iterators whose streams have ended
         self._workers, self._bound = workers, bound
-        self._ahead = len(workers) > 1  # a single worker would get parameters that lack its own gradients
+        self._ahead = workers > 1  # a single worker would get parameters that lack its own gradients
         self._outstanding: list[OutstandingPart] = []  # the oldest first
         self.cut_short = False
 
@@ -135,15 +134,11 @@ class Dealer:
         if not self._left or own in self._ended:
             return NO_PART
         many = self._bound is not None and len(self._outstanding) > self._bound
-        if many or self.is_idle(worker) or self._is_ahead(worker):
+        if many or self._is_ahead(worker):
             return None
         self._outstanding.append(OutstandingPart(worker, version))
         self._left -= 1
         return next(self._numbers[own])
-
-    def is_idle(self, worker: int) -> bool:
-        """Whether `worker` gets no parts in this epoch (warm-up)."""
-        return worker not in self._workers
 
     def _is_ahead(self, worker: int) -> bool:
         """Whether a worker still computes, and must not have another part yet.
@@ -151,7 +146,7 @@ class Dealer:
         Near the end of the epoch no worker gets a second part: a slow worker would keep it from the other workers.
         """
         computes = any(part.worker == worker for part in self._outstanding)
-        return computes and (not self._ahead or self._left <= len(self._workers))
+        return computes and (not self._ahead or self._left <= self._workers)
 
     def stop(self) -> None:
         """Deal nothing more."""
@@ -201,14 +196,12 @@ class Asynchronous(Policy):
         self._ledger, self._more = ledger, more
         self._held: list[Arrival] = []  # gradients that would break the bound
         self._taken = 0  # pushes
-        self._moved = False  # whether the last message has led to an update
 
     @property
     def parts(self) -> int:
         return self._ledger.parts + self._more
 
     def hear(self, halt: int) -> None:
-        self._moved = False
         if self._dealer is not None and (halt or self._halts()):
             self._dealer.stop()
 
@@ -220,7 +213,6 @@ class Asynchronous(Policy):
             self._held.remove(ready)
             self._process(ready)
             processed.append(ready)
-        self._moved = bool(processed)
         return processed
 
     def _may_apply(self, push: Arrival) -> bool:
@@ -244,11 +236,7 @@ class Asynchronous(Policy):
 
     def answer(self, request: Arrival) -> Header | None:
         """Deal a part. Servers without a dealer reply only after as many pushes as the first server had processed,
-        because a request may overtake gradients of other workers.
-
-        A worker that gets no parts (warm-up) is told after each update to ask again, so that a single wait of its does
-        not last the whole epoch.
-        """
+        because a request may overtake gradients of other workers."""
         part: int | None = 0
         if self._dealer is not None:
             part = self._dealer.deal(request.worker, self._shard.version)
@@ -256,10 +244,9 @@ class Asynchronous(Policy):
             return None
         if part == NO_PART:
             return Header(END)
-        if part is not None:
-            return Header(WORK, part, self._shard.version, int(self._halts()), self._taken)
-        assert self._dealer is not None
-        return Header(AGAIN) if self._moved and self._dealer.is_idle(request.worker) else None
+        if part is None:
+            return None
+        return Header(WORK, part, self._shard.version, int(self._halts()), self._taken)
 
 
 def _version(push: Arrival) -> int:
@@ -325,11 +312,8 @@ class AsynchronousServers(ServerStrategy):
         options = ", ".join(f"{name}={value!r}" for name, value in self._options._asdict().items())
         return f"{self.name}({type(self.replica).__name__}, {options})"
 
-    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
-        return super().argument_error(ranks, goes_on) or self._options.error(self.replica, ranks)
-
-    def renumber(self, previous: tuple[int, ...]) -> None:
-        self._options = self._options.renumbered(previous)
+    def argument_error(self, ranks: Topology) -> Exception | None:
+        return super().argument_error(ranks) or self._options.error(self.replica, ranks)
 
     def _assign(self, group: RankGroup) -> None:
         self.servers = self._options.owners(group.size)
@@ -407,7 +391,7 @@ class AsynchronousServers(ServerStrategy):
     def _serve(self, run: EpochRun, number: int) -> None:
         everyone, dealer = range(len(self.workers)), None
         if self.group.rank == self.servers[0]:
-            dealer = self._dealer(run.batches, number, everyone)
+            dealer = self._dealer(run.batches, number)
 
         def halts() -> bool:
             run.idle()
@@ -419,16 +403,15 @@ class AsynchronousServers(ServerStrategy):
         Server(self._mailbox, self._shard).serve(policy, everyone)
         self._ledger.cut_short = dealer is not None and dealer.cut_short
 
-    def _dealer(self, batches: BatchSource, number: int, everyone: range) -> Dealer:
-        """Return the dealer of epoch `number`. In the warm-up one worker computes at a time: the first worker alone, or
-        all in turn, because each worker reads a stream of its own."""
-        warms_up, bound = number < self._options.warm_up, self._options.bound
+    def _dealer(self, batches: BatchSource, number: int) -> Dealer:
+        """Return the dealer of epoch `number`. In the warm-up no gradient is stale."""
+        workers, bound = len(self.workers), 0 if number < self._options.warm_up else self._options.bound
         if batches.streams:
             # part `step * parts + own` is batch `step` of a worker; any worker computes any part of whole batches
             begins = [count(own, self.parts) for own in self._own_numbers] if batches.divided else [count()]
-            return Dealer([*map(self._ledger.undealt, begins)], everyone, 0 if warms_up else bound)
+            return Dealer([*map(self._ledger.undealt, begins)], workers, bound)
         left = [*self._ledger.undealt(range(self._ledger.parts))]
-        return Dealer([iter(left)], everyone[:1] if warms_up else everyone, bound, len(left))
+        return Dealer([iter(left)], workers, bound, len(left))
 
     def _apply(self, run: EpochRun, message: Message, factor: float) -> None:
         """Update this server's slice by the gradients in `message`, and call the callbacks. `run` keeps errors."""
@@ -464,9 +447,6 @@ class AsynchronousServers(ServerStrategy):
         fetch()
         while worker.meet(self._halt(run) != 0).kind != END:
             run.idle()
-            if worker.dealt.kind == AGAIN:
-                fetch()
-                continue
             part = worker.dealt.step
             versions = [] if client is None else client.copy_parameters(self._parameters)
             worker.share_parameters()

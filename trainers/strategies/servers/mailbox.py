@@ -54,7 +54,7 @@ def check(header: Header, tag: int, parts: int, version: int) -> None:
 
 # kinds of a push: with gradients; without; the worker's last one in an epoch; without, because its stream has ended
 GRADIENTS, NOTHING, BYE, ENDED = range(4)
-WORK, END, AGAIN = range(3)  # kinds of a reply: parameters for a part; the epoch is over; no part yet, ask again
+WORK, END = range(2)  # kinds of a reply: parameters for a part; the epoch is over
 STOP, FAILED = 1, 2  # values of `halt`
 
 
@@ -204,10 +204,10 @@ class Mailbox:
         self._sends[message] = []
         return message
 
-    def reply(self, message: Message, worker: int, with_body: bool) -> None:
+    def reply(self, message: Message, worker: int) -> None:
         """Start sending `message` to a worker. Do not change it until `message()` returns it again. It may be sent to
         several workers."""
-        self._sends[message].append(self._comm.Isend(message.mpi_buffer(with_body), self._workers[worker], REPLY))
+        self._sends[message].append(self._comm.Isend(message.mpi_buffer(), self._workers[worker], REPLY))
 
     def drain(self) -> None:
         """Wait until all replies are sent."""
@@ -258,7 +258,7 @@ class Client:
         """Ask the first server for a part; if it deals one, ask the other servers for their parameters. Fills
         `replies`.
 
-        halt: nonzero asks to end the epoch. The first reply may be AGAIN: then fetch again.
+        halt: nonzero asks to end the epoch.
         """
         halt = halt or any(reply.header.halt for reply in self.replies)
         question = Header(halt=halt)

@@ -108,14 +108,3 @@ class Options(NamedTuple):
         if backend not in NAMES:
             return f"allreduce={backend!r} is unknown; use the name of a backend: {', '.join(NAMES)}"
         return ""
-
-    def renumbered(self, previous: tuple[int, ...]) -> "Options":
-        """Return the arguments after a failure, before any training. previous: see Strategy.renumber. Local."""
-        given = self.servers
-        if isinstance(given, int):  # keep a worker as long as two ranks remain
-            servers: Any = min(given, max(1, len(previous) - 1))
-        else:  # the remaining servers, or the last rank if none remains
-            servers = [rank for rank, old in enumerate(previous) if old in given] or 1
-        count = servers if isinstance(servers, int) else len(servers)
-        most = max(1, len(previous) - count)
-        return self._replace(servers=servers, ranks_per_worker=min(self.ranks_per_worker, most))

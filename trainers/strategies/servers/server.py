@@ -8,7 +8,7 @@ import numpy as np
 from allreduce.arrays import dtypes
 from trainers.replica import Replica
 from trainers.strategies.rule import FLAGS, WEIGHT, UpdateRule
-from trainers.strategies.servers.mailbox import AGAIN, ASK, BYE, END, Arrival, Header, Mailbox, Message, check
+from trainers.strategies.servers.mailbox import ASK, BYE, END, Arrival, Header, Mailbox, Message, check
 
 
 class Policy(ABC):
@@ -79,9 +79,8 @@ class Server:
             reply = self._newest = self._mailbox.message()
             reply.header = header
             reply.measures[: policy.means.size] = policy.means
-            if header.kind != AGAIN:
-                reply.body[:] = self._shard.parameters
-        self._mailbox.reply(reply, request.worker, with_body=header.kind != AGAIN)
+            reply.body[:] = self._shard.parameters
+        self._mailbox.reply(reply, request.worker)
         return True
 
 

@@ -69,7 +69,7 @@ class ServerStrategy(Strategy, Owners):
 
     # Construction
 
-    def argument_error(self, ranks: Topology, goes_on: bool) -> Exception | None:
+    def argument_error(self, ranks: Topology) -> Exception | None:
         if error := replica_error(self.replica, self):
             return error
         if self.replica.device != "cpu":
