@@ -236,17 +236,14 @@ def replica_error(replica: Replica, strategy: Strategy) -> ArgumentError | None:
             "JaxReplica(apply, loss, params, optimizer) or one of your own (trainers.replica.Replica), not "
             f"{found.__module__}.{found.__qualname__}"
         )
-    kind = type(replica)
+    kind = type(replica).__name__
     if tuple(replica.metrics[:1]) != ("loss",):
-        return ArgumentError(
-            f'this {kind.__name__} has the metrics {replica.metrics!r}: the first one must be the loss, "loss"'
-        )
+        return ArgumentError(f'this {kind} has the metrics {replica.metrics!r}: the first one must be the loss, "loss"')
     holder = replica.hold.holder
     if holder is None or holder.closed or holder is strategy or not holder.divides_state:
         return None
-    kind = type(replica).__name__
     return ArgumentError(
         f"this {kind} belongs to a {holder.name} already, which holds its parameters, and other ranks may hold parts "
         f"of its state: close() that trainer first, on all ranks (`with {holder.name}(...) as trainer:` does), or make "
-        f"another {kind.__name__}"
+        f"another {kind}"
     )

@@ -49,7 +49,7 @@ class TorchReplica(FlatReplica):
     shard: how MirroredTrainer(update="sharded") divides the update: "elements": equal slices, for optimizers that
         update each element independently of the others. "tensors": whole tensors, consecutive ones for each rank, for
         optimizers that update each tensor independently (Muon). "auto": elements for trainers.pytorch.ELEMENTWISE;
-        tensors for TENSORWISE, and for other classes if a trial shows that they treat tensors one by one.
+        tensors for TENSORWISE; other classes are refused.
 
     The module is called as module(x); as module(a, b) if x is a tuple (a, b), and as module(image=a, text=b) if x is a
     dict {"image": a, "text": b}. Each array is converted to the dtype of the parameters; integers to int64 if the
