@@ -152,7 +152,6 @@ intersphinx_mapping: dict[str, Any] = {}  # nothing is loaded from the network w
 
 RESULTS = {  # classes that users read and do not create: what they have are attributes
     "trainers.datasets.Dataset",
-    "trainers.pytorch.Report",
     "trainers.watching.history.Epoch",
 }
 ITEM = re.compile(

@@ -1,8 +1,6 @@
 """The Replica interface (seam 2): the methods that a framework provides to a trainer. No MPI."""
 
 import copy
-import functools
-import inspect
 import itertools
 import math
 import sys
@@ -331,7 +329,7 @@ class Replica(ABC):
         """Raise ArgumentError if the model does not accept such data; y is None for a prediction.
 
         batch: whether these are the rows of one batch of many, none of which could be checked in advance; the check
-            should then be cheap. A replica whose `check` lacks this argument is not asked.
+            should then be cheap.
         """
 
     @final
@@ -507,39 +505,6 @@ def check_divisible(replica: Replica, whole: bool) -> None:
         raise ArgumentError(reason)
 
 
-FORM = (
-    "write bind(self, parameters, gradients), which copies the parameters into the first array, trains them there, and "
-    "writes gradients to the second; update(self, part), which updates that slice; others() and load_others(state) for "
-    "the state besides the parameters; bind_parameters, state and load_state are not needed: docs/api/replica.md"
-)
-FORMER = {  # methods that replicas of earlier versions could have -> their form now
-    "check_batch": "check(self, x, y, weights=None, *, batch=False) is called with batch=True",
-    "seed": "set the attribute `unseeded` to the reason why random numbers can't be seeded",
-    "shapes": "set the attribute `shapes`",
-    "config": "set the attribute `config`",
-}
-
-
-def form_error(replica: Replica) -> str:
-    """Return why a replica of the user's can't be used: it has the form of earlier versions, say; "" if it can."""
-    parameters = inspect.signature(replica.bind).parameters.values()
-    taken = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    starred = any(each.kind is each.VAR_POSITIONAL for each in parameters)
-    kind = type(replica)
-    if hasattr(replica, "bind_parameters") or not (starred or len(taken) == 2):
-        return f"this {kind.__name__} has the form of earlier versions: {FORM}"
-    if tuple(replica.metrics[:1]) != ("loss",):
-        return f'this {kind.__name__} has the metrics {replica.metrics!r}: the first one must be the loss, "loss"'
-    former = [name for name in FORMER if callable(getattr(kind, name, None))]
-    return f"this {kind.__name__} has {former[0]} as in earlier versions: {FORMER[former[0]]}" if former else ""
-
-
-@functools.cache
-def checks_batches(kind: type[Replica]) -> bool:
-    """Return whether `check` of these replicas takes `batch`."""
-    return "batch" in inspect.signature(kind.check).parameters
-
-
 def _check_bound(replica: Replica, parameters: np.ndarray, gradients: np.ndarray) -> None:
     """Raise ArgumentError if a replica of the user's does not train its parameters in the memory of `bind`, or does not
     declare state with one number for each parameter. Binds it to other memory."""
@@ -614,10 +579,7 @@ def check_rows(replica: Replica, data: Data, batch: bool = False) -> None:
         raise ArgumentError(
             f"this {kind} can't weigh rows: leave out sample_weight and class_weight, or use another one"
         )
-    if not batch:
-        replica.check(*data)
-    elif checks_batches(type(replica)):
-        replica.check(*data, batch=True)
+    replica.check(*data, batch=batch)
     if replica.loss_name and replica.divided and len(data) == 2 and not (batch and replica.compared):
         compare_losses(replica, *data)
 

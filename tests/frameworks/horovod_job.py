@@ -537,16 +537,15 @@ def never_comes() -> None:
 
 
 def timeline() -> None:
-    """Rank 0 writes the timeline, with a row for each name."""
+    """Rank 0 writes the timeline, with an event for each call."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timeline.json"
         hvd.start_timeline(str(path), mark_cycles=True)
         hvd.allreduce(here(2), name="seen")
         hvd.stop_timeline()
         if RANK == 0:
-            events = {event["name"]: event for event in json.loads(path.read_text())}
-            assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START"} <= set(events)
-            assert events["thread_name"]["args"] == {"name": "allreduce.seen"}
+            (event,) = json.loads(path.read_text())
+            assert (event["name"], event["ph"], event["dur"] > 0) == ("allreduce.seen", "X", True)
         with pytest.raises(ArgumentError, match="folder that exists") if RANK == 0 else contextlib.nullcontext():
             hvd.start_timeline(str(path / "none" / "t.json"))
 

@@ -94,8 +94,8 @@ class Members:
 class Call:
     """A call from its submission to its result. The worker's thread runs it, in order with the caller's GPU streams.
 
-    work: work(all ranks' `own`) returns a list of results. grouped: the result is a tuple. record: record(begin
-    time), called at the end. Calls whose works are Reducing objects with equal members, operation and scales can be
+    work: work(all ranks' `own`) returns a list of results. grouped: the result is a tuple. name: in the
+    timeline; "": not in it. Calls whose works are Reducing objects with equal members, operation and scales can be
     fused.
     """
 
@@ -106,10 +106,10 @@ class Call:
         work: Work,
         tensors: Sequence[torch.Tensor] = (),
         grouped: bool = False,
-        record: Callable[[float], object] | None = None,
+        name: str = "",
     ) -> None:
         self.work, self.grouped = work, grouped
-        self._record, self._streams = record, Streams(tensors)
+        self._name, self._streams = name, Streams(tensors)
         self.results: Sequence[Any] = ()
 
     def __call__(self, per_rank: PerRank) -> None:
@@ -133,8 +133,8 @@ class Call:
         self._streams.wait_for_caller()
         yield
         self._streams.synchronize()
-        if self._record is not None:
-            self._record(begin)
+        if self._name:
+            timeline.note(self._name, begin)
 
     def result(self) -> Any:
         """Wait for the call, and return its result or a tuple of them. Raises HorovodInternalError if it failed."""
@@ -165,7 +165,7 @@ def submit(
     """
     global _last
     full = members.name(kind, name)
-    call = Call(work, tensors, grouped, timeline.begin(full))
+    call = Call(work, tensors, grouped, full)
     try:
         call.future = members.queue.call(full, request._replace(description=f"{full}: {request.description}"), call)
     except OptionError as error:

@@ -310,9 +310,10 @@ def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record the calls from now on; rank 0 writes them to a file in `stop_timeline`. Local.
 
-    A second call starts a new recording. Raises ArgumentError when the file can't be written.
+    A second call starts a new recording. mark_cycles: has no effect. Raises ArgumentError when the file can't be
+    written.
     """
-    timeline.start(file_path, rank(), mark_cycles)
+    timeline.start(file_path, rank())
 
 
 def stop_timeline() -> None:

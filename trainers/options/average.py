@@ -28,11 +28,11 @@ class Sharded(Checked):
         which may end inside of a tensor; for optimizers that update each element independently of the others.
         "tensors": a rank updates whole tensors, for optimizers that update each tensor independently of the others
         (Muon). Its share is then at most 1.2 times the mean, or the largest tensor, unless there are very few tensors.
-        "auto": elements for the classes in trainers.pytorch.ELEMENTWISE, tensors for those in TENSORWISE, and for other
-        classes if a trial on small tensors shows that they treat tensors one by one. By elements, SGD, Adam and AdamW
-        use PyTorch's fused implementation, whose last bits may differ, unless they were made with fused= or foreach=. A
-        trial on a few elements tests it for each dtype and the optimizer's options (PyTorch 2.13's fused SGD does not
-        update 16-bit parameters). If the trial fails, fused=True is replaced in `param_groups`, with a warning.
+        "auto": elements for the classes in trainers.pytorch.ELEMENTWISE, tensors for those in TENSORWISE; other classes
+        are refused. By elements, SGD, Adam and AdamW use PyTorch's fused implementation, whose last bits may differ,
+        unless they were made with fused= or foreach=. A trial on a few elements tests it for each dtype and the
+        optimizer's options (PyTorch 2.13's fused SGD does not update 16-bit parameters). If the trial fails, fused=True
+        is replaced in `param_groups`, with a warning.
     """
 
     copies: Annotated[int, Check("1, or 2 to have another rank keep each part too", lambda value: value in (1, 2))] = 1

@@ -18,7 +18,6 @@ from trainers.options.average import OuterSGD
 from trainers.options.buckets import Buckets
 from trainers.pytorch.buckets import GradientError
 from trainers.pytorch.optimizer import MirroredOptimizer
-from trainers.pytorch.report import Report
 from trainers.pytorch.sparse import TAKES_SPARSE
 from trainers.replicas.pytorch.division import ELEMENTWISE, TENSORWISE
 
@@ -30,5 +29,4 @@ __all__ = [
     "GradientError",
     "MirroredOptimizer",
     "OuterSGD",
-    "Report",
 ]

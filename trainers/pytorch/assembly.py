@@ -19,13 +19,13 @@ from allreduce.transport.control import everywhere, together
 from trainers import checks
 from trainers.backends import backend_for, connected_nccl
 from trainers.pytorch.buckets import own_gpu
+from trainers.pytorch.clock import Clock
 from trainers.pytorch.hooks import Hook
 from trainers.pytorch.local_sgd import LocalSteps
 from trainers.pytorch.optimizer_group import DROPPED, OptimizerGroup, group_of
 from trainers.pytorch.options import Options, check_arguments, check_still_fit, describe, split_frozen
 from trainers.pytorch.owners import TorchOwners
 from trainers.pytorch.reducer import Reducer
-from trainers.pytorch.report import Clock
 from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.sparse import sparse_parameters, warn_of_dense
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
@@ -240,7 +240,7 @@ class Assembly:
             raise
         self.closed = False
         new = self.reducer
-        new.averages, new.joining, new.enabled = old.averages, old.joining, old.enabled
+        new.joining, new.enabled = old.joining, old.enabled
         if unsent:
             self.backend.load_state(unsent)
 

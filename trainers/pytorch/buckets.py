@@ -173,7 +173,6 @@ class DenseBucket:
         self.parameters = [slot.parameter for slot in layout.slots]
         self._gradients = [gradients[number] for number in self.parameters]
         self.share = Share([slice(0, memory.array.size)]) if share is None else share
-        self.nbytes = memory.array.nbytes
         self._sum = backend.bind(memory.array, "mean", "all_reduce" if share is None else "reduce_scatter")
         self.gather = None if share is None else memory.gathering(backend, share)
         self._dtype = dtypes.parse(layout.dtype)

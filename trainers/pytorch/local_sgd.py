@@ -1,7 +1,6 @@
 """MirroredOptimizer(average=LocalSGD(H)): inner steps of the plain optimizer, and rounds of averages."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.nn import Parameter
 from allreduce import notices
 from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
-from allreduce.call.queue import Future
 from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, root_value, together
@@ -22,7 +20,6 @@ from trainers.local_sgd.rounds import Rounds
 from trainers.pytorch.buckets import GradientError, allocate_flat
 from trainers.pytorch.options import AGAIN
 from trainers.pytorch.owners import Closure, TorchOwners, flat
-from trainers.pytorch.report import Report
 from trainers.pytorch.rows import rows_error
 from trainers.pytorch.state import broadcast_tensors, load_root_state
 from trainers.replicas.pytorch.tensors import Placed
@@ -71,9 +68,7 @@ class LocalSteps(TorchOwners):
         self._spans = {part.name: slice(part.start, part.stop) for part in parts}
         memory = list(map(flat, trained.values()))
         self._placed = Placed(list(trained.values()), memory)
-        self._delta = delta.array
-        self._futures: list[Future] = []  # of averages that have not been counted in the reducer's clock
-        self.rounds = Rounds(local, self.reducer.comm, memory, backend, delta, self._submit)
+        self.rounds = Rounds(local, self.reducer.comm, memory, backend, delta, self.reducer.submit)
         if isinstance(before, LocalSteps):
             self.rounds.load(before.rounds.momentum, before.rounds.done)
             self.taken = before.taken
@@ -81,23 +76,6 @@ class LocalSteps(TorchOwners):
     @property
     def steps(self) -> int:
         return self.taken
-
-    def _submit(self, work: Callable[[], object], name: str) -> Future:
-        self._futures.append(self.reducer.submit(work, name))
-        return self._futures[-1]
-
-    def _run_round(self, end: Callable[[], object]) -> None:
-        """Take an outer step by `end`. Collective."""
-        clock = self.reducer.clock
-        begin = clock.now()
-        end()
-        clock.add(self._futures, begin)
-        self._futures.clear()
-
-    def report(self, backend: str) -> Report:
-        sizes = tuple(self._delta[fragment.span].nbytes for fragment in self.rounds.fragments)
-        report, done = super().report(backend), self.rounds.done
-        return replace(report, averages=done, bytes=self.rounds.bytes, buckets=sizes)
 
     # A step
 
@@ -121,7 +99,8 @@ class LocalSteps(TorchOwners):
             self._check_memory()
         self.rounds.count_step(weight if taken else 0.0)
         if self.rounds.due:
-            self._run_round(self.rounds.finish)
+            with self.reducer.clock.span("reduce"):
+                self.rounds.finish()
             self._compare_if_due()
         if failed is not None and not isinstance(failed, _BadError):
             raise failed  # only now: the other ranks count this rank's step too, and would wait for it
@@ -133,7 +112,8 @@ class LocalSteps(TorchOwners):
             if closure is None:
                 self._prepare()
             checked = None if closure is None else partial(self._checked, closure)
-            return self.reducer.clock.update(partial(self.plain.step, checked)), None
+            with self.reducer.clock.span("update"):
+                return self.plain.step(checked), None
         except Exception as error:
             return None, error
 
@@ -188,7 +168,8 @@ class LocalSteps(TorchOwners):
     def end_round(self) -> None:
         """Average the parameters now. Collective."""
         self._check_memory()
-        self._run_round(self.rounds.end)
+        with self.reducer.clock.span("reduce"):
+            self.rounds.end()
 
     def join_others(self) -> None:
         """Take part in the rounds of ranks that have batches left, with no steps, until no rank has. Collective."""

@@ -21,7 +21,6 @@ from trainers.options.average import LocalSGD, Sharded
 from trainers.options.buckets import DEFAULT_BUCKETS, Buckets
 from trainers.pytorch.assembly import Assembly
 from trainers.pytorch.options import GROUP_ADDED, Options
-from trainers.pytorch.report import Report
 from trainers.pytorch.state import broadcast_tensors
 from trainers.pytorch.transforms import Listed
 
@@ -283,10 +282,6 @@ class MirroredOptimizer(Optimizer):
     def closed(self) -> bool:
         """Whether this optimizer is closed, so that it can't be used any more."""
         return self._parts.closed
-
-    def report(self) -> Report:
-        """The cost of averaging on this rank so far. Print it."""
-        return self._parts.owners.report(self.backend.name)
 
     def close(self) -> None:
         """Free memory and communicators. Collective; closing twice does nothing.

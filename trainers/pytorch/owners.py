@@ -23,7 +23,6 @@ from trainers.arrays import squares
 from trainers.checks import check_equal
 from trainers.pytorch.options import Options
 from trainers.pytorch.reducer import Reducer
-from trainers.pytorch.report import Report
 from trainers.pytorch.state import (
     broadcast_state,
     broadcast_tensors,
@@ -118,7 +117,8 @@ class TorchOwners(Owners):
         return not self.reducer.leaves_out()
 
     def update(self) -> None:
-        self.reducer.clock.update(self.plain.step)
+        with self.reducer.clock.span("update"):
+            self.plain.step()
 
     def transform(self) -> None:
         """As Owners.transform; all ranks raise the error of one. Collective."""
@@ -130,7 +130,8 @@ class TorchOwners(Owners):
         """Return the result of a check of all ranks, after the transforms. Collective. If it raises, the gradients that
         some ranks have transformed are dropped."""
         try:
-            return self.reducer.clock.wait(partial(self.reducer.run_in_queue, call, check))
+            with self.reducer.clock.span("wait"):
+                return self.reducer.run_in_queue(call, check)
         except Exception:
             if self.transforms.applied:
                 self.reducer.forget(release=True)
@@ -300,7 +301,7 @@ class TorchOwners(Owners):
         reducer.run_in_queue("loads the optimizer's state", load)
         reducer.run_in_queue("tries fused kernels", self._test_kernels)
 
-    # Recovery, report, end
+    # Recovery, end
 
     def newest(self, comm: MPI.Intracomm) -> Commit:
         """Receive the newest state of the ranks of `comm`; returns a function that loads it, locally. Collective."""
@@ -313,23 +314,6 @@ class TorchOwners(Owners):
             self.reducer.steps = steps
 
         return commit
-
-    def report(self, backend: str) -> Report:
-        """Return the cost of averaging so far. Local; it works after close() too."""
-        reducer, clock = self.reducer, self.reducer.clock
-        return Report(
-            backend=backend,
-            update=self.options.update_name,
-            overlap=reducer.during,
-            ranks=reducer.ranks,
-            steps=self.steps,
-            averages=reducer.averages,
-            communication=clock.communication,
-            exposed=clock.exposed,
-            waiting=clock.waiting,
-            bytes=sum(reducer.sizes) * reducer.averages,
-            buckets=reducer.sizes,
-        )
 
     def end_round(self) -> None:
         """End a round of local SGD. Collective."""

@@ -37,10 +37,10 @@ from trainers.pytorch.buckets import (
     allocate_flat,
     spans_of,
 )
+from trainers.pytorch.clock import Clock, now
 from trainers.pytorch.hooks import CLOSED, refuse, take_over
 from trainers.pytorch.optimizer_group import OptimizerGroup
 from trainers.pytorch.options import Options
-from trainers.pytorch.report import Clock
 from trainers.pytorch.rows import Rows, combined
 from trainers.pytorch.sparse import SparseBucket
 from trainers.replicas.pytorch import devices
@@ -120,7 +120,6 @@ class Reducer:
         self.dense = [DenseBucket(*part) for part in parts]
         self.sparse = [SparseBucket(index, *named, backend) for index, named in enumerate(rows, len(dense))]
         self.buckets: list[DenseBucket | SparseBucket] = [*self.dense, *self.sparse]
-        self.sizes = tuple(bucket.nbytes for bucket in self.dense)
         self._reduces_to = SCATTERED if scatter else AVERAGED
         self.names, self._all = [name for name, _ in dense + rows], list(trained.values())
         self.state = LOCAL
@@ -136,7 +135,7 @@ class Reducer:
         self._last_rows: Rows | None = None  # the rows of the last average
         self.rates: Callable[[], str] = str  # returns the learning rates of this rank
         self.joining = False  # inside of join(); a rank that does not call rows() counts as one row
-        self.steps = self.averages = self._begun = 0
+        self.steps = self._begun = 0
         self._used_by_others: dict[Gradient, None] = {}  # of parameters that other ranks alone have used
         self._backward: Backward | None = None  # the current backward, or one that raised
         self._versions: list[int] = []  # of the buffers when they got their state
@@ -210,17 +209,15 @@ class Reducer:
 
     def finish(self, backward: "Backward") -> None:
         """Reduce the remaining buckets, wait for all, and set .grad to the averages. Collective."""
-        begin = self.clock.now()
         try:
-            backward.finish()
-            if self.rows is not None:
-                self.rows.wait()
+            with self.clock.span("reduce"):
+                backward.finish()
+                if self.rows is not None:
+                    self.rows.wait()
         except Exception:  # not KeyboardInterrupt: the submitted reductions continue then
             self._backward = self.rows = None  # the rows belong to the failed gradients
             raise
         self._backward = None
-        self.clock.add(backward.futures, begin)
-        self.averages += 1
         self._last_rows = self.rows
         dense = len(self.gradients)
         others = (self.gradients[each] for each in backward.unused if each < dense and backward.used[each])
@@ -453,10 +450,10 @@ class Backward(Submissions):
         count = len(self._crossings)
         last = bucket + 1 == count
         call = f"{self._call}, bucket {bucket + 1} of {count}"
-        return self.reducer.submit(partial(self._reduce, bucket, last, self.reducer.clock.now()), call)
+        return self.reducer.submit(partial(self._reduce, bucket, last, now()), call)
 
-    def _reduce(self, bucket: int, last: bool, submitted: float) -> None:
-        """Reduce a bucket; after the last one, exchange the flags. Runs in the queue. submitted: time of `launch`."""
+    def _reduce(self, bucket: int, last: bool, submitted: int) -> None:
+        """Reduce a bucket; after the last one, exchange the flags. Runs in the queue. submitted: time of `submit`."""
         try:
             self.reducer.clock.submitted(submitted)
             with self._crossings[bucket].running():

@@ -147,7 +147,9 @@ class ShardedOptimizer(TorchOwners):
         if moved:
             call += f" after {', '.join(moved)} got other memory"
         begin = partial(self._begin_update, bool(moved), self._error or reducer.take_edits())
-        reducer.clock.update(partial(self.update_blocks, self._agreed(call, begin)))
+        used = self._agreed(call, begin)
+        with reducer.clock.span("update"):
+            self.update_blocks(used)
 
     def _begin_update(self, moved: bool, error: Exception | None) -> np.ndarray:
         """Check that all ranks may update. Returns, for each parameter, whether any rank has a gradient of it.
@@ -167,21 +169,24 @@ class ShardedOptimizer(TorchOwners):
 
     def share(self) -> None:
         reducer = self.reducer
-        count = reducer.clock.wait if self.shards.shared else reducer.clock.communicate
-        count(partial(reducer.run_in_queue, "shares parameters", self.shards.share))
+        with reducer.clock.span("wait" if self.shards.shared else "reduce"):
+            reducer.run_in_queue("shares parameters", self.shards.share)
         if self.sparse_parameters:
             for parameter in reducer.parameters:
                 parameter.grad = None  # already updated in slices
-            reducer.clock.update(self.plain.step)
+            with reducer.clock.span("update"):
+                self.plain.step()
         if self.shards.backup is not None:
             work = partial(self.keep, reducer.steps + 1)  # `end_step` counts this step later
-            reducer.clock.communicate(partial(reducer.run_in_queue, "backs up slices", work))
+            with reducer.clock.span("reduce"):
+                reducer.run_in_queue("backs up slices", work)
 
     def synchronize(self) -> None:
         self.reduce()
         reducer = self.reducer
         if reducer.state == SCATTERED:
-            reducer.clock.communicate(partial(reducer.run_in_queue, "gathers gradients", reducer.gather, reads=True))
+            with reducer.clock.span("reduce"):
+                reducer.run_in_queue("gathers gradients", reducer.gather, reads=True)
 
     def _dense_squares(self) -> float:
         reducer = self.reducer
@@ -189,7 +194,8 @@ class ShardedOptimizer(TorchOwners):
             return super()._dense_squares()
         own = sum(map(square, self._dense())) if self.shards.tells else 0.0
         add = partial(sum_over_ranks, reducer.comm, own)
-        return reducer.clock.communicate(partial(reducer.run_in_queue, "adds up squares of gradients", add, reads=True))
+        with reducer.clock.span("reduce"):
+            return reducer.run_in_queue("adds up squares of gradients", add, reads=True)
 
     def _dense(self) -> list[Tensor]:
         if self.reducer.state != SCATTERED:

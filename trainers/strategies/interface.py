@@ -15,7 +15,7 @@ from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.options.average import Average, Exact
-from trainers.replica import Hold, Replica, form_error
+from trainers.replica import Hold, Replica
 from trainers.state.adopt import OUTER, RATES, Arrays, Piece
 from trainers.state.owners import Owners
 from trainers.stopwatch import Stopwatch
@@ -226,12 +226,12 @@ def replica_error(replica: Replica, strategy: Strategy) -> ArgumentError | None:
             "JaxReplica(apply, loss, params, optimizer) or one of your own (trainers.replica.Replica), not "
             f"{found.__module__}.{found.__qualname__}"
         )
-    if text := form_error(replica):
-        return ArgumentError(text)
+    kind = type(replica).__name__
+    if tuple(replica.metrics[:1]) != ("loss",):
+        return ArgumentError(f'this {kind} has the metrics {replica.metrics!r}: the first one must be the loss, "loss"')
     holder = replica.hold.holder
     if holder is None or holder.closed or holder is strategy or not holder.divides_state:
         return None
-    kind = type(replica).__name__
     return ArgumentError(
         f"this {kind} belongs to a {holder.name} already, which holds its parameters, and other ranks may hold parts "
         f"of its state: close() that trainer first, on all ranks (`with {holder.name}(...) as trainer:` does), or make "

@@ -53,16 +53,7 @@ def test_memory_that_one_node_can_not_have(
         assert all(map(torch.allclose, model.parameters(), plain.parameters()))
 
 
-TOGETHER = 'LBFGS can\'t be used with update="sharded": it reads all parameters together'
-
-
-class Counting(torch.optim.SGD):
-    """Counts its steps in the groups, which all ranks share."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        for group in self.param_groups:
-            group["taken"] = group.get("taken", 0) + 1
+TOGETHER = "LBFGS can't be used where ranks divide the update: it reads all parameters together"
 
 
 def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any], type[Exception], str]]:
@@ -95,13 +86,9 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
             lambda: (torch.optim.Adafactor(model.parameters()), model), {"update": Sharded(shard="elements")}, option,
             'it reads whole tensors. Use shard="tensors"',
         ),
-        "trial": (
+        "unknown": (
             lambda: (Clipped(model.parameters(), lr=0.1), model), {"update": "sharded"}, option,
-            "in a trial it changed tensors otherwise when it had only some",
-        ),
-        "groups": (
-            lambda: (Counting(model.parameters(), lr=0.1), model), {"update": "sharded"}, option,
-            "changes param_groups",
+            "it is not known to update each element, or each tensor, independently of the others",
         ),
         "fragments": (fine, {"average": LocalSGD(9999, fragments=9999)}, option, "this model has only"),
         "no thread": (

@@ -36,7 +36,7 @@ from trainers import (
 from trainers.callbacks import CheckDivergence
 from trainers.data import Arrays, Batches
 from trainers.errors import ArgumentError
-from trainers.replica import FORMER, Replica
+from trainers.replica import Replica
 from trainers.strategies.rule import FLAGS
 
 JOBS = "quick 1 2 3, openmpi 1 2 3 4 5, mpich 1 2"
@@ -359,15 +359,6 @@ def example(name: str) -> Any:
 def line(**changes: Any) -> Any:
     """Return a replica of the second example, some of whose attributes are others."""
     return type("Own", (example("LineWithMomentum"),), changes)(7)
-
-
-@pytest.mark.parametrize("name", ["bind", *FORMER])
-def test_a_replica_of_the_former_form_is_shown_the_new_one(name: str, flat: allreduce.Topology) -> None:
-    text = f"this Own has {name} as in earlier versions: {FORMER.get(name)}"
-    if name == "bind":
-        text = "this Own has the form of earlier versions: write bind(self, parameters, gradients)"
-    with pytest.raises(ArgumentError, match=re.escape(text)):
-        MirroredTrainer(line(**{name: lambda self, buffer: None}), "ring", flat)
 
 
 @pytest.mark.parametrize("name", ["shapes", "config"])

@@ -68,7 +68,6 @@ class JaxReplica(FlatReplica):
         self._precision, self.loss_name = precision, getattr(loss, "__name__", type(loss).__name__)
         self._low = precisions.lower_precision(precision, self.gradient_dtype)
         self.config = {"precision": "bfloat16" if self._low else self.gradient_dtype}
-        self.notices = precisions.slow_notice(self.device) if self._low else ()
         self._tree: Any = jax.tree.map(own, params)  # unless `memory` holds the parameters
         self._transformation = optimizer
         self.optimizer_state = Optimizer(optimizer, self._layout, self._tree)

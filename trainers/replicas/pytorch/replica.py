@@ -12,7 +12,7 @@ from trainers.arguments import require
 from trainers.arrays.average import Spans
 from trainers.data import Data, Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError, needing
-from trainers.replica import ALL, Slices, clipped, feeding, slices_of
+from trainers.replica import ALL, Slices, clipped, compare_losses, feeding, slices_of
 
 with needing(
     'TorchReplica needs PyTorch, which can\'t be imported ({}): pip install ".[torch]" in the checkout', ImportError
@@ -49,7 +49,7 @@ class TorchReplica(FlatReplica):
     shard: how MirroredTrainer(update="sharded") divides the update: "elements": equal slices, for optimizers that
         update each element independently of the others. "tensors": whole tensors, consecutive ones for each rank, for
         optimizers that update each tensor independently (Muon). "auto": elements for trainers.pytorch.ELEMENTWISE;
-        tensors for TENSORWISE, and for other classes if a trial shows that they treat tensors one by one.
+        tensors for TENSORWISE; other classes are refused.
 
     The module is called as module(x); as module(a, b) if x is a tuple (a, b), and as module(image=a, text=b) if x is a
     dict {"image": a, "text": b}. Each array is converted to the dtype of the parameters; integers to int64 if the
@@ -89,9 +89,8 @@ class TorchReplica(FlatReplica):
         self._low = precisions.lower_precision(precision, self.gradient_dtype)
         made = {"module": type(module).__name__, "optimizer": type(optimizer).__name__, "flags": _flags(optimizer)}
         self.config = made | {"precision": "bfloat16" if self._low else self.gradient_dtype}
-        self.notices = precisions.slow_notice(self.device) if self._low else ()
         if module.training and (still := [name for name, each in module.named_modules() if not each.training]):
-            self.notices += (f"{len(still)} parts of the module stay in evaluation mode: {still[0]}, for example",)
+            self.notices = (f"{len(still)} parts of the module stay in evaluation mode: {still[0]}, for example",)
         running = running_statistics(module)
         self._averaged = {name: each for name, each in running.items() if each.dtype == self._dtype}
         self._statistics = [*self._averaged.values()]
@@ -105,7 +104,7 @@ class TorchReplica(FlatReplica):
         self.unseeded = NO_MOMENTUM if any(each.momentum is None for each in batch_norms(module)) else ""
         self.scores = "logits" if isinstance(loss, nn.CrossEntropyLoss) else ""
         self.shapes = {name: tuple(each.shape) for name, each in self._named.items()}
-        self.counts, self._classes = row_losses.counts(loss), 0  # 0: not known before the first output
+        self.counts = row_losses.counts(loss)
         self.optional = len(self._trained)
         self.unused = self.still = np.zeros(self.optional, bool)
         self._parameters: Tensor | None = None  # the memory of `bind`, and the parameters there
@@ -331,18 +330,20 @@ class TorchReplica(FlatReplica):
 
     def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
         if batch:
-            self._check_labels(y)
             return
         with self._evaluating(), torch.no_grad(), feeding(type(self.module).__name__, x, y):
-            rows = slice(1 if weights is None else row_losses.CHECKED)
+            first = slice(1)
             self._check_frozen()
-            output = self._output(sliced(x, rows))
+            output = self._output(sliced(x, first))
             if y is not None:
-                self._check_labels(y, output)
-                target = self._target(sliced(y, rows))
-                list(map(float, self._values(self._mean_loss(output, target, None), output, target)))
-                if weights is not None and (not self.counts or row_losses.class_weights(self.loss) is not None):
-                    row_losses.check_mean(self.loss, output, target)
+                if self.counts and isinstance(y, np.ndarray) and isinstance(output, Tensor) and output.dim() > 1:
+                    row_losses.check_labels(self.loss, y, output.shape[1])
+                target, own = self._target(sliced(y, first)), None if weights is None else weights[first]
+                list(map(float, self._values(self._mean_loss(output, target, own), output, target)))
+        if y is not None and weights is not None:
+            row_losses.check_weights(self.loss)
+            if self.loss_name:
+                compare_losses(self, x, y)
 
     # Inside
 
@@ -356,15 +357,6 @@ class TorchReplica(FlatReplica):
         finally:
             for each, mode in modes:
                 each.training = mode
-
-    def _check_labels(self, y: Tree, output: Any = None) -> None:
-        """Raise ArgumentError, which names the row, if a label is outside of the classes. output: of some rows."""
-        if not self.counts or not isinstance(y, np.ndarray):
-            return
-        if output is not None:
-            self._classes = output.shape[1] if isinstance(output, Tensor) and output.dim() > 1 else 0
-        if self._classes:
-            row_losses.check_labels(self.loss, y, self._classes)
 
     def _check_frozen(self) -> None:
         chosen = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
@@ -420,8 +412,6 @@ class TorchReplica(FlatReplica):
     def _mean_loss(self, output: Any, target: Any, weights: np.ndarray | None) -> Tensor:
         """Return the loss of these rows: the mean over the rows of their weighted losses."""
         if self.counts:
-            if isinstance(target, Tensor) and isinstance(output, Tensor):
-                self._classes = output.shape[1] if output.dim() > 1 else 0
             return row_losses.total(self.loss, output, target, weights) / len(target)
         if weights is None:
             return self.loss(output, target)
