@@ -40,7 +40,7 @@ class ArgumentError(TrainerError, ValueError):
 
 
 class RoleError(ArgumentError):
-    """The roles of the ranks are invalid: no worker left, a TF_CONFIG that does not describe these ranks."""
+    """The roles of the ranks are invalid: no worker is left, or the chief is no rank."""
 
 
 class RunError(TrainerError, RuntimeError):

@@ -7,7 +7,7 @@ from allreduce import Topology
 from trainers import NumpyNetwork, ParameterServerTrainer, datasets, roles
 
 world = Topology()
-assigned = roles.assign(world, servers=1)  # or as in TF_CONFIG, if it is set
+assigned = roles.assign(world, servers=1)
 data = datasets.load("digits")
 network = NumpyNetwork([data.features, 32, len(data.classes)])
 network.scale_input(data.shift, data.scale)

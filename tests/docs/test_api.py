@@ -196,7 +196,7 @@ def test_every_variable_is_explained() -> None:
     used = {name for path in paths for name in re.findall(r"\b(?:ALLREDUCE|HOROVOD)_[A-Z_]+\b", path.read_text())}
     launchers = importlib.import_module("allreduce.process.variables")
     lists = [launchers.ANY_RANK, launchers.SIZE, launchers.LOCAL_RANK, launchers.LOCAL_SIZE, launchers.OTHERS.values()]
-    used |= {launchers.STEP_SIZE, "TF_CONFIG"}.union(*lists)
+    used |= {launchers.STEP_SIZE}.union(*lists)
     assert rows("variables.md") == used
 
 

@@ -146,18 +146,6 @@ def decision() -> dict[str, Any]:
     return json.loads(constants.dumps(entries))  # type: ignore[no-any-return]
 
 
-def cluster() -> list[dict[str, Any]]:
-    return [
-        {
-            "cluster": {"chief": ["h:1"], "worker": ["a:1", "b:2"], "ps": ["c:3"]},
-            "task": {"type": "worker", "index": 1},
-        },
-        {"cluster": {"worker": ["a:1"], "evaluator": ["e:1"]}, "task": {"type": "evaluator", "index": "0"}},
-        {"cluster": {"worker": ["a:1", "b:1"]}},
-        {},
-    ]
-
-
 def results() -> list[dict[str, Any]]:
     """Return a file as `benchmarks.bandwidth --json` writes it."""
     runs = []

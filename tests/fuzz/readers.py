@@ -26,9 +26,8 @@ from tests.apps.server import PREDICT, request
 from trainers import datasets
 from trainers.apps.serving.web import RefusedError
 from trainers.apps.tables.streams import open_stream
-from trainers.cli import roles
 from trainers.datasets.columns import Columns
-from trainers.errors import ArgumentError, CheckpointError, DataError, ModelFileError, RoleError
+from trainers.errors import ArgumentError, CheckpointError, DataError, ModelFileError
 from trainers.files import checkpoint, model_file
 from trainers.files.model_file import CHECKPOINT, HEADER
 from trainers.fit import checkpointing
@@ -304,19 +303,6 @@ def _said_by_auto(value: Content, folder: Path) -> str:
     return constants._read(peers.OneNode(), path)[1]  # type: ignore[arg-type]
 
 
-def _read_cluster(value: str, _: Path) -> None:
-    config = roles.read(value)
-    if config is None:
-        return
-    str(config)
-    with suppress(RoleError):
-        roles.by_task(config, [config.task] * min(sum(config.tasks), 100))
-
-
-def _clusters() -> "st.SearchStrategy[Any]":
-    return st.one_of(texts(files.cluster()).map(lambda text: text.decode(errors="replace")), st.text(max_size=30))
-
-
 def _read_results(value: tuple[Content, Content], folder: Path) -> str:
     paths = [lay(folder / name, content) for name, content in zip(("a.json", "b.json"), value, strict=True)]
     code, said = quietly(compare.main, paths)  # type: ignore[arg-type]
@@ -494,7 +480,6 @@ READERS = [
     Reader("checkpoints", _checkpoints(), _read_checkpoints, (CheckpointError, ModelFileError)),
     Reader("constants", _decisions(), _read_decisions, (constants.ContentError, OSError), laid=as_it_is),
     Reader("auto's table", _decisions(), _said_by_auto, ()),
-    Reader("TF_CONFIG", _clusters(), _read_cluster, (RoleError,)),
     Reader("compare", st.tuples(_results(), _results()), _read_results, (FileError,)),
     Reader("fit", _results(), _read_fit, (FileError,), 0.3, laid=as_it_is),
     Reader("scaling", _results(), _read_scaling, (FileError,), 0.02),

@@ -155,10 +155,8 @@ def _goes_on(arguments: Sequence[str] | None) -> bool:
 def _read(arguments: Sequence[str] | None, world: Topology, program: str) -> Job:
     """Read the options, the roles and the data. Collective."""
     options = together(world.world, lambda: parse(arguments, world.rank == 0, program))
-    serves = options.strategy == SERVERS
-    assigned = roles.assign(world, options.servers if serves else 0, options.evaluator, chief=options.chief)
-    if serves:
-        options.servers = len(assigned.servers)
+    servers = options.servers if options.strategy == SERVERS else 0
+    assigned = roles.assign(world, servers, options.evaluator, chief=options.chief)
     together(world.world, lambda: check(options, assigned))
     if options.log_dir:
         together(world.world, lambda: log_to(options.log_dir))
@@ -202,10 +200,6 @@ def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
         )
     if assigned.evaluator is not None and is_pattern(options.data):
         raise ArgumentError(f"--data {options.data}: an evaluator takes one file; leave out --evaluator")
-    if assigned.evaluator is not None and not options.checkpoint:
-        raise ArgumentError("an evaluator evaluates checkpoints: add --checkpoint DIR")
-    if assigned.evaluator is None and options.evaluations:
-        raise ArgumentError(f"--evaluations {options.evaluations}: there is no evaluator; add --evaluator")
 
 
 def join(job: Job, world: Topology) -> Member | None:

@@ -335,7 +335,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "so the training continues after a failure without a checkpoint. Backups cost a message in every step",
         ),
         Option(
-            "servers", "N", integer(1), default_text="1", strategies=(SERVERS,),
+            "servers", "N", integer(1), default=1, strategies=(SERVERS,),
             help="number of servers; the last ranks are the servers",
         ),
         Option(
@@ -393,11 +393,14 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="soft: the mean of the members' probabilities; hard: each member votes for a class",
         ),
     ),
-    "roles (TF_CONFIG can give them instead)": (
-        Option("chief", "R", integer(0), default_text="0", help="the rank that prints and writes files"),
-        Option("evaluator", help="the last rank does not train: it evaluates each new checkpoint (with --checkpoint)"),
+    "roles": (
+        Option("chief", "R", integer(0), default=0, help="the rank that prints and writes files"),
         Option(
-            "evaluations", "FILE", LINES, writes=True,
+            "evaluator", default=False, needs={"checkpoint": ()},
+            help="the last rank does not train: it evaluates each new checkpoint",
+        ),
+        Option(
+            "evaluations", "FILE", LINES, writes=True, needs={"evaluator": ()},
             help="the evaluator writes its metrics to this file: JSON lines to FILE.jsonl, a table to FILE.csv",
         ),
     ),

@@ -205,7 +205,7 @@ class Keeper:
         job, tuned = self._job, self._job.tuning
         options = parse([*job.base, *tuned.suggest(trial)], shown=False)
         network = together(topology.world, lambda: make_network(options, job.data))
-        servers = (options.servers or 1) if options.strategy == SERVERS else 0
+        servers = options.servers if options.strategy == SERVERS else 0
         watch = Watching(trial, tuned.metric, tuned.prunes)
         with make_trainer(options, network, topology, servers) as trainer:
             trainer.fit(
