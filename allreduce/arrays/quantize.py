@@ -19,17 +19,17 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import ClassVar
 
+import ml_dtypes
 import numpy as np
 
 from allreduce import kernels
-from allreduce.arrays import small_floats
-from allreduce.arrays.small_floats import E4M3
 from allreduce.arrays.workspace import Workspace
 
 PIECE = 32 * 1024  # elements with numbers from one place of the table of random numbers
 CACHED = 64 * 1024  # elements that NumPy works on at a time
 BLOCK = 256  # elements with one scale
 FLOAT = np.dtype(np.float32)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 BITS = np.dtype(np.int32)
 SCALE_BYTES = FLOAT.itemsize
 LARGEST = np.float32(2.0**127)  # a larger magnitude could be rounded to infinity
@@ -115,7 +115,7 @@ class Quantizer(ABC):
         if self.kind == "int8":
             np.copyto(out, codes)
         else:
-            small_floats.widen(codes.view(E4M3), out)
+            np.copyto(out, codes.view(E4M3))
         return self._times(out, scales, out)
 
     def _times(self, values: np.ndarray, factors: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -194,11 +194,9 @@ class Float8(Quantizer):
             return
         for blocks, span in self._pieces(values.size):
             scaled = self._times(values[span], inverses[blocks], self._scratch(span))
-            small_floats.narrow(
-                scaled, codes[span].view(E4M3), self._workspace.array("bits", scaled.size, FLOAT), scaled
-            )
+            np.copyto(codes[span].view(E4M3), scaled, casting="unsafe")
             if error is not None:
-                np.add(values[span], self._times(scaled, scales[blocks], scaled), out=error[span])
+                np.subtract(values[span], self._values(codes[span], scales[blocks], scaled), out=error[span])
 
 
 KINDS: dict[str, type[Quantizer]] = {"int8": Int8, "float8": Float8}
