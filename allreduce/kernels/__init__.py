@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 SWITCH = "ALLREDUCE_KERNELS"  # 0: use NumPy
-VERSION = 7  # of the library's functions; an older library beside newer code is not used
+VERSION = 8  # of the library's functions; an older library beside newer code is not used
 
 SUMMED = ("float32", "float64", "int32", "int64", "float16", "bfloat16")  # dtypes of the sums in meeting.c
 FLOAT32, FLOAT16, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -30,7 +30,7 @@ FIXED: dict[np.dtype, tuple[np.dtype, np.dtype]] = {
     **dict.fromkeys((FLOAT32, FLOAT16, BFLOAT16), (np.dtype(np.uint8), np.dtype(np.float64))),
     np.dtype(np.float64): (np.dtype(np.int32), np.dtype(np.int64)),
 }
-CODES = {"int8": np.dtype(np.int8), "float8": np.dtype(np.uint8)}
+INT8 = np.dtype(np.int8)
 MOST_BITS, MOST_TERMS = 62, 2**24  # of integers; of a sum in fixed point
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
@@ -97,34 +97,31 @@ def block_magnitudes(values: np.ndarray, block: int, magnitudes: np.ndarray) -> 
 
 
 def encode(
-    kind: str,
     values: np.ndarray,
     block: int,
     scales: np.ndarray,
     inverses: np.ndarray,
-    random: np.ndarray | None,
+    random: np.ndarray,
     codes: np.ndarray,
     error: np.ndarray | None,
 ) -> bool:
-    """Write the codes of float32 values, and values - codes * scales to `error`. random: of int8, to round them."""
+    """Write the codes of float32 values, and values - codes * scales to `error`. random: 0 to 1, to round them."""
     if not _loaded():
         return False
     size, blocks = _blocks(values, block)
     factors = _given(scales, FLOAT32, blocks), _given(inverses, FLOAT32, blocks)
-    drawn = [] if random is None else [_given(random, FLOAT32, size)]
-    _check(kind in CODES and (kind == "int8") == bool(drawn), f"encode({kind!r}) with {len(drawn)} random arrays")
-    written = _given(codes, CODES[kind], size, True), error if error is None else _given(error, FLOAT32, size, True)
-    return _run(f"encode_{kind}", _given(values, FLOAT32, size), size, block, *factors, *drawn, *written)
+    sources = _given(values, FLOAT32, size), size, block, *factors, _given(random, FLOAT32, size)
+    written = _given(codes, INT8, size, True), error if error is None else _given(error, FLOAT32, size, True)
+    return _run("encode", *sources, *written)
 
 
-def decode(kind: str, codes: np.ndarray, block: int, scales: np.ndarray, out: np.ndarray, adds: bool = False) -> bool:
+def decode(codes: np.ndarray, block: int, scales: np.ndarray, out: np.ndarray, adds: bool = False) -> bool:
     """Write the values of codes, code * scale, to float32 `out`. adds: add them."""
     if not _loaded():
         return False
-    _check(kind in CODES, f"codes of {kind!r}")
     size, blocks = _blocks(codes, block)
-    sources = _given(codes, CODES[kind], size), size, block, _given(scales, FLOAT32, blocks)
-    return _run(f"{'add' if adds else 'decode'}_{kind}", *sources, _given(out, FLOAT32, size, True))
+    sources = _given(codes, INT8, size), size, block, _given(scales, FLOAT32, blocks)
+    return _run("add_decoded" if adds else "decode", *sources, _given(out, FLOAT32, size, True))
 
 
 # Sums in fixed point. edges: int64: where blocks of at most 256 elements begin, and where the last one ends.
