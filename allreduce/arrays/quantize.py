@@ -1,4 +1,4 @@
-"""Quantises float32 arrays to int8 with a scale for each block of elements: by the C library, or by NumPy.
+"""Quantises float32 arrays to int8 with a scale for each block of elements.
 
 The scale of a block is its largest magnitude / 127; values are rounded stochastically, so their expected value is
 exact (T. Dettmers: 8-bit approximations for parallelism in deep learning, 2016; block scales as in G. Wang et al.:
@@ -10,7 +10,6 @@ holds a NaN or a magnitude above 2^127 has an infinite or NaN scale: all its ele
 """
 
 import functools
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -19,10 +18,8 @@ from allreduce import kernels
 from allreduce.arrays.workspace import Workspace
 
 PIECE = 32 * 1024  # elements with numbers from one place of the table of random numbers
-CACHED = 64 * 1024  # elements that NumPy works on at a time
 BLOCK = 256  # elements with one scale
 FLOAT = np.dtype(np.float32)
-BITS = np.dtype(np.int32)
 SCALE_BYTES = FLOAT.itemsize
 LARGEST_CODE = np.float32(127)
 LEAST = np.float32(2.0**-119)  # a smaller magnitude would have an infinite inverse
@@ -70,11 +67,7 @@ class Quantizer:
             stand for, without `factor`; with zeros in blocks of which that is not finite.
         """
         scales, codes = self._parts(message, values.size)
-        if not kernels.block_magnitudes(values, self.block, scales):
-            for blocks, span in self._pieces(values.size):
-                magnitudes = np.abs(values[span], out=self._scratch(span)).view(BITS)  # NaN is the largest integer
-                starts = np.arange(0, magnitudes.size, self.block)
-                np.maximum.reduceat(magnitudes, starts, out=scales.view(BITS)[blocks])
+        kernels.require(kernels.block_magnitudes(values, self.block, scales))
         np.copyto(scales, np.inf, where=scales > LARGEST)
         self._encode(values, scales, codes, error)
         if factor != 1.0:
@@ -87,18 +80,14 @@ class Quantizer:
         """Write the values of a message to `out`: 1-D, contiguous, float32 or float64."""
         scales, codes = self._parts(message, out.size)
         into = out if out.dtype == FLOAT else self._workspace.array("decoded", out.size, FLOAT)
-        if not kernels.decode(codes, self.block, scales, into):
-            for blocks, span in self._pieces(out.size):
-                self._values(codes[span], scales[blocks], into[span])
+        kernels.require(kernels.decode(codes, self.block, scales, into))
         if into is not out:
             out[:] = into
 
     def add(self, message: np.ndarray, total: np.ndarray) -> None:
         """Add the values of a message to `total`: 1-D, contiguous, float32."""
         scales, codes = self._parts(message, total.size)
-        if not kernels.decode(codes, self.block, scales, total, adds=True):
-            for blocks, span in self._pieces(total.size):
-                total[span] += self._values(codes[span], scales[blocks], self._scratch(span))
+        kernels.require(kernels.decode(codes, self.block, scales, total, adds=True))
 
     def _encode(self, values: np.ndarray, scales: np.ndarray, codes: np.ndarray, error: np.ndarray | None) -> None:
         """Replace the magnitudes in `scales` by scales, and write `codes` and `error`."""
@@ -113,38 +102,7 @@ class Quantizer:
             blocks, start = slice(begin // self.block, self.blocks(end)), _mixed(self._state) % LARGEST_RANDOM
             part, written, random = values[begin:end], codes[begin:end], table[start : start + end - begin]
             own, inverse, left = scales[blocks], inverses[blocks], None if error is None else error[begin:end]
-            if not kernels.encode(part, self.block, own, inverse, random, written, left):
-                rounded = self._times(part, inverse, self._scratch(slice(begin, end)))
-                np.add(rounded, random, out=rounded)
-                np.floor(rounded, out=rounded)
-                np.copyto(written, rounded, casting="unsafe")
-                if left is not None:
-                    np.subtract(part, self._times(rounded, own, rounded), out=left)
-
-    def _values(self, codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write the values of codes to `out`, and return it."""
-        np.copyto(out, codes)
-        return self._times(out, scales, out)
-
-    def _times(self, values: np.ndarray, factors: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write the product of every block and its factor to `out`, and return it."""
-        whole = values.size // self.block * self.block
-        rows, last = values[:whole].reshape(-1, self.block), factors[whole // self.block :]
-        np.multiply(rows, factors[: len(rows), None], out[:whole].reshape(rows.shape))
-        if last.size:
-            np.multiply(values[whole:], last, out[whole:])
-        return out
-
-    def _scratch(self, span: slice) -> np.ndarray:
-        """Return scratch memory for the elements of `span`."""
-        return self._workspace.array("values", span.stop - span.start, FLOAT)
-
-    def _pieces(self, length: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the blocks and the elements of pieces for which NumPy's temporary arrays stay in the cache."""
-        step = max(CACHED // self.block, 1)
-        for first in range(0, self.blocks(length), step):
-            span = slice(first * self.block, min((first + step) * self.block, length))
-            yield slice(first, self.blocks(span.stop)), span
+            kernels.require(kernels.encode(part, self.block, own, inverse, random, written, left))
 
     def _parts(self, message: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the scales and the codes of a message: views."""

@@ -3,7 +3,7 @@ fixed point (fixed_point.c); the rendezvous of a node's ranks (meeting.c). commu
 allreduce/process/start.py.
 
 `pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, every function
-here returns False or None, and its caller does the same by NumPy and Python. Arrays are contiguous, aligned and 1-D; an
+here returns False or None. Its caller does the same by NumPy and Python, or has refused to work without the library. Arrays are contiguous, aligned and 1-D; an
 output may be one of the inputs, and overlaps no other array. With the library, other arguments raise TypeError or
 ValueError. All functions are local; the functions on arrays work outside the GIL.
 """
@@ -19,8 +19,10 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.errors import UnavailableError
+
 SWITCH = "ALLREDUCE_KERNELS"  # 0: use NumPy
-VERSION = 8  # of the library's functions; an older library beside newer code is not used
+VERSION = 9  # of the library's functions; an older library beside newer code is not used
 
 SUMMED = ("float32", "float64", "int32", "int64", "float16", "bfloat16")  # dtypes of the sums in meeting.c
 FLOAT32, FLOAT16, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -55,6 +57,12 @@ def status() -> str:
     if found := _files():
         return f"NumPy ({found[0].name} can't be used: it is of another version or machine; install again)"
     return 'NumPy (no C library was built: install again with a C compiler, "gcc")'
+
+
+def require(done: bool) -> None:
+    """Raise UnavailableError if a function has returned False, for a caller that has no other way."""
+    if not done:
+        raise UnavailableError(f"contiguous arrays and the C library are needed; arrays are computed by {status()}")
 
 
 def sum_arrays(parts: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float | None = None) -> bool:
@@ -143,18 +151,16 @@ def add_integers(
     edges: np.ndarray,
     factors: np.ndarray,
     rests: np.ndarray,
-    finite: bool,
     out: np.ndarray,
 ) -> bool:
-    """Write the sums of the terms times their block's factor and rest, each rounded to an integer. finite: False:
-    infinities and NaN count as zeros."""
+    """Write the sums of the terms times their block's factor and rest, each rounded to an integer."""
     _check_edges(edges)
     if not (sources := _terms(terms)):
         return False
     size, dtype, blocks = terms[0].size, terms[0].dtype, edges.size - 1
     ends, written = _given(edges, _INT64, blocks + 1), _given(out, FIXED[dtype][1], size, True)
     scales = _given(factors, _FLOAT64, blocks), _given(rests, _FLOAT64, blocks)
-    return _run(f"fixed_add_{dtype}", sources, len(sources), size, ends, blocks, *scales, int(finite), written)
+    return _run(f"fixed_add_{dtype}", sources, len(sources), size, ends, blocks, *scales, written)
 
 
 def finish(integers: np.ndarray, edges: np.ndarray, factors: np.ndarray, divisor: int, out: np.ndarray) -> bool:

@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+from allreduce import kernels
 from allreduce.arrays import quantize
 from allreduce.arrays.quantize import PIECE, Quantizer
+
+pytestmark = pytest.mark.skipif(kernels.status() != "C", reason=f"arrays are computed by {kernels.status()}")
 
 LENGTHS = [1, 7, 255, 256, 257, 5000, PIECE, PIECE + 1, 2 * PIECE + 777]
 

@@ -47,6 +47,7 @@ class EightBits(Compressed):
 
     def __init__(self, context: Context, *, inner: Algorithm, options: Quantized) -> None:
         super().__init__(context, inner=inner)
+        self.check_kernels(f"compress={str(options)!r}")
         self.options = options
         self._quantizer = quantize.Quantizer(options.block_size)
         self._step = max(SEGMENT // options.block_size, 1) * options.block_size

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import Part, Quantized, errors, kernels
+from allreduce import Part, Quantized, errors
 from allreduce.algorithms.compressed import quantized
 from allreduce.algorithms.compressed.quantized import SHORTEST
 from tests.ranks.collectives.lossy import residual, same_bits
@@ -119,7 +119,6 @@ def test_bytes(flat: allreduce.Topology) -> None:
 
 
 @several
-@pytest.mark.skipif(kernels.status() != "C", reason="NumPy's functions for 8 bits allocate")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_second_call_allocates_nothing(dtype: str, flat: allreduce.Topology) -> None:
     with allreduce.create("ring", flat, compress="int8") as reduce:
