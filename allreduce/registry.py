@@ -44,7 +44,7 @@ def create(
     topology: all ranks of MPI.COMM_WORLD when none is given; such a topology is closed with the backend.
     check: False: on several nodes no calls are compared, which saves a small all-reduce between the nodes in each call.
         On one node the ranks compare each call in shared memory in any case.
-    compress: sums of float32 and float64 are sent with fewer bits: "bfloat16", "float16", "int8", "float8",
+    compress: sums of float32 and float64 are sent with fewer bits: "bfloat16", "float16", "int8",
         "powersgd:4" (the rank of the matrices), or an object of options (allreduce.Half, Quantized, PowerSGD). On
         several nodes "hierarchical_copy" and "auto" compress only the messages between nodes, by the first four. See
         allreduce.arrays.compression.

@@ -52,7 +52,7 @@ class MirroredTrainer(Trainer[Mirrored]):
             with two phases; "auto" selects one. The result is the same.
         average: None: the gradients of all ranks in every step. Exact(): with bits that depend on nothing but the data
             and the arguments. LocalSGD(100): of the parameters, after 100 steps of each rank on its own.
-        compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", or an
+        compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "powersgd:4", or an
             object of options (see allreduce.create). Parameters, losses and flags are not compressed. The values that
             a rank has not sent (its error feedback) are added to its next gradients. Checkpoints contain them; on
             other ranks or nodes, and after a failure, they begin at zero. It is slower where ranks share memory.

@@ -5,13 +5,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from allreduce import kernels
-from allreduce.arrays import by_torch, small_floats
 from allreduce.arrays.chunks import segments
-from allreduce.arrays.dtypes import FLOAT16, TYPES
+from allreduce.arrays.dtypes import TYPES
 from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import Workspace
 
-FLOAT = np.dtype(np.float32)
 CACHED = 64 * 1024  # elements that NumPy works on at a time
 
 
@@ -20,16 +18,7 @@ def cast(source: np.ndarray, out: np.ndarray) -> None:
 
     NaNs, infinities and overflows may cause NumPy's floating-point warnings: callers ignore them by np.errstate.
     """
-    if kernels.cast(source, out) or by_torch.cast(source, out):
-        return
-    if (source.dtype, out.dtype) == (FLOAT16, FLOAT):
-        small_floats.widen(source, out)
-    elif (source.dtype, out.dtype) == (FLOAT, FLOAT16):
-        scratch, rounded = np.empty((2, min(out.size, CACHED)), FLOAT)
-        for piece in segments(slice(0, out.size), CACHED):
-            length = piece.stop - piece.start
-            small_floats.narrow(source[piece], out[piece], scratch[:length], rounded[:length])
-    else:
+    if not kernels.cast(source, out):
         np.copyto(out, source, casting="unsafe")
 
 
@@ -44,15 +33,9 @@ def widened(buffer: np.ndarray, workspace: Workspace) -> np.ndarray:
 
 
 def combine_arrays(parts: Sequence[np.ndarray], out: np.ndarray, op: Op, workspace: Workspace) -> None:
-    """Do as `combine`, by the fastest way without C: it needs all parts at once. Local."""
-    if by_torch.imported():
-        if not by_torch.add(parts, out, op, workspace):
-            combine(parts, out, op, workspace)
-        return
+    """Do as `combine`, in pieces that stay in the cache: it needs all parts at once. Local."""
     for piece in segments(slice(0, out.size), CACHED):
-        cut, written = [part[piece] for part in parts], out[piece]
-        if not small_floats.combine(cut, written, op, workspace):
-            combine(cut, written, op, workspace)
+        combine([part[piece] for part in parts], out[piece], op, workspace)
 
 
 def combine(parts: Iterable[np.ndarray], out: np.ndarray, op: Op, workspace: Workspace) -> None:

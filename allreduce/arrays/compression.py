@@ -64,26 +64,22 @@ class Half(Compression):
 class Quantized(Compression):
     """float32 and float64 are sent with 8 bits an element and one float32 scale a block, and summed in float32.
 
-    dtype: "int8": steps of 1/127 of the largest magnitude of the block, rounded at random so that the mean is right.
-        "float8": ml_dtypes' float8_e4m3fn, 4 binary digits, rounded to nearest.
+    An element is sent in steps of 1/127 of the largest magnitude of its block, rounded at random so that the mean is
+    right.
+
     block_size: elements that share a scale. error_feedback: add to an array the error of its last call first, for
         arrays from `allocate`. seed: of the random rounding.
     """
 
-    dtype: str = "int8"
     block_size: int = 256
     error_feedback: bool = True
     seed: int = 0
 
-    NAMES: ClassVar[tuple[str, ...]] = ("int8", "float8")
-
     def error(self) -> str:
-        if self.dtype not in self.NAMES:
-            return f"dtype={self.dtype!r} is unknown; use one of {self.NAMES}"
         return _integer_error(self, "block_size", 8, PIECE) or _integer_error(self, "seed", 0, 2**63 - 1)
 
     def __str__(self) -> str:
-        return self.dtype if self == Quantized(self.dtype) else repr(self)
+        return "int8" if self == Quantized() else repr(self)
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ class PowerSGD(Compression):
         return f"powersgd:{rank}" if self == PowerSGD(rank) else repr(self)
 
 
-NAMES = (*Half.NAMES, *Quantized.NAMES, "powersgd:4")
+NAMES = (*Half.NAMES, "int8", "powersgd:4")
 
 Given = str | Compression | None  # the type of `compress=`
 
@@ -149,8 +145,8 @@ def parse(compress: Given) -> Compression | None:
     if isinstance(compress, str):
         if compress in Half.NAMES:
             return Half(compress)
-        if compress in Quantized.NAMES:
-            return Quantized(compress)
+        if compress == "int8":
+            return Quantized()
         kind, colon, rank = compress.partition(":")
         if kind == "powersgd" and rank.isascii() and (rank.isdigit() or not colon):
             return parse(PowerSGD(int(rank or 1)))

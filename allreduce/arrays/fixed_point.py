@@ -28,16 +28,15 @@ J. Demmel, H. D. Nguyen: Parallel reproducible summation, IEEE Transactions on C
 exponents from a fixed grid and keep several bins; here the ranks agree on an exponent first, so one bin is enough.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from allreduce import kernels
-from allreduce.arrays import casts, dtypes
+from allreduce.arrays import dtypes
 
-CACHED_BLOCKS = 256  # that NumPy works on at a time
 BLOCK = 256  # elements that share an exponent, unless a part of the model ends before
 MOST_TERMS = kernels.MOST_TERMS  # beyond, the quantum would be too coarse for float32
 
@@ -46,25 +45,17 @@ class Format(NamedTuple):
     """How elements of a dtype are read, and their sums are held."""
 
     wide: np.dtype  # the dtype in which elements are read
-    word: np.dtype  # integers of the same size
-    magnitude: int  # the bits of a word without the sign
-    fraction: int  # bits of a word behind the exponent
+    not_finite: int  # the exponent bits of infinities and NaN
     bias: int  # an element with the exponent bits b is below 2^(b - bias)
     least: int  # exponent of the smallest subnormal
     exponents: np.dtype  # for a block's exponent bits
     carrier: np.dtype  # for integers
     bits: int  # of sums
 
-    @property
-    def not_finite(self) -> int:
-        """The exponent bits of infinities and NaN."""
-        return self.magnitude >> self.fraction
 
-
-_WORDS = np.dtype(np.int32), np.dtype(np.int64)
 _FLOATS = np.dtype(np.float32), np.dtype(np.float64)
-SINGLE = Format(_FLOATS[0], _WORDS[0], 2**31 - 1, 23, 126, -149, np.dtype(np.uint8), _FLOATS[1], 52)
-DOUBLE = Format(_FLOATS[1], _WORDS[1], 2**63 - 1, 52, 1022, -1074, np.dtype(np.int32), _WORDS[1], 62)
+SINGLE = Format(_FLOATS[0], 0xFF, 126, -149, np.dtype(np.uint8), _FLOATS[1], 52)
+DOUBLE = Format(_FLOATS[1], 0x7FF, 1022, -1074, np.dtype(np.int32), np.dtype(np.int64), 62)
 FORMATS = {_FLOATS[0]: SINGLE, dtypes.FLOAT16: SINGLE, dtypes.BFLOAT16: SINGLE, _FLOATS[1]: DOUBLE}  # by dtype
 
 
@@ -82,58 +73,32 @@ def block_edges(length: int, starts: Sequence[int] = (0,)) -> np.ndarray:
 def exponents(terms: Sequence[np.ndarray], edges: np.ndarray, form: Format) -> np.ndarray:
     """Return the largest exponent bits in each block of these terms: (blocks,) form.exponents.
 
-    terms: 1-D arrays of edges[-1] elements; there may be none. The other functions take the maximum over all ranks.
+    terms: contiguous, aligned 1-D arrays of edges[-1] elements; there may be none. The other functions take the maximum
+        over all ranks.
     """
     found = np.zeros(edges.size - 1, form.exponents)
-    if not kernels.exponents(terms, edges, found):
-        scratch = _scratch(edges, form.word)
-        for blocks, span in _pieces(edges):
-            starts, words = edges[blocks] - span.start, scratch[: span.stop - span.start]
-            for term in terms:
-                values = _wide(term[span], words.view(form.wide))
-                np.bitwise_and(values.view(form.word), form.magnitude, out=words)
-                largest = np.maximum.reduceat(words, starts) >> form.fraction
-                np.maximum(found[blocks], largest, out=found[blocks], casting="unsafe")
+    if len(terms):
+        kernels.require(kernels.exponents(terms, edges, found))
     return found
 
 
-class Special(NamedTuple):
-    """The elements of blocks with infinities or NaN. positive, negative: which are infinite or NaN in a term."""
+def without_marks(terms: Sequence[np.ndarray], length: int, form: Format) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return copies of the terms with zeros for infinities and NaN, and the sum of these: (length,) form.wide.
 
-    blocks: np.ndarray  # numbers of the blocks
-    elements: np.ndarray  # indices of all their elements
-    exponents: np.ndarray  # of the blocks without infinities and NaN
-    positive: np.ndarray
-    negative: np.ndarray
-
-    def packed(self) -> np.ndarray:
-        """Return the array of which the ranks take the maximum."""
-        return np.concatenate([self.exponents, self.positive, self.negative]).astype(self.exponents.dtype)
-
-    def unpacked(self, packed: np.ndarray) -> "Special":
-        """Return the same for all ranks. packed: the maximum of all ranks' `packed`."""
-        ends = np.cumsum([self.blocks.size, self.elements.size])
-        largest, positive, negative = np.split(packed, ends)
-        return self._replace(exponents=largest, positive=positive > 0, negative=negative > 0)
-
-
-def special(terms: Sequence[np.ndarray], largest: np.ndarray, edges: np.ndarray, form: Format) -> Special | None:
-    """Return the Special of these terms, or None if all terms of all ranks are finite. largest: of all ranks."""
-    chosen = largest == form.not_finite
-    if not chosen.any():
-        return None
-    lengths = np.diff(edges)
-    elements = np.flatnonzero(np.repeat(chosen, lengths))
-    positive, negative = np.zeros((2, elements.size), bool)
-    words = np.zeros(elements.size, form.word)
+    In the sum over all ranks, an element that is not 0 is the result: an infinity or NaN.
+    """
+    clean, marks = [], np.zeros(length, form.wide)
     for term in terms:
-        values = term[elements].astype(form.wide)
-        finite = np.isfinite(values)
-        positive |= ~finite & ~(values < 0)
-        negative |= ~finite & ~(values > 0)
-        np.maximum(words, np.abs(np.where(finite, values, 0)).view(form.word), out=words)
-    found = np.maximum.reduceat(words, np.cumsum(lengths[chosen]) - lengths[chosen]) >> form.fraction
-    return Special(np.flatnonzero(chosen), elements, found.astype(form.exponents), positive, negative)
+        finite = np.isfinite(term)
+        clean.append(np.where(finite, term, term.dtype.type(0)))
+        marks += np.where(finite, term.dtype.type(0), term)
+    return clean, marks
+
+
+def write_marks(marks: np.ndarray, out: np.ndarray, part: slice) -> None:
+    """Write the infinities and NaN to the elements `part` of `out`. marks: the sum over all ranks."""
+    marked = part.start + np.flatnonzero(marks[part])
+    out[marked] = np.where(np.isnan(marks[marked]), np.nan, marks[marked])  # one bit pattern for NaN
 
 
 def add(
@@ -143,36 +108,19 @@ def add(
     edges: np.ndarray,
     form: Format,
     out: np.ndarray,
-    finite: bool = True,
 ) -> None:
-    """Round each term to integers, and write the sums of the integers to `out`.
+    """Round each term, which must be finite, to integers, and write the sums of the integers to `out`.
 
     largest: the exponent bits of each block, of all terms of all ranks. count: the number of all terms. out: 1-D,
-    form.carrier. finite: whether all terms are; if not, infinities and NaN count as zeros.
+    form.carrier.
     """
+    if not len(terms):
+        out[:] = 0
+        return
     powers = -quantum(largest, count, form)
     half = powers // 2 * (powers >= form.bias)  # two factors, because 2^1024 is no float64
     factors, rests = np.ldexp(1.0, powers - half), np.ldexp(1.0, half)
-    if kernels.add_integers(terms, edges, factors, rests, finite, out):
-        return
-    if not len(terms):
-        out[:] = 0
-    scratch, halved = _scratch(edges, form.wide), half.any()
-    factors, rests = factors.astype(form.wide), rests.astype(form.wide)  # float32 is faster, and as exact
-    with np.errstate(all="ignore"):
-        for blocks, span in _pieces(edges):
-            values = scratch[: span.stop - span.start]
-            for number, term in enumerate(terms):
-                _multiply(_wide(term[span], values), factors[blocks], edges[blocks], values)
-                if halved:
-                    _multiply(values, rests[blocks], edges[blocks], values)
-                np.rint(values, out=values)
-                if not finite:
-                    values[~np.isfinite(values)] = 0
-                if number == 0:
-                    np.copyto(out[span], values, casting="unsafe")
-                else:
-                    np.add(out[span], values, out=out[span], dtype=form.carrier, casting="unsafe")
+    kernels.require(kernels.add_integers(terms, edges, factors, rests, out))
 
 
 def finish(
@@ -194,49 +142,7 @@ def finish(
     first, last = np.searchsorted(edges, [part.start, part.stop - 1], "right") - 1
     inside = np.clip(edges[first : last + 2], part.start, part.stop)
     factors, divisor = np.ldexp(1.0, quantum(largest[first : last + 1], count, form)), count if mean else 1
-    if kernels.finish(integers, inside, factors, divisor, out):
-        return
-    if form is SINGLE and divisor & (divisor - 1) == 0:
-        factors, divisor = factors / divisor, 1  # exact, and faster than quotients
-    scratch = _scratch(inside, factors.dtype)
-    with np.errstate(all="ignore"):
-        for blocks, span in _pieces(inside):
-            values = scratch[: span.stop - span.start]
-            if form is SINGLE and divisor > 1:
-                quotients = np.divide(integers[span], divisor, out=values)
-            else:
-                quotients = quotient(integers[span], divisor)
-            _multiply(quotients, factors[blocks], inside[blocks], values)
-            values += 0.0  # -0.0 becomes 0.0
-            np.copyto(out[span], _to_odd(values) if out.dtype == dtypes.BFLOAT16 else values, casting="unsafe")
-
-
-def _pieces(edges: np.ndarray) -> Iterator[tuple[slice, slice]]:
-    """Yield the blocks and the elements of pieces for which NumPy's temporary arrays stay in the cache."""
-    for first in range(0, edges.size - 1, CACHED_BLOCKS):
-        last = min(first + CACHED_BLOCKS, edges.size - 1)
-        yield slice(first, last), slice(int(edges[first]), int(edges[last]))
-
-
-def _scratch(edges: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return memory for the elements of one of the `_pieces`."""
-    return np.empty(min(CACHED_BLOCKS * BLOCK, edges[-1] - edges[0]), dtype)
-
-
-def _wide(values: np.ndarray, scratch: np.ndarray) -> np.ndarray:
-    """Return values in the dtype of `scratch`: themselves, or there."""
-    if values.dtype != scratch.dtype:
-        casts.cast(values, scratch)
-        return scratch
-    return values
-
-
-def _multiply(values: np.ndarray, factors: np.ndarray, starts: np.ndarray, out: np.ndarray) -> None:
-    """Multiply the elements of each block by its factor. starts: of the blocks, from any number on."""
-    if values.size == factors.size * BLOCK:
-        np.multiply(values.reshape(-1, BLOCK), factors[:, None], out=out.reshape(-1, BLOCK))
-    else:
-        np.multiply(values, np.repeat(factors, np.diff([*starts, starts[0] + values.size])), out=out)
+    kernels.require(kernels.finish(integers, inside, factors, divisor, out))
 
 
 def sum_blocks(
@@ -248,45 +154,7 @@ def sum_blocks(
     return kernels.sum_fixed(terms, outs, edges, bits, count if mean else 1)
 
 
-def finish_special(found: Special, out: np.ndarray, part: slice) -> None:
-    """Write the infinities and NaN in the elements `part` of `out`. found: of all ranks."""
-    inside = (found.elements >= part.start) & (found.elements < part.stop)
-    elements = found.elements[inside]
-    values = out[elements]
-    positive, negative = found.positive[inside], found.negative[inside]
-    values[positive] = np.inf
-    values[negative] = -np.inf
-    values[positive & negative] = np.nan
-    out[elements] = values
-
-
 def quantum(largest: np.ndarray, count: int, form: Format) -> np.ndarray:
     """Return the exponent t of each block's quantum; the module's docstring has the formula."""
     bits = form.bits - (count - 1).bit_length()
     return np.maximum(largest.astype(np.int32) - (form.bias + bits), form.least)
-
-
-def quotient(integers: np.ndarray, count: int) -> np.ndarray:
-    """Return integers / count as float64, rounded once. integers: int64, of at most 62 bits; count: <= MOST_TERMS."""
-    if count == 1:
-        return integers.astype(np.float64, copy=False)
-    whole, rest = np.divmod(integers, count)
-    digits, left = np.divmod(rest << 34, count)
-    digits |= left != 0  # so that a value beside the middle of two floats is not rounded as if it was the middle
-    exact = integers / count  # if integers are below 2^53
-    long = (2 * whole | (rest != 0)).astype(np.float64) / 2  # if `whole` is not below 2^53
-    other = whole + digits * 2.0**-34
-    return np.where(np.abs(integers) < 2**53, exact, np.where(np.abs(whole) < 2**53, other, long))
-
-
-def _to_odd(values: np.ndarray) -> np.ndarray:
-    """Round float64 to float32 so that one more rounding, to bfloat16, gives the bits of a single rounding.
-
-    Truncate, then set the last bit if something was cut off ("round to odd": S. Boldo, G. Melquiond, 2008).
-    """
-    rounded = values.astype(np.float32)
-    words = rounded.view(np.int32)
-    inexact = rounded != values
-    words -= np.abs(rounded) > np.abs(values)
-    words |= inexact
-    return rounded

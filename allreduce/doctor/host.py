@@ -122,7 +122,8 @@ def judge_versions(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
             text = f"{', '.join(sorted(versions))}; this version of allreduce was tried with {', '.join(tried)}"
             yield warning(f"{name}, tried", text, f"if something fails with it, use {name} {tried[-1]}")
     yield ok("newest tried", ", ".join(f"{name} {tried[-1]}" for name, tried in TRIED.items()))
-    yield alike("kernels", ranks, lambda rank: rank.facts["kernels"], "all ranks wait for those without the C library")
+    why = "all ranks wait for those without the C library, and exact=True and int8 are refused"
+    yield alike("kernels", ranks, lambda rank: rank.facts["kernels"], why)
     yield alike("CPU", ranks, lambda rank: rank.facts["cpu"], SLOWEST)
 
 

@@ -3,10 +3,10 @@ fixed point (fixed_point.c); the rendezvous of a node's ranks (meeting.c). commu
 allreduce/process/start.py.
 
 `pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, every function
-here returns False or None, and its caller does the same by NumPy and Python; so it does with arrays that are not
-contiguous or not aligned. Arrays are 1-D; those of another dtype or length than C would read raise TypeError. An output
-may be one of the inputs, and must not overlap another array. All functions are local; those on arrays work outside the
-GIL.
+here returns False or None, and its caller does the same by NumPy and Python, or has refused to work without the
+library; so it does with arrays that are not contiguous or not aligned. Arrays are 1-D; those of another dtype or length
+than C would read raise TypeError. An output may be one of the inputs, and must not overlap another array. All functions
+are local; those on arrays work outside the GIL.
 """
 
 import ctypes
@@ -19,8 +19,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from allreduce.errors import UnavailableError
+
 SWITCH = "ALLREDUCE_KERNELS"  # 0: use NumPy
-VERSION = 7  # of the library's functions; an older library beside newer code is not used
+VERSION = 9  # of the library's functions; an older library beside newer code is not used
 
 SUMMED = ("float32", "float64", "int32", "int64", "float16", "bfloat16")  # dtypes of the sums in meeting.c
 FLOAT32, FLOAT16, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -31,7 +33,7 @@ FIXED: dict[np.dtype, tuple[np.dtype, np.dtype]] = {
     **dict.fromkeys((FLOAT32, FLOAT16, BFLOAT16), (np.dtype(np.uint8), FLOAT64)),
     FLOAT64: (np.dtype(np.int32), INT64),
 }
-CODES = {"int8": np.dtype(np.int8), "float8": np.dtype(np.uint8)}
+INT8 = np.dtype(np.int8)
 MOST_TERMS = 2**24  # of a sum in fixed point
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
@@ -47,6 +49,12 @@ def status() -> str:
     if found := _files():
         return f"NumPy ({found[0].name} can't be used: it is of another version or machine; install again)"
     return 'NumPy (no C library was built: install again with a C compiler, "gcc")'
+
+
+def require(done: bool) -> None:
+    """Raise UnavailableError if a function has returned False, for a caller that has no other way."""
+    if not done:
+        raise UnavailableError(f"contiguous arrays and the C library are needed; arrays are computed by {status()}")
 
 
 def sum_arrays(parts: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float | None = None) -> bool:
@@ -84,32 +92,31 @@ def block_magnitudes(values: np.ndarray, block: int, magnitudes: np.ndarray) -> 
 
 
 def encode(
-    kind: str,
     values: np.ndarray,
     block: int,
     scales: np.ndarray,
     inverses: np.ndarray,
-    random: np.ndarray | None,
+    random: np.ndarray,
     codes: np.ndarray,
     error: np.ndarray | None,
 ) -> bool:
-    """Write the codes of float32 values, and values - codes * scales to `error`. random: of int8, to round them."""
-    if not _usable(values, scales, inverses, codes, *(each for each in (random, error) if each is not None)):
+    """Write the codes of float32 values, and values - codes * scales to `error`. random: 0 to 1, to round them."""
+    if not _usable(values, scales, inverses, random, codes, *(() if error is None else (error,))):
         return False
     size, blocks = values.size, -(-values.size // block)
     factors = _pointer(scales, FLOAT32, blocks), _pointer(inverses, FLOAT32, blocks)
-    drawn = [_pointer(random, FLOAT32, size)] if kind == "int8" else []
-    written = _pointer(codes, CODES[kind], size, True), error if error is None else _pointer(error, FLOAT32, size, True)
-    return _run(f"encode_{kind}", _pointer(values, FLOAT32, size), size, block, *factors, *drawn, *written)
+    sources = _pointer(values, FLOAT32, size), size, block, *factors, _pointer(random, FLOAT32, size)
+    written = _pointer(codes, INT8, size, True), error if error is None else _pointer(error, FLOAT32, size, True)
+    return _run("encode", *sources, *written)
 
 
-def decode(kind: str, codes: np.ndarray, block: int, scales: np.ndarray, out: np.ndarray, adds: bool = False) -> bool:
+def decode(codes: np.ndarray, block: int, scales: np.ndarray, out: np.ndarray, adds: bool = False) -> bool:
     """Write the values of codes, code * scale, to float32 `out`. adds: add them."""
     if not _usable(codes, scales, out):
         return False
     size, blocks = codes.size, -(-codes.size // block)
-    sources = _pointer(codes, CODES[kind], size), size, block, _pointer(scales, FLOAT32, blocks)
-    return _run(f"{'add' if adds else 'decode'}_{kind}", *sources, _pointer(out, FLOAT32, size, True))
+    sources = _pointer(codes, INT8, size), size, block, _pointer(scales, FLOAT32, blocks)
+    return _run("add_decoded" if adds else "decode", *sources, _pointer(out, FLOAT32, size, True))
 
 
 # Sums in fixed point. edges: int64: where blocks of at most 256 elements begin, and where the last one ends.
@@ -129,18 +136,16 @@ def add_integers(
     edges: np.ndarray,
     factors: np.ndarray,
     rests: np.ndarray,
-    finite: bool,
     out: np.ndarray,
 ) -> bool:
-    """Write the sums of the terms times their block's factor and rest, each rounded to an integer. finite: False:
-    infinities and NaN count as zeros."""
+    """Write the sums of the terms times their block's factor and rest, each rounded to an integer."""
     if not len(terms) or terms[0].dtype not in FIXED or not _usable(*terms, edges, factors, rests, out):
         return False
     size, dtype, blocks = terms[0].size, terms[0].dtype, edges.size - 1
     sources, ends = _pointers(terms, dtype, size), _pointer(edges, INT64, blocks + 1)
     scales = _pointer(factors, FLOAT64, blocks), _pointer(rests, FLOAT64, blocks)
     written = _pointer(out, FIXED[dtype][1], size, True)
-    return _run(f"fixed_add_{dtype}", sources, len(terms), size, ends, blocks, *scales, finite, written)
+    return _run(f"fixed_add_{dtype}", sources, len(terms), size, ends, blocks, *scales, written)
 
 
 def finish(integers: np.ndarray, edges: np.ndarray, factors: np.ndarray, divisor: int, out: np.ndarray) -> bool:

@@ -19,9 +19,9 @@ KERNEL int NAME(fixed_exponents)(const TYPE *const *terms, size_t count, size_t 
     return 1;
 }
 
-/* Write the sums of the terms times factors[b] * rests[b], each rounded to an integer. finite: whether all terms are. */
+/* Write the sums of the terms times factors[b] * rests[b], each rounded to an integer. */
 KERNEL int NAME(fixed_add)(const TYPE *const *terms, size_t count, size_t size, const int64_t *edges, size_t blocks,
-                           const double *factors, const double *rests, size_t finite, CARRIER *out)
+                           const double *factors, const double *rests, CARRIER *out)
 {
     WIDE room[SHARED];
     for (size_t b = 0; b < blocks; b++) {
@@ -30,12 +30,10 @@ KERNEL int NAME(fixed_add)(const TYPE *const *terms, size_t count, size_t size, 
         size_t start = (size_t)edges[b], length = (size_t)edges[b + 1] - start;
         for (size_t term = 0; term < count; term++) {
             const WIDE *values = READ(terms[term] + start, length, room);
-            if (finite && term == 0)
+            if (term == 0)
                 ROUND(values, length, factors[b], rests[b], 1, 1, out + start);
-            else if (finite)
-                ROUND(values, length, factors[b], rests[b], 0, 1, out + start);
             else
-                ROUND(values, length, factors[b], rests[b], term == 0, 0, out + start);
+                ROUND(values, length, factors[b], rests[b], 0, 1, out + start);
         }
     }
     return 1;

@@ -218,8 +218,8 @@ INLINE float floor_of(float value) /* of a number of at most 31 bits; a NaN beco
 }
 
 /* codes = floor(values / scales + random), and error = values - codes * scales unless it is null. */
-KERNEL void encode_int8(const float *values, size_t size, size_t block, const float *scales, const float *inverses,
-                        const float *random, int8_t *codes, float *error)
+KERNEL void encode(const float *values, size_t size, size_t block, const float *scales, const float *inverses,
+                   const float *random, int8_t *codes, float *error)
 {
     for (size_t start = 0; start < size; start += block, scales++, inverses++) {
         size_t length = size - start < block ? size - start : block;
@@ -240,64 +240,24 @@ KERNEL void encode_int8(const float *values, size_t size, size_t block, const fl
     }
 }
 
-/* float8_e4m3fn: 4 bits of exponent, 3 of fraction, no infinity; subnormal numbers are multiples of 2^-9. */
-
-INLINE float from_float8(uint8_t code)
+KERNEL void decode(const int8_t *codes, size_t size, size_t block, const float *scales, float *out)
 {
-    uint32_t magnitude = code & 0x7f, sign = (uint32_t)(code & 0x80) << 24;
-    uint32_t normal = (magnitude << 20) + (120u << 23), subnormal = bits_of((float)(int32_t)magnitude * 0x1p-9f);
-    uint32_t bits = magnitude < 8 ? subnormal : magnitude == 0x7f ? 0x7fc00000 : normal;
-    return float_of(bits | sign);
-}
-
-INLINE uint8_t to_float8(float value)
-{
-    uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff;
-    uint32_t normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120u << 3);
-    uint32_t subnormal = bits_of(float_of(magnitude) + 0x1p14f) - bits_of(0x1p14f);
-    uint32_t code = magnitude < 121u << 23 ? subnormal : normal;
-    code = magnitude > 0x43e80000 ? 0x7f : code; /* above 464, and NaN */
-    return (uint8_t)(code | (bits >> 24 & 0x80));
-}
-
-/* codes = values / scales, rounded to nearest, and error = values - codes * scales unless it is null. */
-KERNEL void encode_float8(const float *values, size_t size, size_t block, const float *scales, const float *inverses,
-                          uint8_t *codes, float *error)
-{
-    for (size_t start = 0; start < size; start += block, scales++, inverses++) {
+    for (size_t start = 0; start < size; start += block, scales++) {
         size_t length = size - start < block ? size - start : block;
-        float scale = *scales, inverse = *inverses;
-        for (size_t from = start; from < start + length; from += BLOCK) {
-            size_t stop = start + length - from < BLOCK ? start + length : from + BLOCK;
-            for (size_t i = from; i < stop; i++)
-                codes[i] = to_float8(values[i] * inverse);
-            if (error)
-                for (size_t i = from; i < stop; i++)
-                    error[i] = values[i] - from_float8(codes[i]) * scale;
-        }
+        float scale = *scales;
+        for (size_t i = 0; i < length; i++)
+            out[start + i] = (float)codes[start + i] * scale;
     }
 }
 
-#define DECODE(name, type, from)                                                                               \
-    KERNEL void decode_##name(const type *codes, size_t size, size_t block, const float *scales, float *out)   \
-    {                                                                                                          \
-        for (size_t start = 0; start < size; start += block, scales++) {                                       \
-            size_t length = size - start < block ? size - start : block;                                       \
-            float scale = *scales;                                                                             \
-            for (size_t i = 0; i < length; i++)                                                                \
-                out[start + i] = from(codes[start + i]) * scale;                                               \
-        }                                                                                                      \
-    }                                                                                                          \
-    KERNEL void add_##name(const type *codes, size_t size, size_t block, const float *scales, float *total)    \
-    {                                                                                                          \
-        for (size_t start = 0; start < size; start += block, scales++) {                                       \
-            size_t length = size - start < block ? size - start : block;                                       \
-            float scale = *scales;                                                                             \
-            for (size_t i = 0; i < length; i++)                                                                \
-                total[start + i] = total[start + i] + from(codes[start + i]) * scale;                          \
-        }                                                                                                      \
+KERNEL void add_decoded(const int8_t *codes, size_t size, size_t block, const float *scales, float *total)
+{
+    for (size_t start = 0; start < size; start += block, scales++) {
+        size_t length = size - start < block ? size - start : block;
+        float scale = *scales;
+        for (size_t i = 0; i < length; i++)
+            total[start + i] = total[start + i] + (float)codes[start + i] * scale;
     }
-DECODE(int8, int8_t, (float))
-DECODE(float8, uint8_t, from_float8)
+}
 
-int version(void) { return 7; } /* of these functions and their arguments: see __init__.py */
+int version(void) { return 9; } /* of these functions and their arguments: see __init__.py */

@@ -113,7 +113,7 @@ class Options:
         that must: dist.new_group() without pg_options.
     compress_from: elements of the shortest tensor that is compressed; of a reduce_scatter, of all its inputs.
 
-    Error feedback ("int8", "float8", "powersgd:4") is kept for a tensor that an all_reduce gets again, from its second
+    Error feedback ("int8", "powersgd:4") is kept for a tensor that an all_reduce gets again, from its second
     call on, and ends with the tensor. DDP's buckets are such tensors. There is none for the tensors of reduce_scatter:
     FSDP makes new ones in each step. "powersgd:4" needs `describe(ddp_model)`.
 

@@ -22,7 +22,7 @@ from benchmarks.lib.columns import columns
 from benchmarks.lib.outputs import Screen
 
 NONE, EXACT = "none", "exact"
-METHODS = (NONE, "bfloat16", "float16", "int8", "float8", "powersgd:4", EXACT)
+METHODS = (NONE, "bfloat16", "float16", "int8", "powersgd:4", EXACT)
 WIDTH = 2048  # of a dense layer: its gradients are a matrix of at most WIDTH rows
 BATCH = 32  # rows from which a rank has its gradients
 CALLS = 10  # calls with the same gradients, whose mean result is compared

@@ -2,7 +2,7 @@
 
 A method is written as parts with "+" between them:
 
-    none, bfloat16, int8, float8, powersgd:4, auto    MirroredOptimizer(compress=...)
+    none, bfloat16, int8, powersgd:4, auto            MirroredOptimizer(compress=...)
     sync:50, diloco:50                                MirroredOptimizer(average=LocalSGD(50)), outer="diloco"
     sync:50+int8, diloco:50+streamed                  with compressed averages; with fragments that are sent meanwhile
     ddp, ddp+fp16, ddp+powersgd:4, ddp+postlocal:50   DistributedDataParallel with gloo, and PyTorch's own hooks
@@ -47,7 +47,7 @@ from trainers.pytorch import MirroredOptimizer
 
 PLAIN, PEER = "none", "ddp"
 METHODS = (
-    PLAIN, "bfloat16", "int8", "float8", "powersgd:4",
+    PLAIN, "bfloat16", "int8", "powersgd:4",
     "sync:10", "sync:10+streamed", "sync:10+int8", "sync:50", "sync:50+streamed", "sync:50+int8",
     "diloco:10", "diloco:10+streamed", "diloco:50", "diloco:50+streamed", "diloco:50+int8",
     PEER, "ddp+fp16", "ddp+powersgd:4", "ddp+postlocal:10", "ddp+postlocal:50",

@@ -1,12 +1,10 @@
 """Casts and sums by way of the accumulator's dtype, with the C library and without it."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from allreduce import kernels
-from allreduce.arrays import by_torch, casts, dtypes, ops
+from allreduce.arrays import casts, dtypes, ops
 from allreduce.arrays.workspace import Workspace
 
 DTYPES = [dtypes.FLOAT16, dtypes.BFLOAT16, np.dtype(np.float32), np.dtype(np.int32)]
@@ -18,27 +16,10 @@ def _by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(kernels, "_function", lambda name: None)
 
 
-@pytest.fixture(params=["NumPy alone", "PyTorch", "PyTorch's threads", "flushed subnormal numbers"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """How 16-bit floats are summed without C."""
-    monkeypatch.setattr(kernels, "_function", lambda name: None)
-    if request.param == "NumPy alone":
-        monkeypatch.setattr(by_torch, "imported", lambda: None)
-        yield request.param
-        return
-    torch = pytest.importorskip("torch")
-    if request.param == "PyTorch's threads":
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    if not torch.set_flush_denormal(request.param.startswith("flushed")):
-        pytest.skip("this processor can't flush subnormal numbers")
-    yield request.param
-    torch.set_flush_denormal(False)
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
 @pytest.mark.parametrize("dtype", [dtypes.FLOAT16, dtypes.BFLOAT16], ids=str)
-def test_sums_of_every_16_bit_float(dtype: np.dtype, op: str, ranks: int, way: str) -> None:
+def test_sums_of_every_16_bit_float(dtype: np.dtype, op: str, ranks: int) -> None:
     """All numbers with others; arrays of subnormal, small, finite and all numbers. The last piece is shorter."""
     every = np.tile(np.arange(2**16, dtype=np.uint16), 3)[:-5]
     terms = [every, *(np.roll(every * (2 * each + 3) + each, each) for each in range(1, ranks))]

@@ -59,7 +59,7 @@ class Options:
         averaged parameters, and raise errors of any rank (CheckGradients; with SkipNotFinite a rank leaves out its
         own step). A closure's loss is this rank's. After a failure the remaining ranks go back to the last average,
         with rank 0's inner state. On the CPU, with update="replicated". `steps` counts this rank's.
-    compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "float8", "powersgd:4", or an object of
+    compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "powersgd:4", or an object of
         options (see allreduce.create). Parameters and sparse gradients are not compressed. The values that a rank has
         not sent (its error feedback) are added to its next gradients. They differ between ranks, so state_dict() lacks
         them: each rank may save `optimizer.backend.state()`, and load it by `optimizer.backend.load_state`. It

@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from allreduce import kernels
 from allreduce.algorithm import Algorithm, Context, TwoPhase, Work
 from allreduce.arrays.compression import LONG
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.parts import Part
 from allreduce.call.call import Call
+from allreduce.errors import UnavailableError
 from allreduce.memory.allocations import Slice
+from allreduce.transport.control import raise_together
 
 
 class Compressed(TwoPhase):
@@ -113,6 +116,12 @@ class Compressed(TwoPhase):
         super().close()
 
     # For subclasses
+
+    def check_kernels(self, given: str) -> None:
+        """Raise UnavailableError on all ranks if one of them has no C library. Collective. given: what needs it."""
+        remedy = "install a C compiler, then allreduce again (pip install -e .)"
+        text = f"{given} needs the C library, and arrays are computed by {kernels.status()}: {remedy}"
+        raise_together(self.comm, None if kernels.status() == "C" else UnavailableError(text))
 
     def from_inner(self, length: int, dtype: np.dtype, device: str = "cpu") -> Any:
         """Return scratch memory from the inner algorithm, 1-D. A later call gets the same. Collective when it grows."""

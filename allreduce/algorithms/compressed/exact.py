@@ -38,7 +38,7 @@ class Exact(Compressed):
     A call costs two all-reduces: of the exponents, a byte for BLOCK elements (float64: 4 bytes), and of the integers,
     8 bytes an element; and three passes over the array. Memory: 8 bytes an element of the longest array, allocated by
     the inner algorithm and reused. Where all ranks reach the arrays of all others, each rank sums some blocks in one
-    pass, without integers in memory (the C library does).
+    pass, without integers in memory.
 
     "max" and "min" of floats give +0 for zeros of either sign, and one bit pattern for NaN. "prod" of floats raises
     UnsupportedOpError: its bits would depend on the order. Arrays of a tree have the bits that they have alone.
@@ -53,6 +53,7 @@ class Exact(Compressed):
 
     def __init__(self, context: Context, *, inner: Algorithm) -> None:
         super().__init__(context, inner=inner)
+        self.check_kernels("exact=True")
         self.sums_half = True  # as float64
         self.lossless = self
         self.terms: Sequence[Any] = ()  # of the running sum_terms
@@ -81,12 +82,12 @@ class Exact(Compressed):
 
         def run(buffer: Any) -> None:
             edges = self._edges_of(buffer.size, self.find(buffer))
+            terms = [np.require(gpu.on_host(term), requirements="A") for term in self.terms]
             if call.memory == GPU:
-                terms = [term.get() for term in self.terms]
                 add_up = partial(self._add_up, terms, count, op, edges=edges)
                 self.context.stage(buffer, slice(0), add_up, slice(None))
             else:
-                self._add_up(self.terms, count, op, buffer, edges, scatters)
+                self._add_up(terms, count, op, buffer, edges, scatters)
 
         return Work(run, place=self.place)
 
@@ -134,19 +135,18 @@ class Exact(Compressed):
             return
         form, mean = FORMATS[out.dtype], op.name == "mean"
         largest = self._largest(fixed_point.exponents(terms, edges, form), len(terms), count)
-        special = fixed_point.special(terms, largest, edges, form)
-        if special is not None:
-            packed = special.packed()
-            self._combine(packed, "max")
-            special = special.unpacked(packed)
-            largest[special.blocks] = special.exponents
+        marks = None
+        if (largest == form.not_finite).any():
+            terms, marks = fixed_point.without_marks(terms, out.size, form)
+            self._combine(marks, "sum")
+            largest = self._largest(fixed_point.exponents(terms, edges, form), len(terms), count)
         integers = self.from_inner(out.size, form.carrier)
-        fixed_point.add(terms, largest, count, edges, form, integers, finite=special is None)
+        fixed_point.add(terms, largest, count, edges, form, integers)
 
         def finish(part: slice) -> None:
             fixed_point.finish(integers, largest, count, mean, edges, form, out, part)
-            if special is not None:
-                fixed_point.finish_special(special, out, part)
+            if marks is not None:
+                fixed_point.write_marks(marks, out, part)
 
         if (integers.nbytes >= ONE_CALL_BYTES or scatters) and self.size > 1 and isinstance(self.inner, TwoPhase):
             self.inner.reduce_scatter(integers, ops.OPS["sum"])
@@ -158,7 +158,7 @@ class Exact(Compressed):
         finish(slice(0, out.size))
 
     def _combine(self, array: np.ndarray, op: str) -> None:
-        """Reduce an array of integers by the inner backend. Collective."""
+        """Reduce an array by the inner algorithm. Collective."""
         if self.size > 1:
             self.inner.reduce(array, ops.resolve(op, array.dtype, self.size))
 

@@ -41,14 +41,15 @@ class EightBits(Compressed):
     float64 arrays are sent as float32 would be.
 
     Differences from G. Wang et al.: ZeRO++, 2023: codes of 8 bits both ways and in one step, error feedback, and
-    stochastic rounding ("int8") or a floating-point format ("float8"). From Karimireddy: the owner's error as well.
+    stochastic rounding. From Karimireddy: the owner's error as well.
     Bytes sent per rank: S / 2 (n - 1) / n of float32 arrays, and a float32 for each block.
     """
 
     def __init__(self, context: Context, *, inner: Algorithm, options: Quantized) -> None:
         super().__init__(context, inner=inner)
+        self.check_kernels(f"compress={str(options)!r}")
         self.options = options
-        self._quantizer = quantize.KINDS[options.dtype](options.block_size)
+        self._quantizer = quantize.Quantizer(options.block_size)
         self._step = max(SEGMENT // options.block_size, 1) * options.block_size
         self._calls = 0  # calls with arrays that have no state
         self._transfer = Transfer(self.comm, self.workspace, context.tag)

@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import Part, errors
+from allreduce import Part, errors, kernels
 from allreduce.arrays.fixed_point import BLOCK
 from tests.ranks.grid import numpy_dtype
 from tests.ranks.together import raised_everywhere, usable
@@ -112,6 +112,27 @@ def test_special_values(name: str, dtype: str, flat: allreduce.Topology) -> None
                 array[:5] = [-0.0 if first else 0.0, -0.0, np.nan if last else 5, RANK, -RANK]
                 reduce(array, op)
                 assert array[:5].tobytes() == np.array([0, 0, np.nan, *ends], array.dtype).tobytes()
+
+
+def test_ranks_without_the_c_library(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank lacks it, and all ranks are refused."""
+    if RANK == SIZE - 1:
+        monkeypatch.setattr(kernels, "status", lambda: "NumPy (a reason)")
+    for given in ({"exact": True}, {"compress": "int8"}):
+        for name in ("ring", "hierarchical_copy"):
+            create = partial(allreduce.create, name, flat, **given)  # type: ignore[arg-type]
+            text = raised_everywhere(WORLD, errors.UnavailableError, create)
+            assert "needs the C library" in text
+            assert "a reason" in text
+
+
+def test_terms_that_are_not_aligned(flat: allreduce.Topology) -> None:
+    with allreduce.create("ring", flat, exact=True) as reduce:
+        term = np.zeros(4 * 700 + 1, np.uint8)[1:].view(np.float32)
+        term[:] = RANK + 0.5
+        out = np.empty(700, np.float32)
+        reduce.sum_terms([term], out, "sum", SIZE)
+        assert (out == sum(rank + 0.5 for rank in range(SIZE))).all()
 
 
 def test_bad_input(flat: allreduce.Topology) -> None:

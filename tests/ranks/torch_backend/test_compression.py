@@ -25,7 +25,7 @@ def several() -> bool:
     return dist.get_world_size() > 1
 
 
-@pytest.fixture(params=["float8", "bfloat16"])
+@pytest.fixture(params=["int8", "bfloat16"])
 def compress(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -106,9 +106,9 @@ def test_all_other_values_are_exact(group: Any) -> None:
     assert torch.equal(copied, expected)
 
 
-@pytest.mark.parametrize("compress", ["float8"])
+@pytest.mark.parametrize("compress", ["int8"])
 def test_a_tensor_that_is_reduced_again_has_error_feedback(group: Any) -> None:
-    """The sum of ten results is as near to the exact one as a single result; new tensors repeat their error."""
+    """The sum of ten results is as near to the exact one as a single result; the errors of new tensors add up."""
     exact, steps = summed(mine()), 10
     for kept in (torch.empty(LONG), None):
         total = torch.zeros(LONG, dtype=torch.float64)
@@ -120,10 +120,10 @@ def test_a_tensor_that_is_reduced_again_has_error_feedback(group: Any) -> None:
             single = error(tensor, exact)
             del tensor
         several_times = error(total, steps * exact)
-        assert several_times <= single / 3 if kept is not None else several_times >= 0.9 * single
+        assert several_times <= single / 5 if kept is not None else several_times >= single / 4
 
 
-@pytest.mark.parametrize("compress", ["float8"])
+@pytest.mark.parametrize("compress", ["int8"])
 def test_error_feedback_ends_with_its_tensor_and_with_reset_compression(group: Any) -> None:
     tensor, address = mine(), 0
     for begin in ("a new tensor", "reset_compression"):
@@ -165,7 +165,7 @@ def train(group: Any, described: bool, steps: int = 6) -> tuple[torch.Tensor, Di
     return torch.cat([each.detach().reshape(-1) for each in model.parameters()]), model
 
 
-@pytest.mark.parametrize(("compress", "described"), [("bfloat16", False), ("int8", False), ("float8", True)])
+@pytest.mark.parametrize(("compress", "described"), [("bfloat16", False), ("int8", False), ("int8", True)])
 def test_ddp_trains_through_the_compression(group: Any, described: bool) -> None:
     begin = torch.cat([each.detach().reshape(-1) for each in Model().parameters()])
     exact, _ = train(None, described)
@@ -216,7 +216,7 @@ def test_the_parts_of_a_bucket_in_channels_last_lie_as_in_memory() -> None:
 def test_bad_options_are_refused_at_once() -> None:
     for options, text in (
         ({"compress": "itn8"}, "compress='itn8' is unknown; did you mean 'int8'?"),
-        ({"settings": {"compress": "float8"}}, "give Options(compress=...)"),
+        ({"settings": {"compress": "float16"}}, "give Options(compress=...)"),
         ({"compress": "int8", "compress_from": -1}, "compress_from=-1: give a number of elements"),
     ):
         with pytest.raises(OptionError) as caught:
@@ -229,7 +229,7 @@ def test_bad_options_are_refused_at_once() -> None:
 
 def test_different_compressions_are_one_error_on_all_ranks() -> None:
     if several():
-        for options in ({"compress": None}, {"compress": "float8"}, {"compress": "int8", "compress_from": 7}):
+        for options in ({"compress": None}, {"compress": "float16"}, {"compress": "int8", "compress_from": 7}):
             given = Options(**({"compress": "int8"} if dist.get_rank() else options))
             create = functools.partial(dist.new_group, pg_options=given)
             text = raised_everywhere(MPI.COMM_WORLD, DisagreementError, create)

@@ -46,7 +46,7 @@ def crash(trainer: MirroredTrainer) -> None:
 
 
 @several
-@pytest.mark.parametrize("compress", ["bfloat16", "int8", "float8", "powersgd:4"])
+@pytest.mark.parametrize("compress", ["bfloat16", "int8", "powersgd:4"])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_the_loss_falls_as_without_compression(compress: str, update: str, flat: allreduce.Topology) -> None:
     with trainer_of(flat, update=update) as plain:
@@ -118,6 +118,6 @@ def test_fewer_ranks_begin_without_error_feedback(
 
 @several
 def test_ranks_that_compress_differently(flat: allreduce.Topology) -> None:
-    text = raised(errors.DisagreementError, lambda: trainer_of(flat, compress="int8" if rank else "float8"))
+    text = raised(errors.DisagreementError, lambda: trainer_of(flat, compress="int8" if rank else "float16"))
     assert "int8" in text, text
-    assert "float8" in text, text
+    assert "float16" in text, text
