@@ -448,10 +448,6 @@ class Fit:
         self.batches.learn(self.progress.step + steps, round(rows))
         self.stopped, self._asked, self._differ = bool(stop), bool(save), alike.differ(marks)
 
-    def idle(self) -> None:
-        """Call idle of the callbacks: one of them may ask to stop. Local."""
-        self.keep_error(self.callbacks.idle)
-
     def discard_if_unusable(self, gradients: Any, replica: Replica) -> bool:
         """Whether a callback discards these gradients; if so, undo the batch. For strategies whose ranks do not take
         steps together. May raise any exception.

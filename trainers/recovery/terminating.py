@@ -116,7 +116,7 @@ class Terminating(Callback):
         if self.here:
             self.trainer.stop_training = True
 
-    on_train_begin = on_epoch_end = idle = _end_fit
+    on_train_begin = on_epoch_end = _end_fit
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         if not self._stepped:

@@ -101,10 +101,6 @@ class Callback:
     def between_steps(self, epoch: int, batch: int) -> None:
         """Called after all ranks have taken a step."""
 
-    def idle(self) -> None:
-        """Called again and again on a rank of asynchronous servers while it computes no batch, because it waits for its
-        turn or gets no rows. Local."""
-
     def unusable(self, gradients: Any) -> bool:
         """Return True to discard this rank's gradients; called if ranks do not take steps together. Local."""
         return False
@@ -243,7 +239,6 @@ class Callbacks:
         self.asks = any(not _agrees(each) for each in self._before_update)
         self.inspects = bool(self._before_update)  # gradients must wait for it
         self.between_steps, self._unusable = self._with("between_steps"), self._with("unusable")
-        self._idle = self._with("idle")
         self._collective = [at for at, each in enumerate(self._all) if getattr(each, "collective", False)]
         self.collective = [type(self._all[at]).__name__ for at in self._collective]
         self.read_batches = any(getattr(each, "reads_batches", True) for each in self._batch_end)
@@ -347,10 +342,6 @@ class Callbacks:
         for callback in self._before_update:  # all of them, since some communicate
             leaves_out |= bool(callback.before_update(epoch, batch))
         return leaves_out
-
-    def idle(self) -> None:
-        for callback in self._idle:
-            callback.idle()
 
     def unusable(self, gradients: Any) -> bool:
         return any(callback.unusable(gradients) for callback in self._unusable)

@@ -393,13 +393,11 @@ class AsynchronousServers(ServerStrategy):
         if self.group.rank == self.servers[0]:
             dealer = self._dealer(run.batches, number)
 
-        def halts() -> bool:
-            run.idle()
-            return self._halt(run) != 0
-
         more = 4 * self.parts * len(everyone) if run.batches.streams else 0  # a worker has at most two parts
         apply = partial(self._apply, run)
-        policy = Asynchronous(self._shard, self._options, dealer, apply, halts, self._ledger, more)
+        policy = Asynchronous(
+            self._shard, self._options, dealer, apply, lambda: self._halt(run) != 0, self._ledger, more
+        )
         Server(self._mailbox, self._shard).serve(policy, everyone)
         self._ledger.cut_short = dealer is not None and dealer.cut_short
 
@@ -443,10 +441,8 @@ class AsynchronousServers(ServerStrategy):
             if worker.dealt.kind == WORK:
                 rows.prepare(worker.dealt.step)
 
-        run.idle()
         fetch()
         while worker.meet(self._halt(run) != 0).kind != END:
-            run.idle()
             part = worker.dealt.step
             versions = [] if client is None else client.copy_parameters(self._parameters)
             worker.share_parameters()
