@@ -174,16 +174,30 @@ def mpirun() -> JobRunner:
     return run
 
 
-CommandLine = tuple[str, list[str], str]  # module, arguments, folder to run in
+Program = tuple[str | Path, list[str], str | Path]  # a module with a function `main`, or a file; arguments; folder
 
 
-def in_one_job(ranks: int, lines: list[CommandLine], folder: Path, **job: Any) -> list[list[dict[str, Any]]]:
-    """Return, for each command line, the output of every rank and its exit code; see command_runs.py."""
+def in_one_job(
+    ranks: int, programs: Sequence[Program], folder: Path, *, whole: bool = True, **job: Any
+) -> list[list[dict[str, Any]]]:
+    """Run programs in turn; return, for each program and rank, its "code", "stdout" and "stderr" (see one_job.py).
+
+    whole: a program that ends the job is an error; else it, and those after it, have the code None.
+    """
     given, found = folder / "cases", folder / "outcomes"
-    given.write_text(json.dumps(lines))
+    given.write_text(json.dumps(programs, default=str))
+    found.mkdir()
     try:
-        ended = launch.mpirun(ranks, ["-m", "tests.command_runs", given, found], **job)
+        ended = launch.mpirun(ranks, ["-m", "tests.one_job", given, found], **job)
     except launch.MissingEnvironmentError as error:
         lacking(error)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(found.read_text())  # type: ignore[no-any-return]
+
+    def outcome(number: int, rank: int) -> dict[str, Any]:
+        paths = [found / f"{number}.{rank}.{kind}" for kind in ("out", "err", "code")]
+        out, err, code = (path.read_text(errors="replace") if path.exists() else "" for path in paths)
+        return {"code": json.loads(code or "null"), "stdout": out, "stderr": err}
+
+    outcomes = [[outcome(number, rank) for rank in range(ranks)] for number in range(len(programs))]
+    complete = all(rank["code"] is not None for each in outcomes for rank in each)
+    assert ended.returncode == 0 or not (whole or complete), ended.stderr + str(outcomes)
+    return outcomes

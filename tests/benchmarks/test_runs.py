@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.lib.results import load
 from tests import launch
-from tests.conftest import JobRunner, in_one_job, lacking
+from tests.conftest import JobRunner, Program, in_one_job, lacking
 
 pytestmark = pytest.mark.jobs
 QUICK = ["-n", "3", "-w", "1"]
@@ -47,51 +47,6 @@ def test_every_backend_and_every_output(mpirun: JobRunner, tmp_path: Path, quiet
     found = [(row["backend"], row["type"], row["ranks"], float(row["time_us"])) for row in table]
     assert found == [(result.backend, "float32", "2", result.time_us) for result in run.results]
     assert sorted(tmp_path.iterdir()) == sorted(files.values())
-
-
-@pytest.fixture
-def spoilt() -> str:
-    """The beginning of a script: native spoils one element of its result on one rank."""
-    return (
-        "import sys\nfrom allreduce import Work\nfrom allreduce.algorithms.native import Native\n"
-        "def spoiling(self, call, op):\n"
-        "    def spoil(buffer):\n"
-        "        self.reduce(buffer, op)\n"
-        "        buffer[buffer.size // 2] += self.rank == 1\n"
-        "    return Work(spoil)\n"
-        "Native.work = spoiling\n"
-    )
-
-
-def test_wrong_results_are_counted_and_fail_the_run(
-    mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str], spoilt: str
-) -> None:
-    script = tmp_path / "spoilt.py"
-    script.write_text(f"{spoilt}from benchmarks import bandwidth\nsys.exit(bandwidth.main())\n")
-    job = mpirun(2, [script, *QUICK, "-b", "1K", "-e", "1K", "--backends", "native,ring"], env=quiet)
-    assert job.returncode == 1
-    assert "# Out of bounds values : 2 FAILED" in job.stdout
-    assert "WRONG RESULTS: native, foreign arrays, 1 KiB: 1 elements" in job.stdout
-    assert "WRONG RESULTS: ring" not in job.stdout
-    assert 'Do not use "native" here' in job.stdout
-
-
-def test_an_output_that_fails_at_the_end_leaves_the_others(
-    mpirun: JobRunner, tmp_path: Path, quiet: dict[str, str]
-) -> None:
-    """Only rank 0 gets the error, after the measurement; no rank hangs, and the other outputs are written."""
-    script = tmp_path / "full.py"
-    script.write_text(
-        "import sys\nfrom benchmarks import bandwidth\n"
-        "def full(run, *said):\n    raise OSError(28, 'No space left on device')\n"
-        "bandwidth.to_json = full\nsys.exit(bandwidth.main())\n"
-    )
-    outputs = ["--json", "run.json", "--csv", "run.csv"]
-    job = mpirun(2, [script, *QUICK, "-b", "8", "-e", "8", "--backends", "native", *outputs], env=quiet, cwd=tmp_path)
-    assert job.returncode == 2, job.stderr
-    assert "--json run.json was not written: OSError: [Errno 28] No space left on device" in job.stderr
-    assert job.stderr.count("error: ") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full.py", "run.csv"]
 
 
 def test_ctrl_c_on_one_rank(tmp_path: Path, quiet: dict[str, str]) -> None:
@@ -153,7 +108,33 @@ RUNS = (
     "latency -e 2K -f 64 --turns 1 --json run.json",
     "bandwidth -b 4 -e 256K -f 256 --json run.json",
     "bandwidth --ranks-per-node 1,1 -d double -o avg -b 8K -e 8K --json run.json",
+    "full.py -b 8 -e 8 --backends native --json run.json --csv run.csv",
+    "spoilt.py -b 1K -e 1K --backends native,ring",
 )
+SCRIPTS = {
+    "full.py": """
+import sys
+from unittest import mock
+from benchmarks import bandwidth
+with mock.patch.object(bandwidth, "to_json", side_effect=OSError(28, "No space left on device")):
+    sys.exit(bandwidth.main())
+""",
+    # native spoils one element of its result on one rank
+    "spoilt.py": """
+import sys
+from unittest import mock
+from allreduce import Work
+from allreduce.algorithms.native import Native
+from benchmarks import bandwidth
+def spoiling(self, call, op):
+    def spoil(buffer):
+        self.reduce(buffer, op)
+        buffer[buffer.size // 2] += self.rank == 1
+    return Work(spoil)
+with mock.patch.object(Native, "work", spoiling):
+    sys.exit(bandwidth.main())
+""",
+}
 NOTES = '{"mine": 1}'
 
 
@@ -174,11 +155,14 @@ class Outcomes:
             for folder in folders:
                 folder.mkdir(parents=True)
                 (folder / "notes.json").write_text(NOTES)
-            cases = []
+            for name, text in SCRIPTS.items():
+                (here / name).write_text(text)
+            cases: list[Program] = []
             for line, folder in zip(lines, folders, strict=True):
-                module, *options = line.split()
-                quick = {"bandwidth": QUICK, "tune": QUICK[:2]}.get(module, [])
-                cases.append((f"benchmarks.{module}", [*quick, *options], str(folder)))
+                program, *options = line.split()
+                quick = {"bandwidth": QUICK, "tune": QUICK[:2], **dict.fromkeys(SCRIPTS, QUICK)}.get(program, [])
+                where = here / program if program in SCRIPTS else f"benchmarks.{program}"
+                cases.append((where, [*quick, *options], folder))
             for line, folder, outcome in zip(lines, folders, in_one_job(ranks, cases, here, **job), strict=True):
                 self._found[ranks, line] = folder, outcome
         return self._found[ranks, wanted]
@@ -255,6 +239,25 @@ def test_simulated_nodes(outcomes: Outcomes, quiet: dict[str, str]) -> None:
     assert run.machine["memory_gbs"] > 0
     assert "network_gbs" not in run.machine  # simulated nodes have none
     assert {result.wrong for result in run.results} == {0}
+
+
+def test_an_output_that_fails_at_the_end_leaves_the_others(outcomes: Outcomes, quiet: dict[str, str]) -> None:
+    """Only rank 0 gets the error, after the measurement; no rank hangs, and the other outputs are written."""
+    folder, ranks = outcomes.of(2, RUNS[3], RUNS, env=quiet)
+    told = "".join(rank["stderr"] for rank in ranks)
+    assert [rank["code"] for rank in ranks] == [2, 2], told
+    assert "--json run.json was not written: OSError: [Errno 28] No space left on device" in told
+    assert told.count("error: ") == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.json", "run.csv"]
+
+
+def test_wrong_results_are_counted_and_fail_the_run(outcomes: Outcomes, quiet: dict[str, str]) -> None:
+    _, (rank, other) = outcomes.of(2, RUNS[4], RUNS, env=quiet)
+    assert [rank["code"], other["code"]] == [1, 1], rank["stderr"]
+    assert "# Out of bounds values : 2 FAILED" in rank["stdout"]
+    assert "WRONG RESULTS: native, foreign arrays, 1 KiB: 1 elements" in rank["stdout"]
+    assert "WRONG RESULTS: ring" not in rank["stdout"]
+    assert 'Do not use "native" here' in rank["stdout"]
 
 
 def test_one_rank_works_and_says_that_it_means_nothing(outcomes: Outcomes, quiet: dict[str, str]) -> None:

@@ -80,17 +80,6 @@ def test_every_run_of_a_number_is_the_same_and_leaves_somebody() -> None:
     assert {fault.kind for plan in drawn for fault in plan.faults} == {"kill", *drawing.OTHERS}
 
 
-@pytest.mark.parametrize("way", [drawing.SEVERAL, drawing.HOST])
-def test_several_losses_and_the_loss_of_a_host_are_drawn(way: str) -> None:
-    for plan in (drawing.draw(number, way=way) for number in range(300)):
-        assert plan == plans.Plan.of_dict(json.loads(json.dumps(plan.as_dict())))
-        lost = {fault.rank for fault in plan.faults if fault.kind in plans.LOSSES}
-        assert 0 < len(lost) < plan.ranks
-        assert not lost & set(plan.holders)
-        first = plan.hosts[0] if plan.hosts else 0
-        assert way == drawing.SEVERAL or lost in (set(range(first)), set(range(first, plan.ranks)))
-
-
 def test_every_point_is_a_place_in_the_code() -> None:
     """Otherwise a rank that is to die at such a point would survive."""
     pytest.importorskip("torch")
@@ -116,19 +105,6 @@ def test_a_wrong_result_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("printed", "outcome"),
-    [("trainers: rank 1 of the job failed in evaluate; 2 ranks continue", "orderly"), ("", "ended")],
-)
-def test_sigterm_after_the_fit_ends_its_rank(tmp_path: Path, printed: str, outcome: str) -> None:
-    """The others continue, and say so."""
-    plan = plans.Plan(1, 3, faults=(plans.Fault("term", 1, turn=36),))
-    notes.Notes(tmp_path, 1).add("fault", number=0)
-    for rank in (0, 2):
-        notes.Notes(tmp_path, rank).add("end", ranks=[0, 2])
-    assert judging.judge(plan, jobs.Ended(0, printed, {}, 1.0), tmp_path).outcome == outcome
-
-
-@pytest.mark.parametrize(
     ("begun", "killed", "ends"),
     [(True, (0, 1), ""), (True, (0,), "ended with exit code 1: see below"), (False, (1,), "")],
 )
@@ -146,26 +122,17 @@ def test_a_soak_goes_on_if_all_working_ranks_were_killed_at_once(
     assert soak._drive(job, attempt, argparse.Namespace(most_ranks=4, mtbf=30, limit=60), 1e9, random.Random()) == ends
 
 
-@pytest.mark.parametrize(("hashes", "code", "bits"), [("aa", 0, "equal on 1 ranks"), ("ab", 1, "{'")])
-def test_a_soak_tells_what_grew_and_fails_if_the_ranks_differ_at_the_end(
-    hashes: str,
-    code: int,
-    bits: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("hashes", "code"), [("aa", 0), ("ab", 1)])
+def test_a_soak_fails_if_the_ranks_differ_at_the_end(
+    hashes: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def attempt(folder: Path, *_: Any) -> soak.Attempt:
         folder.mkdir()
-        at = {"what": "at", "files": 20}
-        first = at | {"time": 1.0, "ranks": [0, 1], "memory": 100.0}
-        last = at | {"time": 5.0, "ranks": [0], "memory": 104.0}
+        at = {"what": "at", "files": 20, "time": 1.0, "ranks": [0, 1], "memory": 100.0}
         end = {"what": "end", "time": 6.0, "hashes": [*hashes]}
-        notes.path_of(folder, 0).write_text("".join(json.dumps(note) + "\n" for note in (first, last, end)))
+        notes.path_of(folder, 0).write_text("".join(json.dumps(note) + "\n" for note in (at, end)))
         return soak.Attempt(folder, [1])
 
     monkeypatch.setattr(soak, "_attempt", attempt)
     assert soak.main(argparse.Namespace(seed=1, hours=1e-5, mtbf=1.0, most_ranks=2)) == code
-    said = " ".join(capsys.readouterr().out.split())
-    assert re.search(r" kills (\d+) in \1 jobs the oldest process 4 s, 1 recoveries its memory, MiB 100,", said)
-    assert f" at its end 104 its open descriptors 20, at its end 20 bits at the end {bits}" in said
+    assert ("equal on 1 ranks" in capsys.readouterr().out) == (code == 0)

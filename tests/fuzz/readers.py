@@ -206,14 +206,15 @@ def _npz() -> "st.SearchStrategy[Any]":
 
 
 def _read_model(value: Content, folder: Path) -> None:
-    path = lay(folder / "model.npz", value)
-    with suppress(ModelFileError):
-        files.network().restore(path)
-    made = NumpyNetwork.load(path)
+    made = NumpyNetwork.load(lay(folder / "model.npz", value))
     assert np.isfinite(made.parameters).all()
     if made.sizes[0] < 1000:
         with np.errstate(all="ignore"):
             made.predict(np.zeros((2, made.sizes[0]), np.float32))
+
+
+def _restore_model(value: Content, folder: Path) -> None:
+    files.network().restore(lay(folder / "model.npz", value))
 
 
 def _text_array(seeds: list[Any]) -> "st.SearchStrategy[bytes]":
@@ -477,6 +478,7 @@ READERS = [
     Reader("rows to predict", _streams(), _read_stream, FILES, laid=lambda content: ("x.npy", content)),
     Reader("columns", trees([files.COLUMNS]), _read_columns, (ValueError,)),
     Reader("model", _models(), _read_model, (ModelFileError,), laid=as_it_is),
+    Reader("restored model", _models(), _restore_model, (ModelFileError,), 0.5, laid=as_it_is),
     Reader("checkpoints", _checkpoints(), _read_checkpoints, (CheckpointError, ModelFileError)),
     Reader("constants", _decisions(), _read_decisions, (constants.ContentError, OSError), laid=as_it_is),
     Reader("auto's table", _decisions(), _said_by_auto, ()),

@@ -90,8 +90,8 @@ def _one_batch(reader: Reader, inputs: int, number: int, folder: Path, count: Co
         faulthandler.cancel_dump_traceback_later()
 
 
-def judge(reader: Reader, value: Any, folder: Path, count: Count) -> None:
-    """Read one input, and count its outcome."""
+def judge(reader: Reader, value: Any, folder: Path, count: Count) -> str:
+    """Read one input, count its outcome, and return the text of its error."""
     error: BaseException | None = None
     said: str | None = None
     try:
@@ -112,6 +112,7 @@ def judge(reader: Reader, value: Any, folder: Path, count: Count) -> None:
         count.accepted += 1
     else:
         count.refused += 1
+    return str(error or "")
 
 
 def _problem(reader: Reader, error: BaseException | None, said: str | None) -> str | None:

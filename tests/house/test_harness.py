@@ -69,28 +69,6 @@ def test_a_hang_ends_with_the_stacks_of_all(inner: Inner) -> None:
     assert "left early" in text
 
 
-def test_stop_at_first_failure(inner: Inner) -> None:
-    body = "def test_one(): assert comm.rank\ndef test_two(): comm.Barrier()\n"
-    code, text, reports = inner(body, "-x")
-    assert code != 0
-    assert "1 failed in" in text
-    assert [report["ran"] for report in reports] == [1, 1]
-
-
-def test_nothing_matches(inner: Inner) -> None:
-    code, _, reports = inner("def test_one(): pass\n", "-k", "nothing")
-    assert code == 0
-    assert [report["collected"] for report in reports] == [0, 0]
-
-
-def test_passing_with_words_of_the_driver(inner: Inner) -> None:
-    body = "def test_one(): assert comm.size == 3\ndef test_two(): comm.Barrier()\n"
-    code, text, reports = inner(body, "-k", "two and mpich", ALLREDUCE_TEST_WORDS="mpich 2ranks")
-    assert code == 0, text
-    assert text.count("1 passed") == 1  # rank 0 alone prints
-    assert [(report["rank"], report["collected"], report["ran"]) for report in reports] == [(0, 1, 1), (1, 1, 1)]
-
-
 def test_different_tests_on_ranks(inner: Inner) -> None:
     code, text, _ = inner("@pytest.mark.parametrize('x', [comm.rank])\ndef test_one(x): pass\n")
     assert code != 0

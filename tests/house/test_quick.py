@@ -1,20 +1,14 @@
-"""`scripts/test.sh --quick` (the tests that it leaves out, the order of files), the cases that a job runs, and the
-report of times after a long run."""
+"""`scripts/test.sh --quick` (the tests that it leaves out), the tests of a change, and the cases that a job runs."""
 
 import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from tests import changed, launch
-from tests import test_ranks as driver
-from tests.conftest import pytest_xdist_make_scheduler
 from tests.ranks import jobs, pairs
 
 CHUNKS = "tests/collectives/test_chunks.py"
@@ -37,15 +31,6 @@ def test_a_quick_run_starts_three_jobs_under_one_mpi() -> None:
     assert len(collected("tests/test_ranks.py", quick=False)) == 10
 
 
-def test_only_a_run_of_all_has_the_expensive_tests() -> None:
-    """And a run of what has changed has those of a page that has changed."""
-    pages, of_a_page = "tests/docs/test_pages.py", "tests/docs/test_pages.py::test_commands[docs/run/data.md]"
-    every = collected(pages, ALLREDUCE_TEST_STANDARD="")
-    standard = collected(pages, ALLREDUCE_TEST_STANDARD="1")
-    assert of_a_page in set(every) - set(standard)
-    assert f"{pages}::test_commands[README.md]" in standard
-
-
 def test_a_change_runs_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(path: str) -> set[str]:
         monkeypatch.setattr(changed, "changed", lambda: [path])
@@ -56,9 +41,6 @@ def test_a_change_runs_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of("docs/programs/torch_ddp.py") == {"tests/docs/test_programs.py::test_program[torch_ddp.py]"}
     assert changed.about("tests/docs/test_programs.py::test_program[torch_ddp.py]")
     assert not changed.about("tests/docs/test_programs.py::test_program[with_fabric.py]")
-    assert of("docs/programs/gone.py") == {"tests/docs/test_programs.py::test_every_program_has_an_entry"}
-    assert of("tests/docs/test_browser.py") == {"tests/docs/test_browser.py"}
-    assert changed.about("tests/docs/test_browser.py::test_an_exported_model")
     assert "tests/house/test_kubernetes.py" in of("scripts/kubernetes/trainjob.yaml") & of("Dockerfile")
     tests = of("allreduce/arrays/chunks.py")
     assert CHUNKS in tests
@@ -73,25 +55,6 @@ def test_a_change_runs_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _name(path: Path) -> str:
     return path.relative_to(launch.ROOT).as_posix()
-
-
-def test_a_job_that_skips_every_test_of_what_has_changed_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As that of one rank, if a file that has changed has only tests of several ranks."""
-
-    def mpirun(*_: object, **__: object) -> Any:
-        (tmp_path / "rank0.json").write_text('{"rank": 0, "collected": 3, "ran": 0, "seconds": {}}')
-        return SimpleNamespace(returncode=0, stdout="", stderr="")
-
-    monkeypatch.setattr(launch, "mpirun", mpirun)
-    monkeypatch.setattr(changed, "changed", lambda: ["tests/ranks/collectives/test_disagreements.py"])
-    option = SimpleNamespace(keyword="", markexpr="", maxfail=0)
-    request: Any = SimpleNamespace(node=SimpleNamespace(name=""), config=SimpleNamespace(option=option))
-    for differs, error in ((True, pytest.skip.Exception), (False, AssertionError)):
-        monkeypatch.setattr(driver, "CHANGED", differs)
-        with pytest.raises(error, match="every test"):
-            driver.test_ranks("openmpi", "1ranks", tmp_path, request, Mock())
 
 
 def test_every_file_runs_on_two_ranks_of_open_mpi() -> None:
@@ -142,26 +105,6 @@ def test_every_run_finds_a_test_that_starts_a_job_without_the_mark(tmp_path: Pat
     assert {name for name, outcome in outcomes.items() if outcome == "FAILED"} == refused, done.stdout
     assert {name for name, outcome in outcomes.items() if outcome == "PASSED"} == {"test_starts_none", "test_marked"}
     assert done.stdout.count("starts a job; mark it: @pytest.mark.jobs") >= len(refused)
-
-
-@pytest.mark.parametrize("dist", ["loadfile", "load"])
-def test_each_of_the_drivers_jobs_is_handed_out_by_itself(dist: str) -> None:
-    pytest.importorskip("xdist")
-    option = SimpleNamespace(loadscopereorder=False)
-    config: Any = SimpleNamespace(option=option, getoption=lambda _: dist, getvalue=lambda _: ["popen"] * 2)
-    made = pytest_xdist_make_scheduler(config, None)
-    if dist == "load":
-        assert made is None
-        return
-    jobs = [f"tests/test_ranks.py::test_ranks[{job}]" for job in ("openmpi-2ranks", "mpich-2ranks")]
-    given: list[list[int]] = []
-    nodes = [Mock(shutting_down=False, send_runtest_some=given.append) for _ in range(2)]
-    for node in nodes:
-        made.add_node(node)
-    for node in nodes:
-        made.add_node_collection(node, [*jobs, *(f"{CHUNKS}::test_{each}" for each in "abc")])
-    made.schedule()
-    assert given == [[0], [1], [2, 3, 4]]
 
 
 @pytest.mark.parametrize("job", ["3 ranks", "5 ranks"])
