@@ -199,10 +199,10 @@ def test_bad_tables(fault: str, tmp_path: Path) -> None:
 
 ONES = [["1"] * 5]
 OTHERS: dict[str, tuple[list[str], list[list[str]], str]] = {
-    "moved": (["job", "age", "city", "income"], ONES, "its columns are in another order: 'job', 'age', 'city'"),
-    "renamed": (["age", "jobs", "city", "income"], ONES, r"lacks the column 'job' .*is 'jobs' another name of 'job'\?"),
-    "more": (["age", "job", "city", "income", "sex"], ONES, "has the column 'sex', which training did not have"),
-    "missing": (["age", "city", "income"], ONES, "lacks the column 'job'"),
+    "moved": (["job", "age", "city", "income"], ONES, "are 'job', 'age', 'city', and .* on 'age', 'job', 'city'"),
+    "renamed": (["age", "jobs", "city", "income"], ONES, "its columns are 'age', 'jobs', 'city', and"),
+    "more": (["age", "job", "city", "income", "sex"], ONES, "its columns are 'age', 'job', 'city', 'sex', and"),
+    "missing": (["age", "city", "income"], ONES, "its columns are 'age', 'city', and"),
     "a label": (
         HEADER, [*people(1), ["1", "a", "b", "medium"]], "line 3: .* the label 'medium'; its labels are 'high', 'low'",
     ),
@@ -278,14 +278,6 @@ def test_the_categories_of_all_shards_are_counted(tmp_path: Path, monkeypatch: p
     ]
     with pytest.raises(DataError, match=r"2 files: the column 'town' has more than 30 .* --ignore town"):
         datasets.Shards("2 files", paths, learning.Choices("label"))
-
-
-def test_a_word_in_a_column_of_numbers_is_warned_of(tmp_path: Path) -> None:
-    rows = [[str(number), f"{number % 2}"] for number in range(40)]
-    path = write(tmp_path / "a.csv", [*rows, ["old", "1"]] * 2, ["age", "label"])
-    (told,) = datasets.load(path, "label").warnings()
-    assert "the column 'age' has categories, because 'old' is not a number" in told
-    assert not datasets.load(write(tmp_path / "b.csv", rows, ["age", "label"]), "label", categories="age").warnings()
 
 
 def test_columns_agree_apart_from_rounding() -> None:
