@@ -13,62 +13,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainers.central_storage import CentralStorageTrainer
-    from trainers.cli import roles
-    from trainers.cli.run import run
-    from trainers.data import Samples
-    from trainers.fit.checkpointing import Checkpoint
-    from trainers.fit.shards import load_shards
-    from trainers.mirrored import MirroredTrainer
-    from trainers.options.average import Exact, LocalSGD, OuterSGD, Sharded
-    from trainers.options.loader import Loader
-    from trainers.parameter_server import ParameterServerTrainer
-    from trainers.recovery.terminating import Terminated, Terminating
-    from trainers.replica import Replica
-    from trainers.replicas.numpy.categories import CategoryNetwork, load_network, network_of
-    from trainers.replicas.numpy.network import NumpyNetwork
-    from trainers.spare_replicas import SpareReplicasTrainer
-    from trainers.strategies.transforms.accumulate import Accumulate
-    from trainers.strategies.transforms.clip import ClipNorm
-    from trainers.strategies.transforms.ema import EMA
-    from trainers.strategies.transforms.schedule import Schedule
-    from trainers.strategies.transforms.skip import SkipNotFinite
-    from trainers.watching.history import Epoch, History
-    from trainers.watching.logs import log_to
-
-__all__ = [
-    "EMA",
-    "Accumulate",
-    "CategoryNetwork",
-    "CentralStorageTrainer",
-    "Checkpoint",
-    "ClipNorm",
-    "EnsembleModel",
-    "EnsembleTrainer",
-    "Epoch",
-    "Exact",
-    "History",
-    "Loader",
-    "LocalSGD",
-    "MirroredTrainer",
-    "NumpyNetwork",
-    "OuterSGD",
-    "ParameterServerTrainer",
-    "Replica",
-    "Samples",
-    "Schedule",
-    "Sharded",
-    "SkipNotFinite",
-    "SpareReplicasTrainer",
-    "Terminated",
-    "Terminating",
-    "load_network",
-    "load_shards",
-    "log_to",
-    "network_of",
-    "roles",
-    "run",
-]
+    from trainers.central_storage import CentralStorageTrainer as CentralStorageTrainer
+    from trainers.cli import roles as roles
+    from trainers.cli.run import run as run
+    from trainers.data import Samples as Samples
+    from trainers.fit.checkpointing import Checkpoint as Checkpoint
+    from trainers.fit.shards import load_shards as load_shards
+    from trainers.mirrored import MirroredTrainer as MirroredTrainer
+    from trainers.options.average import Exact as Exact
+    from trainers.options.average import LocalSGD as LocalSGD
+    from trainers.options.average import OuterSGD as OuterSGD
+    from trainers.options.average import Sharded as Sharded
+    from trainers.options.loader import Loader as Loader
+    from trainers.parameter_server import ParameterServerTrainer as ParameterServerTrainer
+    from trainers.recovery.terminating import Terminated as Terminated
+    from trainers.recovery.terminating import Terminating as Terminating
+    from trainers.replica import Replica as Replica
+    from trainers.replicas.numpy.categories import CategoryNetwork as CategoryNetwork
+    from trainers.replicas.numpy.categories import load_network as load_network
+    from trainers.replicas.numpy.categories import network_of as network_of
+    from trainers.replicas.numpy.network import NumpyNetwork as NumpyNetwork
+    from trainers.spare_replicas import SpareReplicasTrainer as SpareReplicasTrainer
+    from trainers.strategies.transforms.accumulate import Accumulate as Accumulate
+    from trainers.strategies.transforms.clip import ClipNorm as ClipNorm
+    from trainers.strategies.transforms.ema import EMA as EMA
+    from trainers.strategies.transforms.schedule import Schedule as Schedule
+    from trainers.strategies.transforms.skip import SkipNotFinite as SkipNotFinite
+    from trainers.watching.history import Epoch as Epoch
+    from trainers.watching.history import History as History
+    from trainers.watching.logs import log_to as log_to
 
 _MODULES = {
     "EMA": "trainers.strategies.transforms.ema",
@@ -103,6 +76,7 @@ _MODULES = {
     "roles": "trainers.cli.roles",
     "run": "trainers.cli.run",
 }
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

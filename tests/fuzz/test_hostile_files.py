@@ -63,7 +63,7 @@ def test_errors_are_cut_and_keep_their_end(kind: type[Exception]) -> None:
 
 
 CSV = {
-    "one long line": (ZEROS * 64, "line 1 has more than"),
+    "one long line": (ZEROS * 64, "has a line of more than"),
     "no line at all": (gzip.compress(b"\n" * (1 << 18)), "unpacks to more than"),
     "short lines": (gzip.compress(b"1,1\n" * (1 << 16)), "unpacks to more than"),
     "many names": (gzip.compress("".join(f"1,a{label}\n" for label in range(1 << 12)).encode()), "different labels"),

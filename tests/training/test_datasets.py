@@ -13,7 +13,6 @@ import pytest
 
 from tests import launch
 from trainers import datasets
-from trainers.datasets import Dataset
 from trainers.datasets import __main__ as command_line
 from trainers.datasets import __main__ as making
 from trainers.datasets import idx as idx_format
@@ -189,22 +188,6 @@ def test_csv_with_names_for_labels(tmp_path: Path) -> None:
     assert np.array_equal(data.x_train[:, 0] % 2, data.y_train)
 
 
-def labelled(path: Path, *classes: tuple[str, int]) -> Dataset:
-    """Load a CSV file with these numbers of rows of the classes."""
-    path.write_text("".join(f"{row},{len(label)},{label}\n" for label, rows in classes for row in range(rows)))
-    return datasets.load(str(path))
-
-
-def test_classes_are_told_with_their_rows(tmp_path: Path) -> None:
-    data = labelled(tmp_path / "set.csv", ("yes", 59), ("no", 60))
-    assert data.classes_in_words() == "no: 60, yes: 59"
-    assert data.rows_of_classes().tolist() == [60, 59]
-    many = labelled(tmp_path / "set.csv", *((f"c{number:02}", number + 1) for number in range(30)))
-    words = many.classes_in_words()
-    assert words.startswith("30 classes, 1 to 30; the smallest are c00: 1, c01: 2, ")
-    assert words.count(": ") == 10
-
-
 BAD_CSV = {
     "empty": ("", "is empty"),
     "blank": ("\n\n", "is empty"),
@@ -221,8 +204,8 @@ BAD_CSV = {
     "label": ("1,2,0\n1,2,0.5\n", r"label of sample 1 is 0\.5"),
     "no label": ("1,2,0\n1,2,\n1,2,1\n", "line 2 has no label"),
     "no name": ("1,2,cat\n\n1,2,dog\n1,2, \n", "line 4 has no label"),
-    "garbled": ("1,2,0\n1,2,1\n1,2,l\n1,2,0\n", "line 3: the label 'l' is not a number, unlike others"),
-    "odd number": ("1,2,cat\n1,2,dog\n1,2,7\n", "line 3: the label '7' is a number, unlike others"),
+    "garbled": ("1,2,0\n1,2,1\n1,2,l\n1,2,0\n", "the label '0' is a number and 'l' is not"),
+    "odd number": ("1,2,cat\n1,2,dog\n1,2,7\n", "the label '7' is a number and 'cat' is not"),
     "negative": ("1,2,-1\n1,2,0\n", r"label of sample 0 is -1\.0"),
     "huge": ("1,2,5\n1,2,123456789\n", r"label of sample 1 is 123456789"),
 }

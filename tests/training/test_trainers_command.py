@@ -122,7 +122,7 @@ def test_lines_and_what_is_printed_once(tmp_path: Path) -> None:
     well = {name: {0} for name in ("nodes", "classes", "json", "help")}
     assert codes == well | {"diverges": {1}, "diverges at last": {1}, "no classifier": {2}, "truncated": {2}}, err
     assert "3 ranks on 2 simulated nodes (1+2), on cpu\nallreduce: hierarchical_copy (as given)" in out["nodes"]
-    assert "3 classes\nrows of each class: Yes: 1, no: 20, yes: 20\n" in out["classes"]
+    assert "3 classes\nmodel: " in out["classes"]
     result = json.loads(out["json"])  # a dash is no file name, and messages for people are not mixed with the JSON
     assert (result["update"], len(result["history"])) == ("sharded", 2)
     assert f"allreduce: {result['allreduce_used']}" in err["json"]
@@ -185,8 +185,6 @@ def test_bad_arguments_are_told_in_one_line(bad: str, bad_outcomes: dict[str, li
     ("line", "words"),
     [
         ("--epoch 3", "unrecognized arguments: --epoch 3; did you mean --epochs?"),
-        ("--spares 1", "unrecognized arguments: --spares 1; did you mean --standby?"),
-        ("--copies=2", "unrecognized arguments: --copies=2; did you mean --backups?"),
         ("--data irsi", "there is no data set and no file 'irsi'; did you mean 'iris'?"),
         ("--allreduce rign", f"did you mean 'ring'? The backends are: {', '.join(allreduce.NAMES)}"),
         ("--save no/such/m.npz", "--save no/such/m.npz: this can't be written"),

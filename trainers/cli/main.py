@@ -300,16 +300,12 @@ def introduce(job: Job, member: Member, training: Sequence[str]) -> None:
     if job.roles.servers or job.roles.evaluator is not None:
         lines.append(f"roles: {job.roles}")
     lines += [*training, f"data: {data}"]
-    if isinstance(data, datasets.Dataset):
-        lines.append(f"rows of each class: {data.classes_in_words()}")
     if data.columns is not None:
         lines.append(f"table: {data.columns}")
     layers, optimizer = "-".join(map(str, network.sizes)), network.config["optimizer"]
     model = f"{layers}, {network.gradient_length:,} parameters"
     lines.append(f"model: {model}; {optimizer}, learning rate {network.optimizer.lr:g}")
     say(topology, "\n".join(lines), job.stream)
-    for warning in data.warnings() if topology.rank == 0 else ():
-        log.warning("trainers: %s", warning)
 
 
 def check_loss(loss: float, world: Topology) -> None:

@@ -506,7 +506,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
 }
 # fmt: on
-FORMER = {"--spare": "--backup-workers", "--spares": "--standby", "--copies": "--backups"}  # of 0.2.0
 BY_NAME = {option.name: option for group in OPTIONS.values() for option in group}
 
 
@@ -540,7 +539,6 @@ def parse(arguments: Sequence[str] | None, shown: bool, program: str = "python -
         description="Train a small network on all ranks together, and test it.",
         epilog=EXAMPLES,
     )
-    parser.former = FORMER
     add_options(parser, "--help-all" in given)
     options = parser.parse_args(given)
     options.strategy = options.strategy or MIRRORED

@@ -1,6 +1,5 @@
 """Columns: what training has learned of the columns of a table, to make numbers of its rows. JSON types, no files."""
 
-import difflib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -143,16 +142,6 @@ class Columns:
             f"({len(self.embedded)} embedded), label {self.label!r}"
         )
 
-    def warnings(self) -> list[str]:
-        """Return a sentence for each column of categories that are numbers, but for a few words."""
-        texts = []
-        for column in self.columns:
-            words = [each for each in column.values if not is_number(each)] if isinstance(column, Category) else []
-            if words and isinstance(column, Category) and 2 * len(words) < len(column.values):
-                reason = f"the column {shown(column.name)} has categories, because {shown(words[0])} is not a number"
-                texts.append(f"{reason}; leave the cell empty if it is a missing number")
-        return texts
-
     def agrees_with(self, other: "Columns") -> bool:
         """Whether both make the same features and class numbers of a row, apart from rounding."""
         if (self.label, self.classes, len(self.columns)) != (other.label, other.classes, len(other.columns)):
@@ -167,7 +156,9 @@ class Columns:
         expected = [column.name for column in self.columns]
         found = [name for name in names if name != self.label and name not in self.ignored]
         if found != expected:
-            raise DataError(f"{path}: {_difference(found, expected)}; this model was trained on {_listed(expected)}")
+            raise DataError(
+                f"{path}: its columns are {_listed(found)}, and this model was trained on {_listed(expected)}"
+            )
         return [names.index(name) for name in expected], names.index(self.label) if self.label in names else None
 
     def encode(self, cells: Sequence[Cells], where: Where, unknown: dict[str, int] | None = None) -> np.ndarray:
@@ -316,21 +307,6 @@ def _column(given: Mapping[str, Any]) -> Number | Category:
 
 def _are_texts(given: Any) -> bool:
     return isinstance(given, list) and all(isinstance(each, str) for each in given) and len({*given}) == len(given)
-
-
-def _difference(found: list[str], expected: list[str]) -> str:
-    """Say in which names two tables differ, or that the order differs."""
-    lacking, more = [
-        [name for name in one if name not in other] for one, other in ((expected, found), (found, expected))
-    ]
-    texts = []
-    if lacking:
-        texts.append(f"it lacks the column{'s' * (len(lacking) > 1)} {_listed(lacking)}")
-    if more:
-        near = difflib.get_close_matches(more[0], lacking, n=1)
-        hint = f" (is {shown(more[0])} another name of {shown(near[0])}?)" if near else ""
-        texts.append(f"it has the column{'s' * (len(more) > 1)} {_listed(more)}, which training did not have{hint}")
-    return " and ".join(texts) or f"its columns are in another order: {_listed(found)}"
 
 
 def _listed(names: Sequence[str]) -> str:

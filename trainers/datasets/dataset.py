@@ -6,13 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from trainers.datasets.columns import Columns
-from trainers.errors import DataError, printable
+from trainers.errors import DataError
 
 TEST_PART = 5  # every fifth sample is for testing
 SPLIT_SEED = 47  # see README.md in this folder
-MOST_SHOWN = 20  # classes in one line
 PIXELS = 0.0, 1 / 255  # shift and scale of bytes
-LONGEST_NAME = 40  # characters of a class in such a line
 MANY_CLASSES = 1000  # a label above this, and above the number of rows, is not a class number
 
 
@@ -45,28 +43,6 @@ class Dataset:
             f"{self.name}: {len(self.x_train)} samples to train, {len(self.x_test)} to test, "
             f"{self.features} features, {len(self.classes)} classes"
         )
-
-    def rows_of_classes(self) -> np.ndarray:
-        """Return the number of rows of each class, to train and to test together: (len(classes),) int64."""
-        labels = np.concatenate([self.y_train, self.y_test])
-        return np.bincount(labels, minlength=len(self.classes))
-
-    def classes_in_words(self) -> str:
-        """Return the classes' rows as text, "no: 60, yes: 59"; of more than 20 classes only the smallest."""
-        rows = self.rows_of_classes()
-        if len(rows) <= MOST_SHOWN:
-            return ", ".join(f"{_short(name)}: {count}" for name, count in zip(self.classes, rows, strict=True))
-        smallest = np.argsort(rows, kind="stable")[: MOST_SHOWN // 2]
-        few = ", ".join(f"{_short(self.classes[number])}: {rows[number]}" for number in smallest)
-        return f"{len(rows)} classes, {rows.min()} to {rows.max()}; the smallest are {few}"
-
-    def warnings(self) -> list[str]:
-        """Return a sentence for each column of numbers that became categories by a few words."""
-        return [f"{self.name}: {text}" for text in (self.columns.warnings() if self.columns is not None else ())]
-
-
-def _short(name: str) -> str:
-    return printable(name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}...")
 
 
 def numbers(count: int) -> tuple[str, ...]:

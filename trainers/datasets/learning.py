@@ -72,25 +72,19 @@ class Choices:
 
 
 class Values(dict[str, int]):
-    """Numbers different texts in the order of their appearance, from 1; missing values are 0. lines: the line where
-    each appeared first."""
+    """Numbers different texts in the order of their appearance, from 1; missing values are 0."""
 
     def __init__(self, missing: Collection[str] = MISSING) -> None:
         super().__init__(dict.fromkeys(missing, 0))
         self._missing = len(missing)
-        self.lines: list[int] = []
 
     @property
     def texts(self) -> list[str]:
         return list(self)[self._missing :]
 
-    def add(self, cells: Cells, lines: Sequence[int]) -> np.ndarray:
+    def add(self, cells: Cells) -> np.ndarray:
         base, number_of = self._missing - 1, self.setdefault
-        found = np.array([number_of(cell.strip(), len(self) - base) for cell in cells], np.int64)
-        if len(self.lines) < len(self) - base - 1:
-            new, first = np.unique(found, return_index=True)
-            self.lines += [lines[row] for row in first[new > len(self.lines)].tolist()]
-        return found
+        return np.array([number_of(cell.strip(), len(self) - base) for cell in cells], np.int64)
 
     def renumbered(self, index: Mapping[str, int]) -> np.ndarray:
         """Return the number in `index` for each number of here, 0 if it has none."""
@@ -116,11 +110,11 @@ def read(table: TableFile, names: Sequence[str], categories: Collection[str], la
         where = place(table, block)
         for name in names:
             cells = block.columns[table.names.index(name)]
-            found = texts[name].add(cells, block.lines) if name in texts else numbers(name, cells, where)
+            found = texts[name].add(cells) if name in texts else numbers(name, cells, where)
             parts[name].append(found)
             if name in texts and len(texts[name].texts) > MOST_VALUES:
                 raise too_many_error(table.path, name)
-        labels.append(classes.add(block.columns[table.names.index(label)], block.lines))
+        labels.append(classes.add(block.columns[table.names.index(label)]))
         if not labels[-1].all():
             row = int(np.argmin(labels[-1]))
             raise DataError(f"{where(row)} has no label in the column {shown(label)}; leave such rows out")

@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from trainers.errors import ArgumentError
@@ -10,8 +9,6 @@ from trainers.errors import ArgumentError
 
 class Parser(argparse.ArgumentParser):
     """Takes no abbreviated options, and suggests the nearest option for a mistyped one. Keeps line breaks of texts."""
-
-    former: Mapping[str, str] = {}  # an option that is gone -> the new one, which is suggested
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -22,7 +19,6 @@ class Parser(argparse.ArgumentParser):
         if rest:
             unknown = next((each for each in rest if each.startswith("-")), rest[0]).partition("=")[0]
             near = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
-            near = [self.former[unknown]] if unknown in self.former else near
             hint = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return options

@@ -112,10 +112,6 @@ class Shards:
             f"{self.features} features, {len(self.classes)} classes"
         )
 
-    def warnings(self) -> list[str]:
-        """Return a sentence for each sign of a mistake in the columns."""
-        return [f"{self.name}: {text}" for text in (self.columns.warnings() if self.columns is not None else ())]
-
     def rows(self, shard: int) -> Rows:
         """Return the rows of a shard, and read them first if that has not been done. Raises DataError."""
         if shard not in self._held:

@@ -7,7 +7,7 @@ import numpy as np
 from trainers.datasets import dataset
 from trainers.datasets.columns import MOST_VALUES
 from trainers.datasets.learning import Values
-from trainers.datasets.rows import LONGEST_SHOWN, Block, Cells, TableFile, is_number
+from trainers.datasets.rows import Block, Cells, TableFile, is_number, shown
 from trainers.errors import DataError
 
 
@@ -28,7 +28,7 @@ def load(path: str, name: str | None = None) -> dataset.Dataset:
         if not all(map(str.strip, found.columns[-1])):
             row = [bool(cell.strip()) for cell in found.columns[-1]].index(False)
             raise DataError(f"{path}, line {found.lines[row]} has no label in its last column")
-        found_labels.append(labels.add(found.columns[-1], found.lines))
+        found_labels.append(labels.add(found.columns[-1]))
     if not any(map(len, parts)):
         raise DataError(f"{path} has no samples")
     y, classes = _numbered(path, np.concatenate(found_labels), labels)
@@ -58,8 +58,7 @@ def features(path: str, columns: Sequence[Cells], lines: Sequence[int], hint: st
             if not is_number(cells[row])
         )
         raise DataError(
-            f"{path}, line {lines[row]}, column {column + 1}: {columns[column][row][:LONGEST_SHOWN]!r} is not a "
-            f"number{hint}"
+            f"{path}, line {lines[row]}, column {column + 1}: {shown(columns[column][row])} is not a number{hint}"
         ) from None
     wrong = np.argwhere(~np.isfinite(x))
     if wrong.size:
@@ -76,11 +75,9 @@ def _numbered(path: str, numbers: np.ndarray, labels: Values) -> tuple[np.ndarra
     if numeric.all():
         return np.array(list(map(float, texts)))[numbers - 1], None
     if numeric.any():
-        odd = 2 * int(numeric[numbers - 1].sum()) <= len(numbers)
-        at = int(np.argmax(numeric == odd))  # the first label of the rarer kind
+        number, word = shown(texts[int(np.argmax(numeric))]), shown(texts[int(np.argmin(numeric))])
         raise DataError(
-            f"{path}, line {labels.lines[at]}: the label {texts[at][:LONGEST_SHOWN]!r} is {'a' if odd else 'not a'} "
-            "number, unlike others; labels must be all class numbers or all names"
+            f"{path}: the label {number} is a number and {word} is not; labels must be all class numbers or all names"
         )
     if len(texts) > MOST_VALUES:
         raise DataError(f"{path} has more than {MOST_VALUES} different labels; the label is the last column")

@@ -124,15 +124,12 @@ class Callback:
 
 
 class FileCallback(Callback):
-    """A callback whose files rank 0 writes. If rank 0 fails, the new rank 0 continues the files.
-
-    Every rank remembers the epochs of the fit, because the failed rank may not have written the last ones.
-    """
+    """A callback whose files rank 0 writes. If rank 0 fails, the new rank 0 continues the files, in which the epoch at
+    whose end rank 0 failed may be missing."""
 
     reads_model = False
 
-    _epochs: list[tuple[int, Logs]] | None = None  # of this fit so far; None outside of a fit
-    _writes = False  # whether this rank writes the files
+    _writes: bool | None = None  # whether this rank writes the files; None outside of a fit
 
     def _open(self, append: bool) -> None:
         """Open the files. append: to the files that another rank 0 began in this fit."""
@@ -145,28 +142,20 @@ class FileCallback(Callback):
         """Close the files, if any are open."""
         raise NotImplementedError
 
-    def _unwritten(self, epochs: list[tuple[int, Logs]]) -> list[tuple[int, Logs]]:
-        """Return the epochs that the failed rank 0 may not have written. epochs: all of this fit. Called on the new
-        rank 0."""
-        return epochs[-1:]
-
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._epochs = []
-        if self.trainer.rank == 0:
-            self._open(append=False)
-            self._writes = True
+        self._writes = False
+        self._begin(append=False)
 
     def on_ranks_change(self) -> None:
-        if self._epochs is None or self._writes or self.trainer.rank:
-            return
-        self._open(append=True)
-        self._writes = True
-        for epoch, logs in self._unwritten(self._epochs):
-            self._write_epoch(epoch, logs)
+        if self._writes is False:
+            self._begin(append=True)
+
+    def _begin(self, append: bool) -> None:
+        if self.trainer.rank == 0:
+            self._open(append)
+            self._writes = True
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        if self._epochs is not None:
-            self._epochs.append((epoch, logs or {}))
         if self._writes:
             self._write_epoch(epoch, logs or {})
 
@@ -178,7 +167,7 @@ class FileCallback(Callback):
             self._finish()
 
     def _finish(self) -> None:
-        self._epochs, self._writes = None, False
+        self._writes = None
         self._close()
 
 

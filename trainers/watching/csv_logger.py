@@ -13,8 +13,9 @@ class CSVLogger(FileCallback):
 
     filename: the file. separator: one character between the columns. append: append to an existing file.
 
-    The columns are the epoch, from 0, and the logs by name; missing values are NA. Raises ArgumentError on all
-    ranks when the file can't be written.
+    The columns are the epoch, from 0, and the logs by name; missing values are NA. If rank 0 fails, the new rank 0
+    continues the file; the line of the epoch at whose end rank 0 failed may be missing, and History has it. Raises
+    ArgumentError on all ranks when the file can't be written.
     """
 
     reads_batches = False
@@ -32,15 +33,6 @@ class CSVLogger(FileCallback):
         with writing(self.filename):
             self._columns = self._header() if append else []
             self._file = open(self.filename, "a" if append else "w", newline="", encoding="utf-8")  # noqa: SIM115
-            if self._columns and not self._ends_in_a_line():
-                self._file.write("\n")
-
-    def _unwritten(self, epochs: list[tuple[int, Logs]]) -> list[tuple[int, Logs]]:
-        with open(self.filename, newline="", encoding="utf-8") as file:
-            whole = [line.split(self.separator)[0] for line in file if line.endswith("\n")]
-        written = next((int(first) for first in reversed(whole) if first.isdecimal()), None)
-        numbers = [epoch for epoch, _ in epochs]
-        return epochs[numbers.index(written) + 1 if written in numbers else 0 :]
 
     def _write_epoch(self, epoch: int, logs: Logs) -> None:
         assert self._file is not None
@@ -67,9 +59,3 @@ class CSVLogger(FileCallback):
             return []
         with open(self.filename, newline="", encoding="utf-8") as file:
             return next(csv.reader([file.readline(1 << 16)], delimiter=self.separator), [])
-
-    def _ends_in_a_line(self) -> bool:
-        """Whether the file ends with a newline: a killed writer may have left part of a line."""
-        with open(self.filename, "rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"
