@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 import threading
 import weakref
 import zlib
@@ -16,7 +17,6 @@ from allreduce.errors import (
     ClosedError,
     CommunicationError,
     CopyError,
-    DisagreementError,
     OptionError,
     UnavailableError,
 )
@@ -25,7 +25,7 @@ from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
 from allreduce.process import children, launcher, start
 from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import CMA
-from allreduce.transport.control import agree, all_values, everywhere, on_all_ranks
+from allreduce.transport.control import agree, all_values, everywhere
 from allreduce.transport.layout import NodeLayout, NodeSizes, error_of_sizes, nodes_left, simulated
 from allreduce.transport.wait import NamedCall, WaitRecord, record_of, waiting, watched
 
@@ -107,7 +107,8 @@ class Topology:
             abort.wait_at_end()
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
         error = error_of_sizes(ranks_per_node, comm.size) or _bad_timeout(timeout)
-        agree(comm, [zlib.crc32(asked.encode())], asked, error)
+        versioned = f"{asked}, allreduce {sys.modules['allreduce'].__version__}"  # others may send other messages
+        agree(comm, [zlib.crc32(versioned.encode())], versioned, error)
         self._owned: list[MPI.Intracomm] = [] if unrevoked is None else [unrevoked]
         self._users: list[Closeable] = []
         self._children: list[Topology] = []
@@ -189,15 +190,13 @@ class Topology:
         return self.world
 
     def _learn_layout(self) -> None:
-        """Set the layout, and what all ranks have. Collective. The same message compares versions, and tells which rank
-        is not guarded."""
+        """Set the layout, and what all ranks have. Collective. The same message tells which rank is not guarded."""
         leader, here = min(processes.ranks_in(self.world, self.node)), [self.cores, self.sharing]
-        mine = [leader, machine.digest_of_versions(), start.unguarded(), self.cma.works, kernels.status() == "C", *here]
+        mine = [leader, start.unguarded(), self.cma.works, kernels.status() == "C", *here]
         found = all_values(self.world, mine, "count the nodes")
-        leaders, digests, unguarded, cma, by_c, cores, sharing = zip(*found, strict=True)
+        leaders, unguarded, cma, by_c, cores, sharing = zip(*found, strict=True)
         self.all_cma, self.by_c = all(cma), all(by_c)
         self.fewest_cores, self.most_sharing = min(cores), max(sharing)
-        _compare_versions(self.world, list(digests))
         if self.size == MPI.COMM_WORLD.size > 1 and any(unguarded):
             notices.once(self.rank, next(filter(None, unguarded)))
         self.layout = layout = NodeLayout.of_leaders(list(leaders), self.ranks_per_node is not None)
@@ -618,26 +617,3 @@ def _checked(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     if comm == MPI.COMM_NULL:
         raise OptionError("Topology was given MPI.COMM_NULL: a communicator that was freed, or that excludes this rank")
     return comm
-
-
-def _compare_versions(comm: MPI.Intracomm, digests: Sequence[int]) -> None:
-    """If the ranks' version digests differ, log which ranks have which versions. Collective.
-
-    Raises DisagreementError on all ranks if versions of allreduce differ: their messages may be incompatible.
-    """
-    if len(set(digests)) == 1:
-        return
-    everyone = all_values(comm, machine.versions(), "compare versions")
-    for name in dict.fromkeys(name for found in everyone for name in found):
-        holders: dict[str, list[int]] = {}
-        for rank, found in enumerate(everyone):
-            if name in found:  # a program may use a package on some ranks only
-                holders.setdefault(found[name], []).append(rank)
-        if len(holders) < 2:
-            continue
-        table = "; ".join(f"{version} on ranks {', '.join(map(str, ranks))}" for version, ranks in holders.items())
-        if name == machine.OURS:
-            raise on_all_ranks(
-                DisagreementError(f"the ranks have different versions of {machine.OURS}: {table}; install one"), comm
-            )
-        notices.once(comm.rank, f"the ranks have different versions of {name}: {table}")
