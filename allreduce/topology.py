@@ -243,21 +243,6 @@ class Topology:
             group.Free()
             everyone.Free()
 
-    def inside(self) -> "Topology":
-        """Return the topology of this node's ranks. Collective over the node."""
-        self.check_open()
-        return Topology(self.node, timeout=self.timeout, parent=self, on_one_host=True)
-
-    def across(self) -> "Topology | None":
-        """Return the topology of one rank per node, each on its own node. Collective over the world.
-
-        Equal nodes: the ranks with this rank's node rank. Uneven nodes: the leaders; None on other ranks.
-        """
-        self.check_open()
-        if self.leaders_only and self.node_rank:
-            return None
-        return Topology(self.cross, ranks_per_node=1, timeout=self.timeout, parent=self)
-
     def split(self, colour: int, ranks_per_node: NodeSizes = None, on_error: str = "job") -> "Topology":
         """Split the ranks by `colour`, and return the topology of this rank's part, in rank order. Collective.
 

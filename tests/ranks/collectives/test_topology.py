@@ -51,21 +51,6 @@ def test_who_is_where(shape: str, topology_of: Callable[..., allreduce.Topology]
 
 
 @pytest.mark.parametrize("shape", shapes(SIZE))
-def test_inside_and_across(shape: str) -> None:
-    with allreduce.Topology(ranks_per_node=shapes(SIZE)[shape]) as topology:
-        inside, across = topology.inside(), topology.across()
-        assert (inside.size, inside.nodes, inside.rank) == (topology.node_size, 1, topology.node_rank)
-        if topology.leaders_only and topology.node_rank:
-            assert across is None
-        else:
-            assert across is not None
-            assert (across.size, across.nodes, across.rank) == (topology.nodes, topology.nodes, topology.node_index)
-    assert inside.closed
-    assert across is None or across.closed
-    assert inside.world == MPI.COMM_NULL
-
-
-@pytest.mark.parametrize("shape", shapes(SIZE))
 def test_all_ranks_in_one_part_have_the_same_nodes(shape: str) -> None:
     with allreduce.Topology(ranks_per_node=shapes(SIZE)[shape], timeout=20) as topology:
         duplicate = topology.split(0, topology.ranks_per_node)
@@ -132,7 +117,7 @@ def test_cores_that_ranks_share_are_told_once(monkeypatch: pytest.MonkeyPatch) -
     said: list[str] = []
     monkeypatch.setattr(notices, "once", lambda rank, text: said.append(text))
     monkeypatch.setattr(machine, "cores", lambda: [0])
-    with allreduce.Topology() as topology, topology.split(0), topology.inside():
+    with allreduce.Topology() as topology, topology.split(0):
         assert len(said) == (SIZE > 1)
 
 
