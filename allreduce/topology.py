@@ -45,24 +45,20 @@ class Topology:
     """The ranks of a communicator and the nodes that they run on. Creating and closing are collective.
 
     comm: an intracommunicator, duplicated here; MPI.COMM_WORLD when none is given.
-    ranks_per_node: simulates nodes of consecutive ranks: an int for nodes of equal size (the last may be
-        smaller), or a sequence of sizes that add up to the number of ranks. Ranks that do not really
-        share memory are never put on one simulated node.
+    ranks_per_node: simulates nodes of consecutive ranks: an int for nodes of equal size (the last may be smaller), or a
+        sequence of sizes that add up to the number of ranks. Ranks that share no memory never share one.
     timeout: seconds that a rank waits for others before it gives up with a CollectiveTimeoutError; by default
         ALLREDUCE_TIMEOUT_SECONDS, else 1800. After ALLREDUCE_STALL_SECONDS, else 30, a wait is reported.
 
-    Raises LauncherError when a launcher has started several processes and MPI.COMM_WORLD has one rank: torchrun, srun
-    without PMI, another MPI's mpirun. Use `Topology(MPI.COMM_SELF)` or ALLREDUCE_ALONE=1 for one rank on purpose.
+    Raises LauncherError when a launcher has started several processes and MPI.COMM_WORLD has one rank. Use
+    `Topology(MPI.COMM_SELF)` or ALLREDUCE_ALONE=1 for one rank on purpose.
 
-    Communicators (owned here and freed by `close`):
+    Communicators (freed by `close`; those with the same ranks may be one and the same):
         world   all ranks
         node    the ranks that share memory with this one
         cross   the ranks with this one's node rank, one on each node that has such a rank
         host    as `node`, before nodes are simulated: the ranks that really share memory
-    Communicators with the same ranks may be one and the same, and a communicator of this rank alone is MPI.COMM_SELF.
-
-    With uneven nodes `leaders_only` is true: then only the leaders' `cross` has a rank of every node, and only leaders
-    should use it.
+    With uneven nodes `leaders_only` is true: only the leaders' `cross` has a rank of every node.
     """
 
     layout: NodeLayout  # which ranks run on which node
@@ -250,9 +246,8 @@ class Topology:
         involve the other parts.
 
         on_error: what an uncaught exception ends: the whole "job", or only the programs of this "part" while it is
-            open. Equal on the ranks of a part. With "part", ranks of the part that wait for the failed one raise
-            RankLeftError, other parts continue, and the job's exit code shows the failure. An endless wait inside MPI,
-            an exception in a thread, and Ctrl-C still end the job.
+            open. Equal on the ranks of a part. With "part", other parts continue, and the job's exit code shows the
+            failure. An endless wait inside MPI, an exception in a thread, and Ctrl-C still end the job.
         """
         self.agree([], "Topology.split", _bad_split(colour, on_error))
         comm = self.private(colour=colour)
@@ -476,14 +471,11 @@ class Topology:
     def finished(self, ok: bool = True) -> bool:
         """Return whether all surviving ranks pass ok=True, the same on all of them. Collective over these.
 
-        Call it after work that a failure may interrupt. A rank passes ok=False if a call raised RankLostError, True if
-        all its calls returned. If the answer is False, all ranks call `survivors` and repeat the work. If it is True,
-        the work is complete; a rank that has failed meanwhile is reported in the next call. Between the work and this
-        call a rank may wait for others only in calls of this topology, its children and its backends. Without ULFM it
-        returns `ok` at once.
+        Call it after work that a failure may interrupt, with ok=False if a call raised RankLostError. If the answer is
+        False, all ranks call `survivors` and repeat the work. Before it, wait for others only in calls of this
+        topology, its children and its backends. Without ULFM it returns `ok` at once.
 
-        Raises RankLeftError if a rank that has not failed will not take part: it has ended its program or closed this
-        topology.
+        Raises RankLeftError if a rank that has not failed has ended its program or closed this topology.
         """
         self.check_open()
         if not ulfm.in_force():

@@ -1,10 +1,9 @@
 """Child processes are not ranks: they do not start MPI, and a child that communicates gets a ChildError.
 
-- A child that multiprocessing or subprocess starts inherits the launcher's variables that say which rank its parent is.
-  If the child started MPI, it would wait for ever for ranks that do not know it, or end the job.
+- A child that multiprocessing or subprocess starts inherits the launcher's variables. If it started MPI, it would wait
+  for ever for ranks that do not know it, or end the job.
 - A forked child has a copy of its parent's MPI. No MPI library allows the child to use or to finalize it.
-- A rank that is killed can't end its children. They would hold the job's output open, and mpirun would wait for it. So
-  children of multiprocessing end by themselves after their rank. Other programs that a rank has started continue.
+- Children of multiprocessing end by themselves after their rank: else mpirun would wait for their output.
 """
 
 import atexit
@@ -122,8 +121,8 @@ _exit_codes = [0]  # codes passed to sys.exit; the last one is taken as this pro
 def record_exit_codes() -> None:
     """Replace sys.exit, so that `exit_code` returns the status that the main thread passes to it. Local, once.
 
-    Excepthooks and atexit functions can't read it: Python does not call sys.excepthook for SystemExit, sets no
-    sys.last_exc, and has freed the exception when atexit functions run. MPI ends after the atexit functions.
+    Excepthooks and atexit functions can't read it: Python does not call sys.excepthook for SystemExit, and has freed it
+    when atexit functions run.
     """
     leave = sys.exit
 
