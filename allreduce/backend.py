@@ -255,12 +255,11 @@ class AllReduce:
     ) -> Callable[[], None]:
         """Return a function that reduces `array` in place, with less overhead than a call. Local.
 
-        Like MPI's persistent collectives: the arguments are checked once, here. Calling the function is collective, and
-        the ranks compare it like any other call. The function holds a reference to the array, and works until the
-        backend is closed.
+        The arguments are checked once, here. Calling the function is collective, until the backend is closed. It holds
+        a reference to the array.
 
-        kind: "all_reduce"; "reduce_scatter" of a backend with two phases, which leaves this rank's part of the result
-            in `array[reduce.owned(array.size)]`; or "all_gather", which has no op. lossless: see `__call__`.
+        kind: "all_reduce"; "reduce_scatter" of a backend with two phases, whose result is
+            `array[reduce.owned(array.size)]`; or "all_gather", which has no op. lossless: see `__call__`.
         """
         if kind not in ("all_reduce", "reduce_scatter", "all_gather"):
             raise OptionError(f'{kind!r} is not for bind(); use "all_reduce", "reduce_scatter" or "all_gather"')
@@ -308,10 +307,7 @@ class AllReduce:
         int64, ascending. sums: shape (len(indices), ...), the dtype of `values`; 16-bit floats are added in float32 and
         rounded once. Memory is proportional to the rows passed, not to the table.
 
-        Algorithm: each rank adds its duplicate rows. Indices and rows are all-gathered, and every rank adds them in
-        rank order. If the ranks pass at least twice as many rows as there are distinct indices, and the sums have at
-        least 1 MiB, the backend reduces the distinct rows as one dense array instead (zeros for rows that a rank
-        lacks). A compression does not change rows. With exact=True each rank's rows are one term.
+        A compression does not change rows. With exact=True each rank's rows are one term.
 
         Raises on all ranks, before anything is sent: DisagreementError (another dtype, width, `rows` or op on some
         rank), OptionError (indices out of range), NotAnArrayError, UnsupportedOpError, UnsupportedDtypeError.

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 import threading
 import weakref
 import zlib
@@ -16,7 +17,6 @@ from allreduce.errors import (
     ClosedError,
     CommunicationError,
     CopyError,
-    DisagreementError,
     OptionError,
     UnavailableError,
 )
@@ -25,7 +25,7 @@ from allreduce.health.stall import STALL, TIMEOUT, StallDetector, seconds
 from allreduce.process import children, launcher, start
 from allreduce.transport import deferred_free, liveness, processes, ulfm
 from allreduce.transport.cma import CMA
-from allreduce.transport.control import agree, all_values, everywhere, on_all_ranks
+from allreduce.transport.control import agree, all_values, everywhere
 from allreduce.transport.layout import NodeLayout, NodeSizes, error_of_sizes, nodes_left, simulated
 from allreduce.transport.wait import NamedCall, WaitRecord, record_of, waiting, watched
 
@@ -45,24 +45,20 @@ class Topology:
     """The ranks of a communicator and the nodes that they run on. Creating and closing are collective.
 
     comm: an intracommunicator, duplicated here; MPI.COMM_WORLD when none is given.
-    ranks_per_node: simulates nodes of consecutive ranks: an int for nodes of equal size (the last may be
-        smaller), or a sequence of sizes that add up to the number of ranks. Ranks that do not really
-        share memory are never put on one simulated node.
+    ranks_per_node: simulates nodes of consecutive ranks: an int for nodes of equal size (the last may be smaller), or a
+        sequence of sizes that add up to the number of ranks. Ranks that share no memory never share one.
     timeout: seconds that a rank waits for others before it gives up with a CollectiveTimeoutError; by default
         ALLREDUCE_TIMEOUT_SECONDS, else 1800. After ALLREDUCE_STALL_SECONDS, else 30, a wait is reported.
 
-    Raises LauncherError when a launcher has started several processes and MPI.COMM_WORLD has one rank: torchrun, srun
-    without PMI, another MPI's mpirun. Use `Topology(MPI.COMM_SELF)` or ALLREDUCE_ALONE=1 for one rank on purpose.
+    Raises LauncherError when a launcher has started several processes and MPI.COMM_WORLD has one rank. Use
+    `Topology(MPI.COMM_SELF)` or ALLREDUCE_ALONE=1 for one rank on purpose.
 
-    Communicators (owned here and freed by `close`):
+    Communicators (freed by `close`; those with the same ranks may be one and the same):
         world   all ranks
         node    the ranks that share memory with this one
         cross   the ranks with this one's node rank, one on each node that has such a rank
         host    as `node`, before nodes are simulated: the ranks that really share memory
-    Communicators with the same ranks may be one and the same, and a communicator of this rank alone is MPI.COMM_SELF.
-
-    With uneven nodes `leaders_only` is true: then only the leaders' `cross` has a rank of every node, and only leaders
-    should use it.
+    With uneven nodes `leaders_only` is true: only the leaders' `cross` has a rank of every node.
     """
 
     layout: NodeLayout  # which ranks run on which node
@@ -107,7 +103,8 @@ class Topology:
             abort.wait_at_end()
         asked = f"Topology(ranks_per_node={ranks_per_node!r}, timeout={timeout!r})"
         error = error_of_sizes(ranks_per_node, comm.size) or _bad_timeout(timeout)
-        agree(comm, [zlib.crc32(asked.encode())], asked, error)
+        versioned = f"{asked}, allreduce {sys.modules['allreduce'].__version__}"  # others may send other messages
+        agree(comm, [zlib.crc32(versioned.encode())], versioned, error)
         self._owned: list[MPI.Intracomm] = [] if unrevoked is None else [unrevoked]
         self._users: list[Closeable] = []
         self._children: list[Topology] = []
@@ -189,15 +186,13 @@ class Topology:
         return self.world
 
     def _learn_layout(self) -> None:
-        """Set the layout, and what all ranks have. Collective. The same message compares versions, and tells which rank
-        is not guarded."""
+        """Set the layout, and what all ranks have. Collective. The same message tells which rank is not guarded."""
         leader, here = min(processes.ranks_in(self.world, self.node)), [self.cores, self.sharing]
-        mine = [leader, machine.digest_of_versions(), start.unguarded(), self.cma.works, kernels.status() == "C", *here]
+        mine = [leader, start.unguarded(), self.cma.works, kernels.status() == "C", *here]
         found = all_values(self.world, mine, "count the nodes")
-        leaders, digests, unguarded, cma, by_c, cores, sharing = zip(*found, strict=True)
+        leaders, unguarded, cma, by_c, cores, sharing = zip(*found, strict=True)
         self.all_cma, self.by_c = all(cma), all(by_c)
         self.fewest_cores, self.most_sharing = min(cores), max(sharing)
-        _compare_versions(self.world, list(digests))
         if self.size == MPI.COMM_WORLD.size > 1 and any(unguarded):
             notices.once(self.rank, next(filter(None, unguarded)))
         self.layout = layout = NodeLayout.of_leaders(list(leaders), self.ranks_per_node is not None)
@@ -244,21 +239,6 @@ class Topology:
             group.Free()
             everyone.Free()
 
-    def inside(self) -> "Topology":
-        """Return the topology of this node's ranks. Collective over the node."""
-        self.check_open()
-        return Topology(self.node, timeout=self.timeout, parent=self, on_one_host=True)
-
-    def across(self) -> "Topology | None":
-        """Return the topology of one rank per node, each on its own node. Collective over the world.
-
-        Equal nodes: the ranks with this rank's node rank. Uneven nodes: the leaders; None on other ranks.
-        """
-        self.check_open()
-        if self.leaders_only and self.node_rank:
-            return None
-        return Topology(self.cross, ranks_per_node=1, timeout=self.timeout, parent=self)
-
     def split(self, colour: int, ranks_per_node: NodeSizes = None, on_error: str = "job") -> "Topology":
         """Split the ranks by `colour`, and return the topology of this rank's part, in rank order. Collective.
 
@@ -266,9 +246,8 @@ class Topology:
         involve the other parts.
 
         on_error: what an uncaught exception ends: the whole "job", or only the programs of this "part" while it is
-            open. Equal on the ranks of a part. With "part", ranks of the part that wait for the failed one raise
-            RankLeftError, other parts continue, and the job's exit code shows the failure. An endless wait inside MPI,
-            an exception in a thread, and Ctrl-C still end the job.
+            open. Equal on the ranks of a part. With "part", other parts continue, and the job's exit code shows the
+            failure. An endless wait inside MPI, an exception in a thread, and Ctrl-C still end the job.
         """
         self.agree([], "Topology.split", _bad_split(colour, on_error))
         comm = self.private(colour=colour)
@@ -492,14 +471,11 @@ class Topology:
     def finished(self, ok: bool = True) -> bool:
         """Return whether all surviving ranks pass ok=True, the same on all of them. Collective over these.
 
-        Call it after work that a failure may interrupt. A rank passes ok=False if a call raised RankLostError, True if
-        all its calls returned. If the answer is False, all ranks call `survivors` and repeat the work. If it is True,
-        the work is complete; a rank that has failed meanwhile is reported in the next call. Between the work and this
-        call a rank may wait for others only in calls of this topology, its children and its backends. Without ULFM it
-        returns `ok` at once.
+        Call it after work that a failure may interrupt, with ok=False if a call raised RankLostError. If the answer is
+        False, all ranks call `survivors` and repeat the work. Before it, wait for others only in calls of this
+        topology, its children and its backends. Without ULFM it returns `ok` at once.
 
-        Raises RankLeftError if a rank that has not failed will not take part: it has ended its program or closed this
-        topology.
+        Raises RankLeftError if a rank that has not failed has ended its program or closed this topology.
         """
         self.check_open()
         if not ulfm.in_force():
@@ -618,26 +594,3 @@ def _checked(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     if comm == MPI.COMM_NULL:
         raise OptionError("Topology was given MPI.COMM_NULL: a communicator that was freed, or that excludes this rank")
     return comm
-
-
-def _compare_versions(comm: MPI.Intracomm, digests: Sequence[int]) -> None:
-    """If the ranks' version digests differ, log which ranks have which versions. Collective.
-
-    Raises DisagreementError on all ranks if versions of allreduce differ: their messages may be incompatible.
-    """
-    if len(set(digests)) == 1:
-        return
-    everyone = all_values(comm, machine.versions(), "compare versions")
-    for name in dict.fromkeys(name for found in everyone for name in found):
-        holders: dict[str, list[int]] = {}
-        for rank, found in enumerate(everyone):
-            if name in found:  # a program may use a package on some ranks only
-                holders.setdefault(found[name], []).append(rank)
-        if len(holders) < 2:
-            continue
-        table = "; ".join(f"{version} on ranks {', '.join(map(str, ranks))}" for version, ranks in holders.items())
-        if name == machine.OURS:
-            raise on_all_ranks(
-                DisagreementError(f"the ranks have different versions of {machine.OURS}: {table}; install one"), comm
-            )
-        notices.once(comm.rank, f"the ranks have different versions of {name}: {table}")

@@ -2,8 +2,8 @@
 
 - The root of the tree is rank 0. A rank tells its parent of a call when its whole subtree has announced it. Equal
   requests are told once, with the ranks that make them.
-- Rank 0 decides that the call runs, or refuses it if the ranks' requests differ. Each rank forwards the decision to
-  its children unchanged. So a rank sends one announcement and at most log2 n decisions of a call.
+- Rank 0 decides that the call runs, or refuses it if the requests differ, before any data moves. Each rank forwards the
+  decision. So a rank sends one announcement and at most log2 n decisions of a call.
 - A rank that has joined makes no calls until all ranks have joined, so no call waits for it.
 - A rank whose calls have all ended forwards nothing. Nothing can wait there: a decision needs an announcement or a join
   of every rank.

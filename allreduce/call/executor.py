@@ -61,11 +61,10 @@ class Work(NamedTuple):
     """The work of calls of one signature.
 
     run: does the work on a 1-D array. quiet: `run` causes no floating-point errors of NumPy, which could raise on one
-    rank alone. address: returns the address of the array. When `run` begins, the ranks of the node know all their
-    addresses (`Executor.addresses`). place: returns the place of the array in memory from `allocate` (see
-    Allocations.place), which must be the same on all ranks; they compare it. in_c: returns the CWork of an array, which
-    C does when the ranks have met, before `run`. Without a `place` the array may be None: each call names its own.
-    waits_inside_mpi: whether it waits for other ranks inside MPI, where no time-out ends the wait.
+    rank alone. address: of the array, which all ranks of the node know when `run` begins (`Executor.addresses`). place:
+    of the array in memory from `allocate` (Allocations.place), which the ranks compare. in_c: returns the CWork of an
+    array, which C does when the ranks have met, before `run`; without a `place` of None. waits_inside_mpi: whether it
+    waits for other ranks inside MPI, where no time-out ends the wait.
     """
 
     run: Callable[[Any], object]

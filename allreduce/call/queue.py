@@ -1,10 +1,8 @@
 """The worker of a topology: runs the calls of all queues in the same order on all ranks.
 
-Collectives match by their order. If the buckets of two optimizers (or the calls of two threads) become ready in
-different orders on different ranks, gradients of one would be added to gradients of the other. So every rank announces
-its calls, by name, along a tree whose root is rank 0 (announcements.py). When all ranks have announced a call, rank 0
-decides that all of them run it next. The names are given (Horovod's), or are the numbers of the calls in their queue.
-An announcement describes the call, so a disagreement is found before any data moves.
+Collectives match by their order, and the buckets of two optimizers, say, become ready in different orders on different
+ranks. So every rank announces its calls, by name, to rank 0, which decides the next call (announcements.py). The names
+are given (Horovod's), or are the numbers of the calls in their queue.
 
 Without a worker thread, the thread that waits for a call does the worker's work.
 """
@@ -600,9 +598,8 @@ _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 def prefer_this_thread() -> None:
     """Let the operating system run this thread before the others of the process, where the process may ask for that.
 
-    A worker thread needs a core for a few microseconds at each step of an algorithm, and shares it with a thread that
-    computes. Without priority, the worker, and with it every other rank's worker, waits until that thread's time slice
-    ends. Lower values than 0 need root, CAP_SYS_NICE or RLIMIT_NICE; otherwise nothing changes.
+    Else a worker, and with it every other rank's, waits for the time slice of a thread that computes. Values below 0
+    need root, CAP_SYS_NICE or RLIMIT_NICE; otherwise nothing changes.
     """
     if sys.platform == "linux":  # elsewhere the priority is that of the whole process
         with contextlib.suppress(OSError):

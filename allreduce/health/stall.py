@@ -1,17 +1,12 @@
 """The stall detector: reports which ranks wait where and which are missing; ends waits that would last for ever.
 
-- A rank that has waited for a second sends a status message that says where (status_messages.py). A rank that has sent
-  none is not waiting. So every waiting rank knows where all ranks are, and no rank has to answer. Nothing is sent while
-  all is well.
-- Of the ranks that wait in a call, one reports it.
+- A rank that has waited for a second sends a status message that says where (status_messages.py). So every waiting rank
+  knows where all ranks are. Of the ranks that wait in a call, one reports it.
 - A rank whose process has ended without telling MPI counts as failed under ULFM, and otherwise as one that has left.
 - A wait in a loop of ours (agreements, queues of the worker) ends in an error that is raised there. A wait inside MPI
   can't be interrupted: its error is printed, and the job ends.
-- Ranks that wait in different calls (one in a backend's call, one in an agreement) end in a time-out; the report shows
-  much earlier where all ranks are. They are not ended sooner, because it is never certain that they wait for ever: a
-  rank may reach a call in another thread, also in one that Python does not know (XLA's, autograd's); not every call
-  needs all ranks, so a rank may be behind in a call that others have left; and ranks with roles (servers) call a
-  backend unequally often, so counts do not show which rank is behind.
+- Ranks that wait in different calls end in a time-out, not sooner: a rank may still reach the call in another thread,
+  and ranks with roles (servers) call a backend unequally often.
 - Under ULFM (transport/ulfm.py) the watchdog also asks MPI for failed ranks. After a failure it revokes the topology's
   communicators, so that waits inside MPI return, and sets `lost` for loops of ours.
 """

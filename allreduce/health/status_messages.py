@@ -1,16 +1,12 @@
 """Status messages: during a long wait, the ranks of a topology tell each other where they wait.
 
-- Each rank has a row of facts (status.py). A rank that has waited for a second writes where it waits into its row.
-- A rank sends the rows that have changed to the ranks at distances 1, 2, 4, ... in both directions, and these pass them
-  on. So every rank knows where all ranks are, after O(log n) messages of each, and no rank has to answer. A rank that
-  is stopped holds up no news of others.
-- Between two ranks at most one message is pending, so none pile up at a rank that does not receive; only a rank that
-  leaves sends its last ones besides. Rows that do not fit into a message follow in the next one.
+- Each rank has a row of facts (status.py). It sends the rows that have changed to the ranks at distances 1, 2, 4, ...
+  in both directions, and these pass them on: O(log n) messages of each rank, and no rank has to answer.
+- Between two ranks at most one message is pending; only a rank that leaves sends its last ones besides. Rows that do
+  not fit into a message follow in the next one.
 - No rank waits for a message that it has begun to receive: its sender may be stopped.
-- After a rank fails, the surviving ranks revoke the topology's communicators. Under ULFM, status messages therefore use
-  a communicator that is never revoked, and distances count only the ranks that this one takes for alive. If none of
-  them receives the message of a rank that leaves, it tells twice as many, at last all. They agree in
-  `Topology.finished`.
+- Under ULFM, status messages use a communicator that is never revoked, and distances count only the ranks that this
+  one takes for alive. If none of them receives the message of a rank that leaves, it tells twice as many, at last all.
 """
 
 import time

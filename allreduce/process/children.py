@@ -1,15 +1,13 @@
 """Child processes are not ranks: they do not start MPI, and a child that communicates gets a ChildError.
 
-- A child that multiprocessing or subprocess starts inherits the launcher's variables that say which rank its parent is.
-  If the child started MPI, it would wait for ever for ranks that do not know it, or end the job.
+- A child that multiprocessing or subprocess starts inherits the launcher's variables. If it started MPI, it would wait
+  for ever for ranks that do not know it, or end the job.
 - A forked child has a copy of its parent's MPI. No MPI library allows the child to use or to finalize it.
-- A rank that is killed can't end its children. They would hold the job's output open, and mpirun would wait for it. So
-  children of multiprocessing end by themselves after their rank. Other programs that a rank has started continue.
+- Children of multiprocessing end by themselves after their rank: else mpirun would wait for their output.
 """
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import itertools
 import os
@@ -24,7 +22,6 @@ from allreduce.process import daemon, proc
 
 RANK_PROCESS = "ALLREDUCE_RANK_PROCESS"  # in the environment of a rank, and so of its children: see mark()
 FORKSERVER = "multiprocessing.forkserver import main"  # in the command line of the server, and of its children
-FINALIZE_COMPLETED = 5  # a state of Open MPI, from ompi_mpi_state_t
 POLL_SECONDS = 1.0  # interval of checks until multiprocessing has set a child's parent process
 ORPHANED = 1  # an exit code that no process reads
 
@@ -124,8 +121,8 @@ _exit_codes = [0]  # codes passed to sys.exit; the last one is taken as this pro
 def record_exit_codes() -> None:
     """Replace sys.exit, so that `exit_code` returns the status that the main thread passes to it. Local, once.
 
-    Excepthooks and atexit functions can't read it: Python does not call sys.excepthook for SystemExit, sets no
-    sys.last_exc, and has freed the exception when atexit functions run. MPI ends after the atexit functions.
+    Excepthooks and atexit functions can't read it: Python does not call sys.excepthook for SystemExit, and has freed it
+    when atexit functions run.
     """
     leave = sys.exit
 
@@ -145,27 +142,12 @@ def exit_code() -> int:
 
 @atexit.register  # registered early, so it runs after the program's own functions
 def _end_child() -> None:
-    """End a forked child without MPI_Finalize, which mpi4py calls after this function.
-
-    Under Open MPI the library's state is set to finalized; under another MPI the child exits here.
-    """
-    if _forked and not _mark_finalized():
+    """End a forked child without MPI_Finalize, which mpi4py would call after this function."""
+    if _forked:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(exit_code())
-
-
-def _mark_finalized() -> bool:
-    """Set Open MPI's state in this process to finalized; return False for other MPIs. Local, at exit."""
-    try:
-        library = ctypes.CDLL("libmpi.so.40", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        ctypes.c_int32.in_dll(library, "ompi_mpi_state").value = FINALIZE_COMPLETED
-    except (OSError, ValueError):
-        return False
-    from mpi4py import MPI
-
-    return MPI.Is_finalized()
 
 
 os.register_at_fork(after_in_child=_record_fork)  # runs before the functions of guard()

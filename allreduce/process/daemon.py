@@ -1,10 +1,9 @@
 """The launcher's daemon: the process of mpirun, mpiexec or Slurm on this host that started this rank.
 
-A daemon that is killed, or that believes the job has ended, does not end its ranks: a rank in its own code continues,
-and a rank in an MPI call waits for ever. So a rank ends by itself when its daemon has ended.
+A daemon that is killed does not end its ranks, so a rank ends by itself when its daemon has ended.
 
-PR_SET_PDEATHSIG can't be used: the kernel sends that signal when the thread that started this process ends, and Open
-MPI's daemon may end such threads. Also the parent may be a shell, or `timeout`, between the daemon and the rank.
+PR_SET_PDEATHSIG can't be used: the kernel sends that signal when the thread that started this process ends, which Open
+MPI's daemon may do; and the parent may be a shell, or `timeout`.
 """
 
 import os

@@ -12,12 +12,28 @@ from mpi4py import MPI
 
 from allreduce.errors import LauncherError
 from allreduce.machine import mpi_library
-from allreduce.process.variables import OPEN_MPI_SIZE, OTHERS, PMI_SIZE, STEP_SIZE
+from allreduce.process.variables import OPEN_MPI_SIZE, PMI_SIZE, STEP_SIZE
 
 ALONE = "ALLREDUCE_ALONE"  # 1: each process of a launcher is a job of one rank, on purpose
+
+INSTEAD = "start it with mpirun instead: mpirun -n N python SCRIPT"
+SAME_MPI = (
+    f"start it with the mpirun of the MPI library that mpi4py has loaded ({mpi_library()}): `which mpirun python` "
+    "should show one folder"
+)
 SRUN = (
     "start it with srun --mpi=pmix (Open MPI) or srun --mpi=pmi2 (MPICH); srun --mpi=list shows the plugins. "
     "Or start it with mpirun inside sbatch or salloc"
+)
+LAUNCHERS = (  # the variable with the number of processes, the launcher that sets it, and what the user should do
+    ("WORLD_SIZE", "torchrun", INSTEAD),
+    (PMI_SIZE, "the mpiexec of MPICH, or srun --mpi=pmi2,", f"{SAME_MPI}. By srun: {SRUN}"),
+    (OPEN_MPI_SIZE, "Open MPI's mpirun", SAME_MPI),
+    ("HOROVOD_SIZE", "horovodrun", INSTEAD),  # without MPI: horovodrun starts its processes itself
+    # trainers and torch_backend may have copied another launcher's number there
+    ("WORLD_SIZE", "a launcher of PyTorch's processes, such as torchrun,", INSTEAD),
+    # SLURM_NTASKS is also that of batch scripts and salloc's shells, which are one process
+    (STEP_SIZE, "srun", SRUN),
 )
 
 
@@ -44,30 +60,16 @@ def started(variables: Mapping[str, str], process: int) -> Launch | None:
     """Return the launcher that has started this process as one of several, or None. Local.
 
     variables: the environment. process: the pid of this process.
-
-    SLURM_NTASKS is not used: batch scripts and salloc's shells, which are one process, have it too. Only the tasks of a
-    step have SLURM_STEP_NUM_TASKS. A launcher inside a step takes precedence: mpirun starts its daemons by srun.
     """
-    torchrun, horovodrun = OTHERS.values()
-    world, pmi, open_mpi, step = (_number(variables, name) for name in (torchrun, PMI_SIZE, OPEN_MPI_SIZE, STEP_SIZE))
-    torch = Launch("torchrun", torchrun, world, _with_mpirun("torchrun"))
-    if world > 1 and "TORCHELASTIC_RUN_ID" in variables:
-        return torch
-    if pmi > 1:
-        by_slurm = variables.get("SLURM_MPI_TYPE", "").startswith("pmi")
-        by = f"srun --mpi={variables['SLURM_MPI_TYPE']}" if by_slurm else "the mpiexec of MPICH or a relative of it"
-        return Launch(by, PMI_SIZE, pmi, SRUN if by_slurm else _mpirun())
-    if open_mpi > 1:
-        return Launch("Open MPI's mpirun", OPEN_MPI_SIZE, open_mpi, _mpirun())
-    if (horovod := _number(variables, horovodrun)) > 1:  # without MPI: horovodrun starts its processes itself
-        return Launch("horovodrun", horovodrun, horovod, _with_mpirun("horovodrun"))
-    if world > 1:  # last: trainers and torch_backend may have copied another launcher's number there
-        return torch._replace(launcher="a launcher of PyTorch's processes, such as torchrun,")
-    # in the shell of `srun --pty bash` the program is one process
+    # mpirun starts its daemons by srun; in the shell of `srun --pty bash` the program is one process
     in_a_shell = "SLURM_PTY_PORT" in variables and variables.get("SLURM_TASK_PID") != str(process)
-    if step > 1 and not ({PMI_SIZE, OPEN_MPI_SIZE} & set(variables)) and not in_a_shell:
-        plugin = variables.get("SLURM_MPI_TYPE", "none")
-        return Launch("srun" if plugin == "none" else f"srun --mpi={plugin}", STEP_SIZE, step, SRUN)
+    by_srun = not ({PMI_SIZE, OPEN_MPI_SIZE} & set(variables)) and not in_a_shell
+    for variable, launcher, remedy in LAUNCHERS:
+        text = variables.get(variable, "")
+        processes = int(text) if text.isascii() and text.isdigit() else 0
+        possible = {"torchrun": "TORCHELASTIC_RUN_ID" in variables, "srun": by_srun}.get(launcher, True)
+        if processes > 1 and possible:
+            return Launch(launcher, variable, processes, remedy)
     return None
 
 
@@ -89,19 +91,3 @@ def check(ranks: int) -> None:
     launch = unrecognized_launch(ranks)
     if launch is not None:
         raise LauncherError(f"{launch}. {launch.advice[0].upper()}{launch.advice[1:]}")
-
-
-def _with_mpirun(launcher: str) -> str:
-    return f"start it with mpirun instead of {launcher}: mpirun -n N python SCRIPT"
-
-
-def _mpirun() -> str:
-    return (
-        f"start it with the mpirun of the MPI library that mpi4py has loaded ({mpi_library()}): `which mpirun python` "
-        "should show one folder"
-    )
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    text = variables.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() else 0

@@ -1,10 +1,9 @@
 """Tells glibc's malloc to keep the memory that a training step frees.
 
-A framework that allocates its activations and gradients in every step frees tens of megabytes at the step's end. glibc
-returns such blocks to the system and gets them again in the next step, page by page: for an MLP of 10 M parameters in
-PyTorch 9,000 page faults and 15 of 53 ms. So trainers, optimizers and PyTorch's process group tell malloc to keep the
-memory; the price is that the process stays as large as its largest step. ALLREDUCE_MALLOC=default leaves malloc as it
-is, and so does any of malloc's own settings in the environment (MALLOC_..., GLIBC_TUNABLES).
+glibc returns large blocks (activations, gradients) to the system, and gets them again in the next step, page by page.
+So trainers, optimizers and PyTorch's process group tell malloc to keep the memory; the process stays as large as its
+largest step. ALLREDUCE_MALLOC=default leaves malloc as it is, and so does any of malloc's own settings in the
+environment (MALLOC_..., GLIBC_TUNABLES).
 """
 
 import ctypes

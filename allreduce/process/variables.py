@@ -12,7 +12,6 @@ LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 ANY_RANK = (*RANK, "PMIX_RANK", "SLURM_PROCID")  # also of srun, with or without MPI
 STEP_SIZE = "SLURM_STEP_NUM_TASKS"
-OTHERS = {"torchrun": "WORLD_SIZE", "horovodrun": "HOROVOD_SIZE"}  # sizes, by launchers that start no MPI
 PROCESS = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "PMI_JOBID")  # differ from job to job
 
 

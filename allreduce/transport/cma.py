@@ -68,8 +68,7 @@ class CMA:
     def _count_call(self, address: int, nbytes: int) -> None:
         """Count a call with an array that other ranks access; move it to huge pages at its call 2, 4, 8, 16 ... Local.
 
-        The first move copies the array, in 0.3 ms for each MiB; a later one, in 0.05 ms, moves only pages of which the
-        system had none before, or that have been freed meanwhile. Only pages that the array fills are moved.
+        A later move takes what the system had no huge pages for before. Only pages that the array fills are moved.
         """
         if nbytes < huge_pages.SHORTEST:
             return

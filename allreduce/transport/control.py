@@ -26,7 +26,6 @@ AGREED_VALUES = 8  # of every agreement: messages of different agreements match,
 LONE_SECONDS = 60.0  # how long a rank with an error waits for the others
 LARGEST_VALUES = 1 << 30  # bytes of JSON that are accepted from other ranks
 SHORT_BYTES, TABLE_BYTES = 256, 1 << 16  # the largest value, and table of all ranks' values, that one message holds
-LENGTH_BYTES = 8  # of the length in front of a value
 
 
 def raise_together(comm: MPI.Comm, error: Exception | None) -> None:
@@ -122,13 +121,17 @@ def all_values(comm: MPI.Comm, value: Any, what: str) -> list[Any]:
     """
     mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
     room = min(SHORT_BYTES, TABLE_BYTES // comm.size)
-    table = np.zeros((comm.size, LENGTH_BYTES + room), np.uint8)
-    table[comm.rank] = _packed(mine, room)
-    combine(comm, table, what)
-    lengths = table[:, :LENGTH_BYTES].copy().view(np.int64)[:, 0]
+    rows = np.zeros(comm.size, [("length", np.int64), ("text", np.uint8, (room,))])
+    rows["length"][comm.rank] = mine.size
+    if mine.size <= room:
+        rows["text"][comm.rank, : mine.size] = mine
+    combine(comm, rows.view(np.uint8), what)
+    lengths = rows["length"]
     if lengths.max() <= room:
-        return [_unpacked(row) for row in table]
-    _check_size(comm, int(lengths.sum()), what)
+        return [json.loads(row["text"][: row["length"]].tobytes()) for row in rows]
+    nbytes = int(lengths.sum())
+    if nbytes > LARGEST_VALUES:
+        raise on_all_ranks(AllReduceError(f"{what}: values of {nbytes} bytes; at most {LARGEST_VALUES} are sent"), comm)
     ends = np.cumsum(lengths)
     everyone = np.zeros(ends[-1], np.uint8)
     everyone[ends[comm.rank] - mine.size : ends[comm.rank]] = mine
@@ -137,35 +140,8 @@ def all_values(comm: MPI.Comm, value: Any, what: str) -> list[Any]:
 
 
 def root_value(comm: MPI.Comm, value: Any, what: str, root: int = 0) -> Any:
-    """Return rank `root`'s `value` on all ranks. Collective. value: see all_values(); ignored on other ranks.
-
-    It takes one broadcast, and another one if the value is long.
-    """
-    mine = np.frombuffer(json.dumps(value).encode() if comm.rank == root else b"", np.uint8)
-    row = _packed(mine, SHORT_BYTES)
-    wait_for(comm, comm.Ibcast(row, root), what)
-    length = int(row[:LENGTH_BYTES].view(np.int64)[0])
-    if 0 <= length <= SHORT_BYTES:
-        return _unpacked(row)
-    _check_size(comm, length, what)
-    text = mine if comm.rank == root else np.empty(length, np.uint8)
-    wait_for(comm, comm.Ibcast(text, root), what)
-    return json.loads(text.tobytes())
-
-
-def _packed(text: np.ndarray, room: int) -> np.ndarray:
-    """Return a row of a length and `room` bytes, which hold the text if it is not longer."""
-    row = np.zeros(LENGTH_BYTES + room, np.uint8)
-    row[:LENGTH_BYTES].view(np.int64)[0] = text.size
-    if text.size <= room:
-        row[LENGTH_BYTES : LENGTH_BYTES + text.size] = text
-    return row
-
-
-def _unpacked(row: np.ndarray) -> Any:
-    """Return the value in a row of `_packed`."""
-    length = int(row[:LENGTH_BYTES].view(np.int64)[0])
-    return json.loads(row[LENGTH_BYTES : LENGTH_BYTES + length].tobytes())
+    """Return rank `root`'s `value` on all ranks. Collective. value: see all_values(); ignored on other ranks."""
+    return all_values(comm, value if comm.rank == root else None, what)[root]
 
 
 def combine(comm: MPI.Comm, numbers: np.ndarray, what: str, op: MPI.Op = MPI.SUM) -> np.ndarray:
@@ -183,12 +159,6 @@ def on_all(comm: MPI.Comm, true: bool, what: str) -> bool:
 def each_on_all(comm: MPI.Comm, trues: Sequence[bool], what: str) -> list[bool]:
     """Return of each value whether it is True on all ranks. Collective."""
     return [bool(each) for each in combine(comm, np.array(trues, np.uint8), what, MPI.MIN)]
-
-
-def _check_size(comm: MPI.Comm, nbytes: int, what: str) -> None:
-    """Raise on all ranks if a size, which is equal on all of them, is out of range."""
-    if not 0 <= nbytes <= LARGEST_VALUES:
-        raise on_all_ranks(AllReduceError(f"{what}: values of {nbytes} bytes; at most {LARGEST_VALUES} are sent"), comm)
 
 
 def _portable(error: Exception | None) -> tuple[str, str, str] | None:

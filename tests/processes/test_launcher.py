@@ -24,8 +24,8 @@ OTHERS: dict[str, dict[str, str]] = {
     "the mpiexec of MPICH": {"PMI_SIZE": "2", "PMI_RANK": "1"},
     "horovodrun": {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"},
     "srun": SLURM_TASK,
-    "srun --mpi=pmi2": {**SLURM_TASK, "SLURM_MPI_TYPE": "pmi2", "PMI_SIZE": "2"},
-    "srun --mpi=pmix": {**SLURM_TASK, "SLURM_MPI_TYPE": "pmix", "PMIX_RANK": "0"},
+    "the mpiexec of MPICH, or srun --mpi=pmi2": {**SLURM_TASK, "SLURM_MPI_TYPE": "pmi2", "PMI_SIZE": "2"},
+    "srun in an allocation, --mpi=pmix": {**SLURM_TASK, "SLURM_MPI_TYPE": "pmix", "PMIX_RANK": "0"},
     "srun --pty": {**SLURM_TASK, **PTY, "SLURM_TASK_PID": str(PROCESS)},
 }
 ALONE: dict[str, dict[str, str]] = {
