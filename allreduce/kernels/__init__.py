@@ -3,9 +3,10 @@ fixed point (fixed_point.c); the rendezvous of a node's ranks (meeting.c). commu
 allreduce/process/start.py.
 
 `pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, every function
-here returns False or None. Its caller does the same by NumPy and Python, or has refused to work without the library. Arrays are contiguous, aligned and 1-D; an
-output may be one of the inputs, and overlaps no other array. With the library, other arguments raise TypeError or
-ValueError. All functions are local; the functions on arrays work outside the GIL.
+here returns False or None. Its caller does the same by NumPy and Python, or has refused to work without the library.
+Arrays are contiguous, aligned and 1-D; an output may be one of the inputs, and overlaps no other array. With the
+library, other arguments raise TypeError or ValueError. All functions are local; the functions on arrays work outside
+the GIL.
 """
 
 import ctypes
