@@ -18,10 +18,9 @@ import allreduce
 from allreduce.arrays import chunks, gpu
 from allreduce.arrays import compression as compressions
 from allreduce.arrays.arguments import is_integer
-from allreduce.arrays.compression import Given
+from allreduce.arrays.compression import Given, PowerSGD
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import numpy_operation
-from allreduce.arrays.parts import Part
 from allreduce.arrays.workspace import Workspace
 from allreduce.backend import AllReduce
 from allreduce.call.call import Call
@@ -108,14 +107,14 @@ class Options:
     overlap: False runs every operation in the calling thread, before the call returns; then only messages and
         monitored_barrier have timeouts.
     compress: all_reduce and the reduce_scatters send sums and averages (SUM, AVG, PREMUL_SUM) of float32 and float64
-        with fewer bits; values as in `allreduce.create`. No other operation or dtype is compressed, and no tensor of
-        less than `compress_from` elements: losses, counts and flags stay exact. Use another group for large tensors
-        that must: dist.new_group() without pg_options.
+        with fewer bits; values as in `allreduce.create`, but no PowerSGD. No other operation or dtype is compressed,
+        and no tensor of less than `compress_from` elements: losses, counts and flags stay exact. Use another group for
+        large tensors that must: dist.new_group() without pg_options.
     compress_from: elements of the shortest tensor that is compressed; of a reduce_scatter, of all its inputs.
 
-    Error feedback ("int8", "powersgd:4") is kept for a tensor that an all_reduce gets again, from its second
-    call on, and ends with the tensor. DDP's buckets are such tensors. There is none for the tensors of reduce_scatter:
-    FSDP makes new ones in each step. "powersgd:4" needs `describe(ddp_model)`.
+    Error feedback ("int8") is kept for a tensor that an all_reduce gets again, from its second call on, and ends with
+    the tensor. DDP's buckets are such tensors. There is none for the tensors of reduce_scatter: FSDP makes new ones in
+    each step.
 
     Raises UnknownBackendError, OptionError. If the ranks' backends or compressions differ, the creation of the group
     raises DisagreementError on all ranks.
@@ -130,7 +129,11 @@ class Options:
     def __post_init__(self) -> None:
         if "compress" in self.settings:
             raise OptionError("give Options(compress=...), not settings with compress")
-        compressions.parse(self.compress)
+        if isinstance(compressions.parse(self.compress), PowerSGD):
+            raise OptionError(
+                f"compress={compressions.shown(self.compress)}: a process group knows no matrices; use PyTorch's "
+                "powerSGD_hook, or trainers.pytorch.MirroredOptimizer"
+            )
         if not is_integer(self.compress_from, 0):
             raise OptionError(f"compress_from={self.compress_from!r}: give a number of elements, 0 or more")
         if self.backend not in allreduce.NAMES:
@@ -176,22 +179,16 @@ class Repeated:
 
     def __init__(self) -> None:
         self.array: Any = None
-        self.parts: tuple[Part, ...] = ()
         self.met = False
 
-    def describe(self, parts: Sequence[Part]) -> None:
-        """Set the parts of the model in the tensor. Other parts than before end its error feedback."""
-        if self.parts != tuple(parts):
-            self.array, self.parts = None, tuple(parts)
-
     def register(self, array: Any, backend: AllReduce) -> None:
-        """Register the tensor's memory, a 1-D array: in the second call, or in the first of a described tensor."""
+        """Register the tensor's memory, a 1-D array, in the second call."""
         known = self.array
         if known is None or (address(known), known.size) != (address(array), array.size):
             self.array = None  # unregisters an earlier one
-            if self.met or self.parts:
+            if self.met:
                 self.array = array
-                backend.describe(array, self.parts, whole=False)
+                backend.describe(array)
         self.met = True
 
 
@@ -296,8 +293,6 @@ class TensorReducer:
     def _reduce(self, tensor: torch.Tensor, array: Any, reduction: Reduction) -> None:
         """Reduce a tensor in plain memory, which is also that of the 1-D array."""
         self._scale(tensor, reduction)
-        if reduction.compress is not None and array.size == tensor.numel():
-            array = array.reshape(tensor.shape)  # "powersgd" compresses matrices
         if reduction.op.islower():
             self.backend(reduction.compress)(array, reduction.op)
         else:

@@ -116,7 +116,7 @@ class LowRank(Compressed):
         if arrays.fence:
             arrays.fence()
         self._multiply(call, op, residual, arrays)
-        if where and options.warm_start:
+        if where:
             for item in call.items:
                 where.entry.factors[_key(where, item.matrix)] = item.right.copy()
         if arrays.fence:
@@ -172,7 +172,7 @@ class LowRank(Compressed):
         memory[...] = 0
         items, left, right = [], 0, first
         for each in plan.matrices:
-            last = where.entry.factors.get(_key(where, each)) if where and options.warm_start else None
+            last = where.entry.factors.get(_key(where, each)) if where else None
             start = low_rank.start_factor(last, each, dtype, [options.random_seed, shift + each.start, calls])
             ends = left + each.rank * each.rows, right + each.rank * each.columns
             factors = memory[left : ends[0]].reshape(each.rank, -1), memory[right : ends[1]].reshape(each.rank, -1)
@@ -198,7 +198,7 @@ class LowRank(Compressed):
                 np.matmul(item.start[:, tile.columns], tile.of(values).T, out=item.left[:, tile.rows])
         self.inner.reduce(call.lefts, op)
         for item in call.items:
-            low_rank.orthogonalize(item.left, self.options.orthogonalization_epsilon)
+            low_rank.orthogonalize(item.left)
             for tile in item.tiles:
                 item.right[:, tile.columns] += item.left[:, tile.rows] @ tile.of(values)
         self.inner.reduce(call.rights, op)
@@ -234,13 +234,18 @@ class LowRank(Compressed):
             residual[tile.where] -= sent
 
     def _say_uncompressed(self, where: Slice | None, parts: Sequence[Part]) -> None:
+        rank, matrices = self.options.matrix_approximation_rank, [part for part in parts if len(part.shape) > 1]
+        if matrices and all(rank > min(low_rank.shape(part)) for part in matrices):
+            above = (
+                f'compress="{self.options}": the rank {rank} is above the rows or columns of all matrices of an array'
+            )
+            notices.once(self.rank, f"{above}, which is sent uncompressed: use a smaller rank")
         described = where is not None and where.entry.parts
         if not described and all(len(part.shape) < 2 and part.stop - part.start > NOTICED for part in parts):
             notices.once(
                 self.rank,
                 f'compress="{self.options}" needs shapes, so arrays of one dimension are sent uncompressed: call '
-                "describe(array, parts) with the parameters of the model; of PyTorch's DDP, "
-                "allreduce.torch_backend.describe(model)",
+                "describe(array, parts) with the parameters of the model",
             )
 
 
