@@ -99,22 +99,14 @@ def resolve(op: Any, dtype: torch.dtype, sparse: bool = False) -> Reduction:
 class Options:
     """Options of the process group, for `init_process_group("allreduce", pg_options=Options("ring"))` and `new_group`.
 
-    backend: one of `allreduce.NAMES`; by default the one in the environment variable ALLREDUCE_BACKEND,
-        else "auto". new_group does not inherit the world's options; without pg_options it uses the same default.
-    settings: further arguments of `allreduce.create` (root=0, cross="ring", ...). check and trace also apply
-        to reduce_scatter, for which "auto" uses "ring" on several nodes. "auto" has measure=False by default: a program
-        gives the same bits in each run.
-    overlap: False runs every operation in the calling thread, before the call returns; then only messages and
-        monitored_barrier have timeouts.
-    compress: all_reduce and the reduce_scatters send sums and averages (SUM, AVG, PREMUL_SUM) of float32 and float64
-        with fewer bits; values as in `allreduce.create`, but no PowerSGD. No other operation or dtype is compressed,
-        and no tensor of less than `compress_from` elements: losses, counts and flags stay exact. Use another group for
-        large tensors that must: dist.new_group() without pg_options.
-    compress_from: elements of the shortest tensor that is compressed; of a reduce_scatter, of all its inputs.
-
-    Error feedback ("int8") is kept for a tensor that an all_reduce gets again, from its second call on, and ends with
-    the tensor. DDP's buckets are such tensors. There is none for the tensors of reduce_scatter: FSDP makes new ones in
-    each step.
+    backend: one of `allreduce.NAMES`; by default that in ALLREDUCE_BACKEND, else "auto", also in `new_group`.
+    settings: further arguments of `allreduce.create`. check and trace also apply to reduce_scatter, for which "auto"
+        uses "ring" on several nodes. "auto" has measure=False by default: a program gives the same bits in each run.
+    overlap: False runs every operation in the calling thread; only messages and monitored_barrier have timeouts then.
+    compress: SUM, AVG and PREMUL_SUM of float32 and float64 in all_reduce and the reduce_scatters, from `compress_from`
+        elements on (all inputs together), are sent with fewer bits; values as in `allreduce.create`, but no PowerSGD.
+        "int8" has error feedback for a tensor that an all_reduce gets again, as DDP's buckets, not in reduce_scatter.
+        For large tensors that must be exact use another group.
 
     Raises UnknownBackendError, OptionError. If the ranks' backends or compressions differ, the creation of the group
     raises DisagreementError on all ranks.
