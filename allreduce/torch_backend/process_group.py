@@ -139,7 +139,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
     ) -> Operation:
         name = "reduce_scatter_tensor_coalesced"
-        checks.check_pairs(name, outputs, sources)
+        checks.check_count(name, sources, len(outputs), "outputs")
         return self._reduce_scatter(name, outputs, [[source] for source in sources], operation(opts), opts)
 
     def _reduce_scatter(
@@ -197,7 +197,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         checks.check_one_dtype(name, sources)
         checks.check_count(name, outputs, self.size())
         for of_rank in outputs:
-            checks.check_pairs(name, of_rank, sources)
+            checks.check_count(name, sources, len(of_rank), "outputs")
         return self._all_gather(name, [list(each) for each in zip(*outputs, strict=True)], sources, opts)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Operation:
@@ -207,7 +207,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
     ) -> Operation:
         name = "all_gather_into_tensor_coalesced"
-        checks.check_pairs(name, outputs, sources)
+        checks.check_count(name, sources, len(outputs), "outputs")
         return self._all_gather(name, [[output] for output in outputs], sources, opts, single=True)
 
     def _all_gather(
@@ -240,9 +240,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     def gather(
         self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Operation:
-        source, received = single_tensor("gather", inputs), single_list("gather", outputs)
-        root = checks.root_of("gather", opts, root, self.size())
-        checks.check_root_list("gather", received, self.size(), self.rank(), source, root)
+        source, root = single_tensor("gather", inputs), checks.root_of("gather", opts, root, self.size())
+        received = single_list("gather", outputs) if self.rank() == root else []
+        if self.rank() == root:
+            checks.check_list("gather", received, self.size(), self.rank(), source)
         action = partial(self._mover.exchange, "gather", [(root, source)], enumerate(received))
         signature = f"{_lengths(_unlike([source, *received]))} to rank {root}"
         return self._submit("gather", received, action, opts, timeout, read=[source], signature=signature)
@@ -250,9 +251,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     def scatter(
         self, outputs: Tensors, inputs: Sequence[Any], opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Operation:
-        output, sources = single_tensor("scatter", outputs), single_list("scatter", inputs)
-        root = checks.root_of("scatter", opts, root, self.size())
-        checks.check_root_list("scatter", sources, self.size(), self.rank(), output, root)
+        output, root = single_tensor("scatter", outputs), checks.root_of("scatter", opts, root, self.size())
+        sources = single_list("scatter", inputs) if self.rank() == root else []
+        if self.rank() == root:
+            checks.check_list("scatter", sources, self.size(), self.rank(), output)
         action = partial(self._mover.exchange, "scatter", enumerate(sources), [(root, output)])
         signature = f"{_lengths(_unlike([output, *sources]))} from rank {root}"
         return self._submit("scatter", [output], action, opts, timeout, read=sources, signature=signature)
