@@ -12,7 +12,7 @@ from allreduce import notices
 from allreduce.algorithm import Algorithm, Context
 from allreduce.arrays import dtypes, gpu, ops, trees
 from allreduce.arrays import rows as sparse_rows
-from allreduce.arrays.compression import Compression, check_parts
+from allreduce.arrays.compression import Compression
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import Op
 from allreduce.arrays.parts import Part
@@ -161,17 +161,14 @@ class AllReduce:
             entry.keeps = not scratch
         return array
 
-    def describe(self, array: Any, parts: Sequence[Part] = (), whole: bool = True) -> None:
+    def describe(self, array: Any, parts: Sequence[Part] = ()) -> None:
         """Tell where the parameters of a model are in an array from `allocate`. Local; the same on all ranks.
 
         array: 1-D. parts: `allreduce.Part(name, start, shape)`: elements from `start` are an array of `shape` in C
         order. A compression treats matrices and biases differently ("powersgd:4" needs the shapes), and exact=True
-        begins blocks at parameters; other backends ignore it. whole: False: other arrays have other parts of the model.
-        Raises OptionError for parts that overlap or lie outside of the array, and if `compress` can't compress the
-        whole model.
+        begins blocks at parameters; other backends ignore it. Raises OptionError for parts that overlap or lie outside
+        of the array.
         """
-        if whole:
-            check_parts(self.config.options.get("compress"), parts)
         self._allocations.describe(array, parts)
 
     # The state of a compression; without one there is none

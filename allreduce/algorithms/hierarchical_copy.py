@@ -2,11 +2,8 @@
 
 After TensorFlow's HierarchicalCopyAllReduce and ChainerMN's two_dimensional (equal nodes: every rank sends its own
 slice across) and hierarchical (uneven nodes: the leaders send everything).
-Steps: those of the parts. Bytes across m equal nodes: 2 S (m - 1) / m a node, shared by its ranks; also of 16-bit
-floats if nodes have one rank each. Otherwise node sums are sent as float32 and results as 16-bit floats: 3/4 of
-float32's bytes. Node sums of 16 bits would be rounded twice: a float16 in [1024, 2048) plus one in [0.5, 1) has
-2^20 possible values, and the owner needs the exact one, because its own node's sum may cancel the larger term.
-(Sending the originals of two or more ranks takes 32 bits or more, too.)
+Bytes across m equal nodes: 2 S (m - 1) / m a node, shared by its ranks. 16-bit floats of several ranks of a node cross
+as sums in float32, which would be rounded twice in 16 bits, and come back as 16-bit floats: 3/4 of float32's bytes.
 """
 
 from typing import Any

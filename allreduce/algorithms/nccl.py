@@ -1,10 +1,8 @@
 """NCCL: NVIDIA's collectives on CuPy arrays, through CuPy's binding. Steps and bytes are NCCL's own."""
 
 import os
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +35,7 @@ class Nccl(TwoPhase):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        raise_together(self.comm, _missing())
+        raise_together(self.comm, gpu.missing())
         self._cupy = gpu.cupy()
         self._nccl = self._cupy.cuda.nccl
         self._device = -1
@@ -186,7 +184,7 @@ class Nccl(TwoPhase):
         """Create the NCCL communicator on the current device. Collective."""
         cuda = self._cupy.cuda
         self._device = cuda.runtime.getDevice()
-        mine = together(self.comm, lambda: _identity(cuda.runtime, self._device))
+        mine = together(self.comm, lambda: gpu.identity(cuda.runtime, self._device))
         raise_together(self.comm, self._shared_gpu(all_values(self.comm, mine, "learn which GPUs the ranks have")))
         own_id = together(self.comm, lambda: list(self._nccl.get_unique_id()) if self.rank == 0 else None)
         unique_id = _as_cupy_takes_it(self._cupy, root_value(self.comm, own_id, "share NCCL's unique id"))
@@ -227,39 +225,8 @@ class Nccl(TwoPhase):
         self._communicator = self._stream = self._ready = self._wide = None
 
 
-def _identity(runtime: Any, device: int) -> str:
-    """Return a text that identifies this rank's GPU among all hosts. Local.
-
-    The UUID is not enough: CuPy cuts it off at its first zero byte. The boot id identifies the machine, because
-    containers may share a host name.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = boot.read_text().strip() if boot.exists() else platform.node()
-    uuid = bytes(runtime.getDeviceProperties(device)["uuid"]).hex()
-    return f"{machine} {runtime.deviceGetPCIBusId(device)} {uuid}"
-
-
 def _as_cupy_takes_it(cupy: Any, own_id: list[int]) -> bytes | tuple[int, ...]:
     """Convert NCCL's unique id to the form that this rank's CuPy needs: bytes since 14.0, signed chars before."""
     if int(cupy.__version__.partition(".")[0]) >= 14:
         return bytes(number & 255 for number in own_id)
     return tuple((number & 255 ^ 128) - 128 for number in own_id)
-
-
-def _missing() -> UnavailableError | None:
-    """Return the error that names what is missing here (CuPy, NCCL or a GPU), or None. Local."""
-    try:
-        cupy = gpu.cupy()
-        if cupy.cuda.runtime.getDeviceCount() == 0:
-            return UnavailableError('"nccl" needs an NVIDIA GPU and there is none here; use another backend')
-    except UnavailableError as error:
-        return UnavailableError(f'"nccl" needs CuPy: {error}')
-    except Exception as error:  # without a driver CuPy raises its own errors
-        return UnavailableError(f'"nccl" needs an NVIDIA GPU, and CuPy finds none ({error}); use another backend')
-    try:
-        from cupy.cuda import nccl
-
-        nccl.get_version()
-    except Exception as error:  # an import error, or CuPy's own when the library can't be loaded
-        return UnavailableError(f'"nccl" needs NCCL, which CuPy can\'t load ({error}); {gpu.EXTRA}')
-    return None

@@ -1,11 +1,9 @@
 """Ring: bandwidth-optimal, the classic all-reduce of deep learning.
 
 P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
-Steps: 2 (n - 1). Bytes sent per rank: 2 S (n - 1) / n, also of 16-bit floats, except on nodes with many ranks (see
-`shorter`).
+Steps: 2 (n - 1). Bytes sent per rank: 2 S (n - 1) / n, also of 16-bit floats.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -71,31 +69,17 @@ def cut(rank: int, ranks: int, first: int, last: int, length: int, step: int) ->
     return Cuts([pair for part in parts for pair in part], sum(map(len, parts[:ranks])))
 
 
-def shorter(nodes: Sequence[int]) -> bool:
-    """Return whether fewer bytes leave the nodes if 16-bit floats are sent to their owner, not summed as float32.
-
-    nodes: the node of each rank. Originals: each rank sends a chunk to every owner on another node. Partial sums: twice
-        the size, but only a node's last rank sends them to another node. So originals usually win with up to three
-        ranks a node, and on one node.
-    """
-    ranks = len(nodes)
-    originals = ranks**2 - sum(size**2 for size in Counter(nodes).values())  # pairs across nodes: a chunk each
-    sums = sum(node != nodes[rank - 1] for rank, node in enumerate(nodes)) * (ranks - 1)
-    return originals <= 2 * sums
-
-
 class Ring(TwoPhase):
     """A rank forwards each segment of a chunk to the right at once, so no link is idle between two steps.
 
-    16-bit floats: if that is `shorter`, all ranks send their originals to the owner, which sums them. Otherwise partial
-    sums are sent as float32, because they would be rounded at each rank.
+    16-bit floats: all ranks send their originals to the owner, which sums them in float32. Partial sums would be
+    rounded at each rank.
     """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._transfer = Transfer(self.comm, self.workspace, context.tag)
         self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        self._sends_originals = shorter(context.layout.nodes_of_ranks)
 
     @staticmethod
     def cost(nbytes: float, layout: Layout, machine: Machine) -> float:
@@ -110,7 +94,7 @@ class Ring(TwoPhase):
             self._walk(buffer, 1, 2 * self.size - 1, op)
 
     def reduce_scatter(self, buffer: np.ndarray, op: Op) -> None:
-        if dtypes.is_half(buffer.dtype) and self._sends_originals:
+        if dtypes.is_half(buffer.dtype):
             self._transfer.exchange(buffer, [self.owned(buffer.size, rank) for rank in range(self.size)], op)
         else:
             super().reduce_scatter(buffer, op)

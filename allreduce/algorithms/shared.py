@@ -34,11 +34,10 @@ LEAST_STAGING_BYTES = 512 * 1024  # of all ranks; a staging buffer grows from th
 # The longest array that is staged where CMA works, and the bytes of all ranks: while the staging buffer stays in the
 # caches, CMA's system calls, which look up each page, take longer than the copies.
 CACHED_BYTES, ALL_CACHED_BYTES = 2 * 1024 * 1024, 8 * 1024 * 1024
-# Short arrays, which C sums when the ranks have met. The longest array from `allocate` that is summed in place; the
-# bytes of the copies of all ranks. The longest arrays that are copied, which spares a fence: from `allocate`, and
-# others; where each rank has a core, and where ranks outnumber cores. A rank writes its copy where another rank has
-# read last, which takes five times as long if their cores have no cache in common. In place, and where it stages an
-# array, it writes where it has read itself last.
+# Short arrays, which C sums when the ranks have met: the longest one from `allocate` that is summed in place, and the
+# bytes of all ranks' copies. The longest arrays that are copied, from `allocate` and others, where each rank has a
+# core, and where ranks outnumber cores. A copy spares a fence, but is written where another rank has read last, which
+# takes five times as long if their cores share no cache.
 IN_PLACE_BYTES, STAGED_BYTES = 1024 * 1024, 2 * 1024 * 1024
 COPIED_BYTES, CROWDED_BYTES = (4 * 1024, 16 * 1024), (16 * 1024, STAGED_BYTES)
 BY_C, IN_CACHE = 5e-7, 1 / 3  # seconds of such a call; a byte in the caches takes this part of the time

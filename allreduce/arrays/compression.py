@@ -1,15 +1,13 @@
 """The values of `compress=`: the names "float16", "int8", "powersgd:4" ..., and the options that they stand for."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from allreduce import notices
-from allreduce.arrays import dtypes, low_rank
+from allreduce.arrays import dtypes
 from allreduce.arrays.arguments import is_integer, is_number
-from allreduce.arrays.parts import Part
 from allreduce.arrays.quantize import PIECE
 from allreduce.errors import OptionError
 
@@ -27,10 +25,6 @@ class Compression:
 
     def error(self) -> str:
         """Return the text of an error in the options, or "". Local."""
-        return ""
-
-    def parts_error(self, parts: Sequence[Part]) -> str:
-        """Return the text of an error if a model of these parts can't be compressed so, or "". Local."""
         return ""
 
     def sent(self, dtype: np.dtype) -> np.dtype:
@@ -89,16 +83,13 @@ class PowerSGD(Compression):
     The names are those of PyTorch's PowerSGDState where they mean the same. start_powerSGD_iter: calls in full
     precision before the first compressed one. min_compression_rate: a matrix is compressed only if that divides its
     elements by at least this number. use_error_feedback: add to an array the error of its last call first.
-    warm_start: begin with the last call's Q, not a random one. orthogonalization_epsilon: added to the norms of P's
-    columns. random_seed: of the first Q.
+    random_seed: of the first Q.
     """
 
     matrix_approximation_rank: int = 1
     start_powerSGD_iter: int = 10  # noqa: N815, PyTorch's name
     min_compression_rate: float = 2
     use_error_feedback: bool = True
-    warm_start: bool = True
-    orthogonalization_epsilon: float = 0
     random_seed: int = 0
 
     between_nodes: ClassVar[bool] = False
@@ -107,22 +98,8 @@ class PowerSGD(Compression):
         for name, least in (("matrix_approximation_rank", 1), ("start_powerSGD_iter", 0), ("random_seed", 0)):
             if wrong := _integer_error(self, name, least, 2**31):
                 return wrong
-        for name in ("min_compression_rate", "orthogonalization_epsilon"):
-            value = getattr(self, name)
-            if not is_number(value) or value < 0:
-                return f"{name} must be a number >= 0, got {value!r}"
-        return ""
-
-    def parts_error(self, parts: Sequence[Part]) -> str:
-        rank = self.matrix_approximation_rank
-        sides = {part.name: min(low_rank.shape(part)) for part in parts if len(part.shape) > 1}
-        if not sides or rank <= max(sides.values()) or not self.min_compression_rate:
-            return ""
-        name = max(sides, key=lambda name: sides[name])
-        return (
-            f'compress="{self}": the rank {rank} is above the shape of all matrices: {name!r} has {sides[name]} rows '
-            "or columns. Use a smaller rank, or min_compression_rate=0 to allow it"
-        )
+        rate = self.min_compression_rate
+        return "" if is_number(rate) and rate >= 0 else f"min_compression_rate must be a number >= 0, got {rate!r}"
 
     def __str__(self) -> str:
         rank = self.matrix_approximation_rank
@@ -161,13 +138,6 @@ def parse(compress: Given) -> Compression | None:
 def shown(compress: Given) -> str:
     """Return `compress` as text that is equal on all ranks that mean the same. Local."""
     return _quoted(parse(compress))
-
-
-def check_parts(compress: Given, parts: Sequence[Part]) -> None:
-    """Raise OptionError if a model of these parts can't be compressed so. Local."""
-    parsed = parse(compress)
-    if isinstance(parsed, Compression) and (wrong := parsed.parts_error(parts)):
-        raise OptionError(wrong)
 
 
 def check(compression: Compression | None, name: str, sums: bool, sums_half: bool) -> None:

@@ -1,31 +1,19 @@
 """Sums of floats whose bits depend on nothing but the terms: not on their order, nor on how they are divided.
 
-The terms of a sum are arrays of one length. They are cut into blocks of up to BLOCK elements, of which `edges` has the
-first elements, and behind them the length. For each block, the
-largest exponent of all terms decides a quantum, a power of two, that all terms share:
+The terms are arrays of one length, cut into blocks of up to BLOCK elements; `edges` has the first element of each
+block, and behind them the length. In a block the largest exponent e of all `count` terms decides a quantum that they
+share:
 
-    |term| < 2^e for all elements of the block in all terms        (e: the block's exponent)
-    quantum = 2^t, t = max(e - (bits - ceil(log2 count)), least)   (count: the number of terms; least: see below)
+    |term| < 2^e; quantum = 2^t, t = max(e - (bits - ceil(log2 count)), exponent of the dtype's smallest subnormal)
 
-Each element of each term is rounded once to a multiple of the quantum: to an integer. The sum of all integers has less
-than `bits` bits, so integers are summed without error and without overflow, in any order and grouping. The sum, or the
-sum divided by `count`, is rounded once to the result.
+Each element is rounded once, to an integer times the quantum. The sum of all integers has less than `bits` bits, so it
+is exact in any order; it, or it divided by `count`, is rounded once more. float32 and the 16-bit floats: bits = 52, in
+float64, which is faster than int64; float64: bits = 62, in int64. The error of n terms is at most n * 2^(t - 1), and
+one rounding: an element loses bits if it is 2^20 times smaller than the largest one in its block.
 
-float32 and the 16-bit floats: bits = 52; float64 holds the integers, because it holds all integers up to 2^53, and its
-sums are faster than conversions to int64. float64: bits = 62, in int64. `least` is the exponent of the dtype's smallest
-subnormal: terms are multiples of it, so nothing is rounded where the quantum reaches it.
-
-Error of a sum of n terms: at most n * 2^(t-1), and then one rounding. In a block whose largest element is about 2^e,
-n * 2^(t-1) is about n * n * 2^(e-53): with 16 terms of float32, 2^-45 of the block's largest element. So a sum has the
-error of one rounding unless it is 2^20 times smaller than the largest element in its block; an ordinary sum of float32
-has n - 1 roundings, of its largest partial sum. Elements that are tiny beside their block's largest lose bits.
-
-Infinities and NaN give the results of IEEE 754: infinity, or NaN if a NaN or infinities of both signs meet; the other
-elements of such a block are summed as if these were zeros. A sum beyond the dtype's range is infinite. Sums of zeros,
-whatever their signs, are +0. NaN has one bit pattern. A subnormal mean of float64 may be rounded twice.
-
-J. Demmel, H. D. Nguyen: Parallel reproducible summation, IEEE Transactions on Computers 64(7), 2015. They take
-exponents from a fixed grid and keep several bins; here the ranks agree on an exponent first, so one bin is enough.
+Infinities and NaN are summed as IEEE 754 says; NaN has one bit pattern, zero is +0. A subnormal mean of float64 may be
+rounded twice. J. Demmel, H. D. Nguyen: Parallel reproducible summation, IEEE Transactions on Computers 64(7), 2015;
+here the ranks agree on an exponent first, so one bin is enough.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,10 @@
 import ctypes
 import functools
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,36 @@ def write(array: Any, values: Any) -> None:
 def on_host(array: Any) -> np.ndarray:
     """Return an array of NumPy unchanged, or a copy of an array of CuPy. Local."""
     return array.get() if is_gpu_array(array) else array
+
+
+def missing() -> UnavailableError | None:
+    """Return the error that names what "nccl" lacks here (CuPy, NCCL or a GPU), or None. Local."""
+    try:
+        if cupy().cuda.runtime.getDeviceCount() == 0:
+            return UnavailableError('"nccl" needs an NVIDIA GPU and there is none here; use another backend')
+    except UnavailableError as error:
+        return UnavailableError(f'"nccl" needs CuPy: {error}')
+    except Exception as error:  # without a driver CuPy raises its own errors
+        return UnavailableError(f'"nccl" needs an NVIDIA GPU, and CuPy finds none ({error}); use another backend')
+    try:
+        from cupy.cuda import nccl
+
+        nccl.get_version()
+    except Exception as error:  # an import error, or CuPy's own when the library can't be loaded
+        return UnavailableError(f'"nccl" needs NCCL, which CuPy can\'t load ({error}); {EXTRA}')
+    return None
+
+
+def identity(runtime: Any, device: int) -> str:
+    """Return a text that identifies this rank's GPU among all hosts. Local.
+
+    The UUID is not enough: CuPy cuts it off at its first zero byte. The boot id identifies the machine, because
+    containers may share a host name.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text().strip() if boot.exists() else platform.node()
+    uuid = bytes(runtime.getDeviceProperties(device)["uuid"]).hex()
+    return f"{machine} {runtime.deviceGetPCIBusId(device)} {uuid}"
 
 
 _device: int | None = None  # the GPU that this process uses; see `choose_device`

@@ -112,12 +112,12 @@ def start_factor(held: np.ndarray | None, of: Matrix, dtype: np.dtype, seed: Seq
     return factor
 
 
-def orthogonalize(columns: np.ndarray, epsilon: float = 0) -> None:
+def orthogonalize(columns: np.ndarray) -> None:
     """Make vectors, the rows of a 2-D array, orthonormal in place, in order; zero vectors stay zero.
 
     Gram-Schmidt with repetition: a vector is orthogonalized at least twice, and again while that more than halves its
     norm (L. Giraud et al.: Rounding error analysis of the classical Gram-Schmidt orthogonalization process, 2005). A
-    vector that depends on earlier ones becomes some vector that is orthogonal to these. epsilon: added to norms.
+    vector that depends on earlier ones becomes some vector that is orthogonal to these.
 
     Only elementwise operations and np.add.reduce are used, so the bits do not depend on the processor.
     """
@@ -137,7 +137,7 @@ def orthogonalize(columns: np.ndarray, epsilon: float = 0) -> None:
         else:
             vector[...] = 0
         if norm > 0:
-            vector /= norm + columns.dtype.type(np.ldexp(epsilon, -int(exponents[number])))
+            vector /= norm
 
 
 def _norm(vector: np.ndarray) -> np.floating:

@@ -4,7 +4,6 @@ Each check is a local function that gathers facts on a rank, without MPI calls t
 findings from the facts of all ranks.
 """
 
-import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -274,121 +273,50 @@ def _room(name: str, free: Sequence[tuple[str, int | None, int]], model: str, ad
     return ok(name, f"{nbytes(min(has for _, has, _ in known))} free: enough for {model}")
 
 
-# GPUs: the one of each rank, and whether CuPy, NCCL and MPI can use it
+# GPUs: the one of each rank
 
 PRESENT = Path("/proc/driver/nvidia/gpus")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE of CUDA's driver
 
 
 def gather_gpus(topology: Topology) -> dict[str, Any]:
-    found: dict[str, Any] = {"device": None, "driver": None, "trouble": "", "cupy": None}
+    found: dict[str, Any] = {"device": None, "visible": os.environ.get(VISIBLE), "missing": str(gpu.missing() or "")}
     found["present"] = len(list(PRESENT.iterdir())) if PRESENT.is_dir() else 0
-    found["visible"] = os.environ.get(VISIBLE)
     found["cuda_aware"] = gpu.mpi_is_cuda_aware()
-    try:
-        found["driver"], found["device"] = _device(topology.node_rank)
-    except (OSError, AttributeError) as error:  # no driver, or one without such a function
-        found["trouble"] = str(error)
-    if found["device"]:
-        found["cupy"] = _cupy()
-    return found
-
-
-def _device(node_rank: int) -> tuple[int, dict[str, Any] | None]:
-    """Return the driver's CUDA version, and the GPU that `gpu.choose_device` takes, or None. Raises OSError.
-
-    It asks the driver, which creates no CUDA context, knows CUDA_VISIBLE_DEVICES, and needs no CuPy.
-    """
-    driver = ctypes.CDLL("libcuda.so.1")
-
-    def ask(function: str, *arguments: object) -> None:
-        if code := getattr(driver, function)(*arguments):
-            raise OSError(f"{function} of the CUDA driver returns {code}")
-
-    version, devices, device = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    name, size, uuid = ctypes.create_string_buffer(256), ctypes.c_size_t(), ctypes.create_string_buffer(16)
-    ask("cuDriverGetVersion", ctypes.byref(version))
-    if driver.cuInit(0) == NO_DEVICE:
-        return version.value, None
-    ask("cuInit", 0)
-    ask("cuDeviceGetCount", ctypes.byref(devices))
-    ask("cuDeviceGet", ctypes.byref(device), node_rank % devices.value)
-    ask("cuDeviceGetName", name, len(name), device)
-    ask("cuDeviceTotalMem_v2", ctypes.byref(size), device)
-    ask("cuDeviceGetUuid_v2", uuid, device)  # of a part of a GPU (MIG), too
-    return version.value, {"uuid": uuid.raw.hex(), "name": name.value.decode(), "bytes": size.value}
-
-
-def _cupy() -> dict[str, Any] | None:
-    """Return CuPy's versions and error; None if it is not installed. Called only where there is a GPU."""
-    if importlib.util.find_spec("cupy") is None:
-        return None
-    found: dict[str, Any] = {"version": "?", "runtime": None, "nccl": None, "trouble": ""}
-    try:
-        cupy = gpu.cupy()
-        found["version"], found["runtime"] = cupy.__version__, cupy.cuda.runtime.runtimeGetVersion()
-        cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # CuPy's own errors
-        return found | {"trouble": str(error)}
-    with suppress(Exception):  # CuPy was built without NCCL, or its library is missing
-        from cupy.cuda import nccl
-
-        number = nccl.get_version()  # 23204 is 2.32.4
-        found["nccl"] = f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
+    with suppress(Exception):  # no CuPy, or its own errors: `missing` says what it is
+        runtime = gpu.cupy().cuda.runtime
+        if devices := runtime.getDeviceCount():
+            device = topology.node_rank % devices
+            properties, identity = runtime.getDeviceProperties(device), gpu.identity(runtime, device)
+            name = properties["name"].decode()
+            found["device"] = {"name": name, "bytes": properties["totalGlobalMem"], "identity": identity}
     return found
 
 
 def judge_gpus(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
-    having = [rank for rank in ranks if rank.facts["device"]]
-    without = [rank for rank in ranks if not rank.facts["device"]]
-    told = some(sorted({rank.facts["trouble"] for rank in without} - {""}))
+    having, lacking = ([rank for rank in ranks if rank.facts[key]] for key in ("device", "missing"))
+    told = some(sorted({rank.facts["missing"] for rank in lacking}))
     present = next((rank for rank in ranks if rank.facts["present"]), None)
     if having:
         yield alike("devices", having, _kind, SLOWEST)
     elif present:
-        text = f"{present.host} has {plural(present.facts['present'], 'GPU')}, and no rank sees one"
+        text = f"{present.host} has {plural(present.facts['present'], 'GPU')}, and no rank can use one: {told}"
         hidden = f"{VISIBLE}={present.facts['visible']}: unset it, or start the container with --gpus all"
-        yield warning("devices", text, f"{hidden} ({told})" if told else hidden)
+        yield warning("devices", text, hidden)
     else:
         yield ok("devices", "none: training runs on CPUs")
-    shared = grouped(having, lambda rank: (rank.host, rank.facts["device"]["uuid"])).items()
-    if twice := [f"{named(each)} on {host} ({uuid[:8]})" for (host, uuid), each in shared if len(each) > 1]:
+    shared = grouped(having, lambda rank: rank.facts["device"]["identity"]).values()
+    if twice := [f"{named(each)} on {each[0].host}" for each in shared if len(each) > 1]:
         advice = "as many ranks on a node as it has GPUs; NCCL refuses a shared GPU, and its ranks slow each other down"
         yield warning("duplicates", f"one GPU is shared by {some(twice)}", advice)
-    if having and without:
-        text = f"{named(without)} see{'s' * (len(without) == 1)} none, and others do{f' ({told})' if told else ''}"
+    if having and lacking:
         advice = f"ask the scheduler for GPUs on every host (--gpus-per-node), and look at {VISIBLE} there"
-        yield warning("missing", text, advice)
-    yield from _software(having)
+        yield warning("missing", f"{named(lacking)}: {told}", advice)
     yield _cuda_aware(having or ranks)
 
 
 def _kind(rank: Rank) -> str:
     return f"{rank.facts['device']['name']}, {nbytes(rank.facts['device']['bytes'])}"
-
-
-def _software(ranks: Sequence[Rank]) -> Iterator[Finding]:
-    """Check CuPy and NCCL on the ranks with GPUs."""
-    missing = [rank for rank in ranks if rank.facts["cupy"] is None]
-    broken = [rank for rank in ranks if rank.facts["cupy"] and rank.facts["cupy"]["trouble"]]
-    if missing:
-        text = f"not installed on {named(missing)}: --device cuda and the backend nccl need it"
-        yield warning("CuPy", text, gpu.EXTRA)
-    if broken:
-        facts = broken[0].facts
-        text = f"does not work on {named(broken)}: {facts['cupy']['trouble']}"
-        yield problem("CuPy", text, f"the driver is for CUDA {_cuda(facts['driver'])} at most: {gpu.EXTRA}")
-    if missing or broken or not ranks:
-        return
-    cupy, newest = ranks[0].facts["cupy"], _cuda(ranks[0].facts["driver"])
-    yield ok("CuPy", f"{cupy['version']} for CUDA {_cuda(cupy['runtime'])}; the driver takes up to {newest}")
-    if without := [rank for rank in ranks if rank.facts["cupy"]["nccl"] is None]:
-        where = f" on {named(without)}" if len(without) < len(ranks) else ""
-        yield warning("NCCL", f"CuPy finds none{where}: the backend nccl is not available", gpu.EXTRA)
-        return
-    advice = "install the same version on all hosts: different versions may not connect"
-    yield alike("NCCL", ranks, lambda rank: rank.facts["cupy"]["nccl"], advice)
 
 
 def _cuda_aware(ranks: Sequence[Rank]) -> Finding:
@@ -402,8 +330,3 @@ def _cuda_aware(ranks: Sequence[Rank]) -> Finding:
     text = f'no{where}: "native" copies arrays in GPU memory to pinned host memory first, as all backends but nccl do'
     advice = "fine with nccl; else use an MPI built with CUDA (ALLREDUCE_CUDA_AWARE=1 if MPI does not report it)"
     return warning(name, text, advice)
-
-
-def _cuda(number: int) -> str:
-    """Format a version of CUDA: 12080 is 12.8."""
-    return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,10 +1,8 @@
 """Measures latency and bandwidth of pairs of ranks, and finds pairs that are much slower than the others."""
 
-import itertools
+import math
 import os
-import random
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median_high, median_low
 from typing import NamedTuple
@@ -24,9 +22,7 @@ TURNS = 20  # of the small message
 USUAL = 0.25  # the quantile of its times that is reported, because some round trips wait for a core
 ANSWER_SECONDS = 15.0  # a rank that takes longer to answer counts as unreachable
 LARGE_SECONDS, LARGE_TURNS = 0.03, 4  # for the large message: seconds, and round trips at most
-REPEATS = 2  # repeated measurements of pairs that seem slow
-REPEAT_SHARE = 0.2  # the share of the time for each repetition
-MOST_PAIRS = 4000
+SWEEPS = 2  # measurements of each pair, of which the better values count: a chance delay rarely repeats
 LEAST_ALIKE = 3  # with fewer pairs of a kind, none counts as slow
 SLOWER = 3.0  # a slow pair's bandwidth is below the median of its kind by this factor
 LATER = 5.0  # a slow pair's latency exceeds the median of its kind by this factor, and by
@@ -69,24 +65,19 @@ class SilentError(Exception):
 
 
 def measure_all(topology: Topology, nodes: Sequence[int], seconds: float) -> Results:
-    """Measure pairs of all ranks, and repeat those that seem slow. Collective. nodes: the node of each rank."""
+    """Measure pairs of all ranks. Collective. nodes: the node of each rank."""
     if topology.size == 1 or not seconds:
         return Results([], [])
-    comm = topology.private()
-    results = measure(comm, plan(nodes), seconds * (1 - REPEATS * REPEAT_SHARE))
-    for _ in range(REPEATS):
-        suspects = slow(results.measured, nodes)
-        if not suspects or results.unreachable:
-            break
-        again = measure(comm, [[pair[:2]] for pair in suspects], seconds * REPEAT_SHARE)
-        results = Results(better(results.measured, again.measured), again.unreachable)
-    return results
+    return measure(topology.private(), plan(nodes) * SWEEPS, seconds)
 
 
 def measure(comm: MPI.Intracomm, rounds: Sequence[Sequence[Pair]], seconds: float) -> Results:
-    """Measure pairs of `comm`, round by round, until the time is over. Collective."""
+    """Measure pairs of `comm`, round by round, until the time is over. Collective.
+
+    A rank is in at most one pair of a round. Of a pair that comes again the better values are kept.
+    """
     deadline = time.monotonic() + seconds
-    found: list[tuple[int, int, float, float]] = []
+    found: dict[Pair, tuple[float, float]] = {}
     silent: list[Pair] = []
     for pairs in rounds:
         going = np.array([time.monotonic() < deadline and not silent], np.int64)
@@ -96,12 +87,15 @@ def measure(comm: MPI.Intracomm, rounds: Sequence[Sequence[Pair]], seconds: floa
             try:
                 if comm.rank in (first, second):
                     times = _measure_pair(comm, second if comm.rank == first else first, comm.rank == first)
-                    found += [(first, second, *times)] if comm.rank == first else []
+                    if comm.rank == first:
+                        latency, bandwidth = found.get((first, second), (math.inf, 0.0))
+                        found[first, second] = min(latency, times[0]), max(bandwidth, times[1])
             except SilentError:
                 silent.append((first, second))
-    reports = all_values(comm, [found, silent], "gather the measurements of pairs")
-    measured = sorted(PairTimes(*pair) for mine, _ in reports for pair in mine)
-    return Results(measured, sorted({(one, other) for _, mine in reports for one, other in mine}))
+    mine = [(*pair, *times) for pair, times in found.items()]
+    reports = all_values(comm, [mine, silent], "gather the measurements of pairs")
+    measured = sorted(PairTimes(*pair) for times, _ in reports for pair in times)
+    return Results(measured, sorted({(one, other) for _, lost in reports for one, other in lost}))
 
 
 def _measure_pair(comm: MPI.Intracomm, other: int, begins: bool) -> tuple[float, float]:
@@ -133,49 +127,26 @@ def _complete(request: MPI.Request) -> None:
 
 
 def plan(nodes: Sequence[int]) -> list[list[Pair]]:
-    """Return rounds of pairs. In a round each node is in at most one pair, so pairs do not disturb each other.
+    """Return rounds of pairs, in which each rank is in at most one pair. nodes: the node of each rank.
 
-    nodes: the node of each rank. Every rank meets its neighbours on its node, and every node the nodes at distances 1,
-    2, 4, ...: about 2 log2 of the nodes, so that a slow link is found in a job of any size. Other pairs follow in an
-    order that is drawn, up to MOST_PAIRS.
+    Each rank meets the next one of its node. The first ranks of the nodes meet those at distances 1, 2, 4, ...: about
+    2 log2 of the nodes, so that a slow link is found in a job of any size.
     """
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
-    groups = list(members.values())
-    circles = [list(zip(ranks, ranks[1:] + ranks[:1], strict=True)) if len(ranks) > 1 else [] for ranks in groups]
-    turns = itertools.zip_longest(_matchings(groups), itertools.zip_longest(*circles), fillvalue=())
-    chosen = dict.fromkeys(_ordered(pair) for several in turns for pair in itertools.chain(*several) if pair)
-    drawn = random.Random(0)  # the same on all ranks
-    while len(chosen) < min(MOST_PAIRS, len(nodes) * (len(nodes) - 1) // 2):
-        chosen.setdefault(_ordered(drawn.sample(range(len(nodes)), 2)))
-    free: Counter[int] = Counter()  # the first round in which a node has no pair yet
-    rounds: list[list[Pair]] = []
-    for first, second in chosen:
-        number = max(free[nodes[first]], free[nodes[second]])
-        free[nodes[first]] = free[nodes[second]] = number + 1
-        rounds += [[] for _ in range(number + 1 - len(rounds))]
-        rounds[number].append((first, second))
-    return rounds
-
-
-def _ordered(pair: Sequence[int]) -> Pair:
-    return min(pair), max(pair)
-
-
-def _matchings(members: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
-    """Yield pairs of nodes at distances 1, 2, 4, ... in a circle: lists for each distance, with few nodes twice in one.
-
-    Each list takes another rank of the nodes.
-    """
-    count, distance, place = len(members), 1, 0
-    while 2 * distance <= count:
-        starts = range(count // 2 if 2 * distance == count else count)
-        for parity in (0, 1):
-            ends = [(members[n], members[(n + distance) % count]) for n in starts if n // distance % 2 == parity]
-            yield [(one[place % len(one)], two[place % len(two)]) for one, two in ends]
-            place += 1
+    rounds = [[pair for ranks in members.values() for pair in _half(ranks, 1, parity)] for parity in (0, 1)]
+    leaders, distance = [ranks[0] for ranks in members.values()], 1
+    while distance < len(leaders):
+        rounds += [_half(leaders, distance, parity) for parity in (0, 1)]
         distance *= 2
+    return [pairs for pairs in rounds if pairs]
+
+
+def _half(ranks: Sequence[int], distance: int, parity: int) -> list[Pair]:
+    """Return pairs at a distance: those that begin in the even groups of `distance` ranks, or in the odd ones."""
+    pairs = enumerate(zip(ranks, ranks[distance:], strict=False))
+    return [pair for place, pair in pairs if place // distance % 2 == parity]
 
 
 # Judging
@@ -190,13 +161,6 @@ def slow(measured: Sequence[PairTimes], nodes: Sequence[int]) -> list[PairTimes]
         if len(alike) >= LEAST_ALIKE:
             found += [pair for pair in alike if pair.latency > late or pair.bandwidth < usual.bandwidth / SLOWER]
     return found
-
-
-def better(measured: Sequence[PairTimes], again: Sequence[PairTimes]) -> list[PairTimes]:
-    """Merge two measurements of each pair, keeping the better values: a chance delay rarely repeats."""
-    second = {pair[:2]: pair for pair in again}
-    both = ((pair, second.get(pair[:2], pair)) for pair in measured)
-    return [PairTimes(*a[:2], min(a.latency, b.latency), max(a.bandwidth, b.bandwidth)) for a, b in both]
 
 
 def judge(ranks: Sequence[Rank], needs: Needs, results: Results, link: float | None) -> Iterator[Finding]:
@@ -249,21 +213,8 @@ def _slow_ones(name: str, pairs: Sequence[PairTimes], ranks: Sequence[Rank]) -> 
     for pair in sorted(pairs, key=lambda pair: pair.bandwidth):
         hosts = " - ".join(dict.fromkeys((ranks[pair.first].host, ranks[pair.second].host)))
         texts.append(f"ranks {pair.first} and {pair.second} ({hosts}): {pair}")
-    shared = _in_common(pairs, ranks)
-    where = f"all of them have {shared} in common: look" if shared else "look"
-    advice = f"{where} at {CAUSES[name]}; a ring is as fast as its slowest pair"
+    advice = f"look at {CAUSES[name]}; a ring is as fast as its slowest pair"
     return warning("slow pairs", f"{name}: {some(texts)}", advice)
-
-
-def _in_common(pairs: Sequence[PairTimes], ranks: Sequence[Rank]) -> str:
-    """Return the rank, or else the host, that all slow pairs have in common; "" for a single pair."""
-    if len(pairs) < 2:
-        return ""
-    if common := set.intersection(*({pair.first, pair.second} for pair in pairs)):
-        return f"rank {min(common)} ({ranks[min(common)].host})"
-    everywhere = len({rank.node for rank in ranks}) == 1
-    hosts = set.intersection(*({ranks[pair.first].host, ranks[pair.second].host} for pair in pairs))
-    return f"host {min(hosts)}" if len(hosts) == 1 and not everywhere else ""
 
 
 def speed(bandwidth: float) -> str:

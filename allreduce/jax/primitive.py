@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,8 +14,8 @@ from mpi4py import MPI
 from allreduce.arrays import dtypes, ops
 from allreduce.backend import AllReduce
 from allreduce.call.call import check_root
-from allreduce.errors import OptionError, UnavailableError, UnsupportedOpError
-from allreduce.jax.collective import KINDS, Collective, check_perm, last_errors, words_of_perm
+from allreduce.errors import OptionError, UnavailableError, UnsupportedDtypeError, UnsupportedOpError
+from allreduce.jax.collective import KINDS, Collective, last_errors
 
 try:
     import jax
@@ -63,15 +63,7 @@ def named_errors(backend: AllReduce) -> Iterator[None]:
         raise met from error
 
 
-def call(
-    tree: Any,
-    backend: AllReduce,
-    kind: str,
-    text: str = "",
-    op: str = "sum",
-    root: int = 0,
-    perm: Iterable[tuple[int, int]] = (),
-) -> Any:
+def call(tree: Any, backend: AllReduce, kind: str, op: str = "sum", root: int = 0) -> Any:
     """Run a collective on the arrays of a tree, one call for each dtype; return a new tree. See Collective.
 
     Invalid arguments raise OptionError, UnsupportedDtypeError or UnsupportedOpError on this rank, before anything runs.
@@ -86,22 +78,16 @@ def call(
         )
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = ", ".join(jax.tree_util.keystr(path) or "*" for path, _ in leaves)  # addresses may be in `structure`
-    perm = check_perm(perm, backend.size)
-    text = f"{text or kind}{f' by {words_of_perm(perm)}' if perm else ''} {names}"
-    collective = Collective(backend, kind, text, op, check_root(root, backend.size), perm)
+    collective = Collective(backend, kind, f"{kind} {names}", op, check_root(root, backend.size))
     arrays = [jax.numpy.asarray(leaf) for _, leaf in leaves]
-    keys = {}  # array number -> PRNG implementation of a key array
-    for number, array in enumerate(arrays):
-        if KINDS[kind].moves and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-            keys[number] = jax.random.key_impl(array)
-            arrays[number] = jax.random.key_data(array)
-        _check(collective, array.shape, arrays[number].dtype)
+    for array in arrays:
+        _check(collective, array.shape, array.dtype)
     made: list[Any] = [None] * len(arrays)
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         numbers = [number for number, array in enumerate(arrays) if array.dtype == dtype]
         found = _primitive.bind(*(arrays[number] for number in numbers), collective=collective)
         for number, array in zip(numbers, found, strict=True):
-            made[number] = jax.random.wrap_key_data(array, impl=keys[number]) if number in keys else array
+            made[number] = array
     return jax.tree.unflatten(structure, made)
 
 
@@ -113,6 +99,8 @@ def _check(collective: Collective, shape: tuple[int, ...], dtype: Any) -> None:
             f"{collective.text} takes arrays with a row for each rank: their first axis has the length {backend.size}, "
             f"but this one has the shape {shape}"
         )
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        raise UnsupportedDtypeError(f"{collective.text} takes no PRNG keys: pass jax.random.key_data(key)")
     if kind.moves:
         dtypes.check_no_references(dtype)
     else:

@@ -19,8 +19,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from allreduce.errors import UnavailableError
-
 SWITCH = "ALLREDUCE_KERNELS"  # 0: use NumPy
 VERSION = 9  # of the library's functions; an older library beside newer code is not used
 
@@ -52,9 +50,9 @@ def status() -> str:
 
 
 def require(done: bool) -> None:
-    """Raise UnavailableError if a function has returned False, for a caller that has no other way."""
+    """Raise RuntimeError if a function has returned False, for a caller that has no other way."""
     if not done:
-        raise UnavailableError(f"contiguous arrays and the C library are needed; arrays are computed by {status()}")
+        raise RuntimeError(f"contiguous arrays and the C library are needed; arrays are computed by {status()}")
 
 
 def sum_arrays(parts: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float | None = None) -> bool:

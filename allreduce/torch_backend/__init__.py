@@ -34,7 +34,7 @@ if tuple(map(int, _torch.__version__.split(".")[:2])) < (2, 7):
 
 from allreduce.torch_backend import patches, rendezvous
 from allreduce.torch_backend.checks import NAME
-from allreduce.torch_backend.process_group import AllReduceProcessGroup, create_group, describe, require
+from allreduce.torch_backend.process_group import AllReduceProcessGroup, create_group, require
 from allreduce.torch_backend.reduce import Options
 
 if NAME not in _dist.Backend.backend_list:  # else PyTorch has loaded allreduce_torch_autoload by itself
@@ -44,4 +44,4 @@ if NAME not in _dist.Backend.backend_list:  # else PyTorch has loaded allreduce_
 patches.apply()
 rendezvous.set_environment_from_launcher()
 
-__all__ = ["AllReduceProcessGroup", "Options", "describe", "require"]
+__all__ = ["AllReduceProcessGroup", "Options", "require"]

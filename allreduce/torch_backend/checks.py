@@ -91,18 +91,10 @@ def check_one_dtype(name: str, tensors: Sequence[torch.Tensor]) -> None:
         raise ValueError(f"{name}: the tensors are {', '.join(kinds)}; call it once for each dtype")
 
 
-def check_pairs(name: str, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """There must be an input for each output."""
-    if len(outputs) != len(sources):
-        raise ValueError(f"{name}: {len(outputs)} outputs and {len(sources)} inputs; give an input for each output")
-    if not outputs:
-        raise ValueError(f"{name}: no tensor was given; give one or more")
-
-
-def check_count(name: str, tensors: Sequence[object], ranks: int) -> None:
-    """There must be one tensor for each rank."""
-    if len(tensors) != ranks:
-        raise ValueError(f"{name}: {len(tensors)} tensors were given for {ranks} ranks; give one for each")
+def check_count(name: str, tensors: Sequence[object], wanted: int, places: str = "ranks") -> None:
+    """There must be one tensor for each of the `wanted` places, and at least one."""
+    if len(tensors) != wanted or not wanted:
+        raise ValueError(f"{name}: {len(tensors)} tensors were given for {wanted} {places}; give one for each")
 
 
 def check_list(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, own: torch.Tensor) -> None:
@@ -115,18 +107,6 @@ def check_list(name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int
         raise ValueError(
             f"{name}: this rank's tensor has shape {tuple(own.shape)}, but its entry in the list "
             f"{tuple(tensors[rank].shape)}"
-        )
-
-
-def check_root_list(
-    name: str, tensors: Sequence[torch.Tensor], ranks: int, rank: int, own: torch.Tensor, root: int
-) -> None:
-    """The list of a gather or scatter must have a tensor for each rank on the root, and be empty on all other ranks."""
-    if rank == root:
-        check_list(name, tensors, ranks, rank, own)
-    elif tensors:
-        raise ValueError(
-            f"{name}: only the root, rank {root}, gives a list; this is rank {rank}, with {len(tensors)} tensors"
         )
 
 

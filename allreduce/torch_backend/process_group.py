@@ -17,8 +17,6 @@ from mpi4py import MPI
 from torch.nn.parallel import DistributedDataParallel
 
 from allreduce import notices
-from allreduce.arrays import compression as compressions
-from allreduce.arrays.parts import Part
 from allreduce.errors import CollectiveTimeoutError, OptionError, RankLeftError, RankLostError, UnavailableError
 from allreduce.process import malloc
 from allreduce.topology import Topology
@@ -26,7 +24,7 @@ from allreduce.torch_backend import checks
 from allreduce.torch_backend.checks import NAME, Tensors, not_offered, operation, single_list, single_tensor
 from allreduce.torch_backend.move import TensorMover
 from allreduce.torch_backend.point_to_point import GroupMessages, SentMessage
-from allreduce.torch_backend.reduce import Options, Repeated, TensorReducer, resolve
+from allreduce.torch_backend.reduce import Options, TensorReducer, resolve
 from allreduce.torch_backend.tensors import Streams
 from allreduce.torch_backend.work import (
     CoalescedWork,
@@ -141,7 +139,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
     ) -> Operation:
         name = "reduce_scatter_tensor_coalesced"
-        checks.check_pairs(name, outputs, sources)
+        checks.check_count(name, sources, len(outputs), "outputs")
         return self._reduce_scatter(name, outputs, [[source] for source in sources], operation(opts), opts)
 
     def _reduce_scatter(
@@ -174,13 +172,6 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def describe(self, tensor: torch.Tensor, parts: Sequence[Part]) -> None:
-        """Say which slices of a tensor are which parameters, for the compression. Local, before its all_reduce.
-
-        Call it on all ranks with the same parts; see AllReduce.describe. The function `describe` does it for DDP.
-        """
-        self._reducer.repeated.setdefault(tensor, Repeated()).describe(parts)
-
     def reset_compression(self) -> None:
         """Set the error feedback of the compression to zero, after the operations before it. Collective."""
         self._submit("reset_compression", [], self._reducer.reset, None).wait()
@@ -206,7 +197,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         checks.check_one_dtype(name, sources)
         checks.check_count(name, outputs, self.size())
         for of_rank in outputs:
-            checks.check_pairs(name, of_rank, sources)
+            checks.check_count(name, sources, len(of_rank), "outputs")
         return self._all_gather(name, [list(each) for each in zip(*outputs, strict=True)], sources, opts)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Operation:
@@ -216,7 +207,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], sources: list[torch.Tensor], opts: Any = None
     ) -> Operation:
         name = "all_gather_into_tensor_coalesced"
-        checks.check_pairs(name, outputs, sources)
+        checks.check_count(name, sources, len(outputs), "outputs")
         return self._all_gather(name, [[output] for output in outputs], sources, opts, single=True)
 
     def _all_gather(
@@ -249,9 +240,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     def gather(
         self, outputs: Sequence[Any], inputs: Tensors, opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Operation:
-        source, received = single_tensor("gather", inputs), single_list("gather", outputs)
-        root = checks.root_of("gather", opts, root, self.size())
-        checks.check_root_list("gather", received, self.size(), self.rank(), source, root)
+        source, root = single_tensor("gather", inputs), checks.root_of("gather", opts, root, self.size())
+        received = single_list("gather", outputs) if self.rank() == root else []
+        if self.rank() == root:
+            checks.check_list("gather", received, self.size(), self.rank(), source)
         action = partial(self._mover.exchange, "gather", [(root, source)], enumerate(received))
         signature = f"{_lengths(_unlike([source, *received]))} to rank {root}"
         return self._submit("gather", received, action, opts, timeout, read=[source], signature=signature)
@@ -259,9 +251,10 @@ class AllReduceProcessGroup(dist.ProcessGroup):
     def scatter(
         self, outputs: Tensors, inputs: Sequence[Any], opts: Any = None, timeout: Any = None, *, root: int | None = None
     ) -> Operation:
-        output, sources = single_tensor("scatter", outputs), single_list("scatter", inputs)
-        root = checks.root_of("scatter", opts, root, self.size())
-        checks.check_root_list("scatter", sources, self.size(), self.rank(), output, root)
+        output, root = single_tensor("scatter", outputs), checks.root_of("scatter", opts, root, self.size())
+        sources = single_list("scatter", inputs) if self.rank() == root else []
+        if self.rank() == root:
+            checks.check_list("scatter", sources, self.size(), self.rank(), output)
         action = partial(self._mover.exchange, "scatter", enumerate(sources), [(root, output)])
         signature = f"{_lengths(_unlike([output, *sources]))} from rank {root}"
         return self._submit("scatter", [output], action, opts, timeout, read=sources, signature=signature)
@@ -502,43 +495,3 @@ def _require_wrapped(model: torch.nn.Module) -> None:
         name = dist.get_backend(module.process_group)
         if name != NAME:
             raise UnavailableError(f'the model\'s DistributedDataParallel averages over "{name}", not over "{NAME}"')
-
-
-def describe(model: torch.nn.Module) -> None:
-    """Tell the process group which parameters are in DDP's buckets, for Options(compress=...). Local.
-
-    "powersgd:4" needs the shapes of the parameters. Call it on all ranks after DDP is constructed. It registers a comm
-    hook, which averages as DDP itself does, so no other hook can be registered.
-
-    model: contains a DistributedDataParallel that uses this backend; else UnavailableError is raised, as by `require`.
-        Raises OptionError if its parameters can't be compressed so.
-    """
-    _require_wrapped(model)
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            group: Any = module.process_group
-            names = {parameter: name for name, parameter in module.module.named_parameters()}
-            parts = [Part(name, 0, tuple(parameter.shape)) for parameter, name in names.items()]
-            compressions.check_parts(group.options.compress, parts)
-            module.register_comm_hook((group, names), _average_described)
-
-
-def _average_described(
-    state: tuple[AllReduceProcessGroup, dict[torch.Tensor, str]], bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """DDP's comm hook of `describe`: average a bucket whose parts are known."""
-    group, names = state
-    buffer = bucket.buffer()
-    parts = [
-        Part(names[parameter], int(gradient.storage_offset()) - int(buffer.storage_offset()), _memory_shape(parameter))
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
-    ]
-    group.describe(buffer, parts)
-    future = group.allreduce([buffer], op=dist.ReduceOp.AVG).get_future()
-    return future.then(lambda done: done.value()[0])
-
-
-def _memory_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape with the dimensions in the order of memory, in which DDP's buckets have a gradient."""
-    order = sorted(zip(tensor.stride(), tensor.shape, strict=True), key=lambda each: -each[0])
-    return tuple(length for _, length in order)

@@ -18,10 +18,9 @@ import allreduce
 from allreduce.arrays import chunks, gpu
 from allreduce.arrays import compression as compressions
 from allreduce.arrays.arguments import is_integer
-from allreduce.arrays.compression import Given
+from allreduce.arrays.compression import Given, PowerSGD
 from allreduce.arrays.memory_kinds import ALLOCATED, GPU, UNREGISTERED
 from allreduce.arrays.ops import numpy_operation
-from allreduce.arrays.parts import Part
 from allreduce.arrays.workspace import Workspace
 from allreduce.backend import AllReduce
 from allreduce.call.call import Call
@@ -100,22 +99,14 @@ def resolve(op: Any, dtype: torch.dtype, sparse: bool = False) -> Reduction:
 class Options:
     """Options of the process group, for `init_process_group("allreduce", pg_options=Options("ring"))` and `new_group`.
 
-    backend: one of `allreduce.NAMES`; by default the one in the environment variable ALLREDUCE_BACKEND,
-        else "auto". new_group does not inherit the world's options; without pg_options it uses the same default.
-    settings: further arguments of `allreduce.create` (root=0, cross="ring", ...). check and trace also apply
-        to reduce_scatter, for which "auto" uses "ring" on several nodes. "auto" has measure=False by default: a program
-        gives the same bits in each run.
-    overlap: False runs every operation in the calling thread, before the call returns; then only messages and
-        monitored_barrier have timeouts.
-    compress: all_reduce and the reduce_scatters send sums and averages (SUM, AVG, PREMUL_SUM) of float32 and float64
-        with fewer bits; values as in `allreduce.create`. No other operation or dtype is compressed, and no tensor of
-        less than `compress_from` elements: losses, counts and flags stay exact. Use another group for large tensors
-        that must: dist.new_group() without pg_options.
-    compress_from: elements of the shortest tensor that is compressed; of a reduce_scatter, of all its inputs.
-
-    Error feedback ("int8", "powersgd:4") is kept for a tensor that an all_reduce gets again, from its second
-    call on, and ends with the tensor. DDP's buckets are such tensors. There is none for the tensors of reduce_scatter:
-    FSDP makes new ones in each step. "powersgd:4" needs `describe(ddp_model)`.
+    backend: one of `allreduce.NAMES`; by default that in ALLREDUCE_BACKEND, else "auto", also in `new_group`.
+    settings: further arguments of `allreduce.create`. check and trace also apply to reduce_scatter, for which "auto"
+        uses "ring" on several nodes. "auto" has measure=False by default: a program gives the same bits in each run.
+    overlap: False runs every operation in the calling thread; only messages and monitored_barrier have timeouts then.
+    compress: SUM, AVG and PREMUL_SUM of float32 and float64 in all_reduce and the reduce_scatters, from `compress_from`
+        elements on (all inputs together), are sent with fewer bits; values as in `allreduce.create`, but no PowerSGD.
+        "int8" has error feedback for a tensor that an all_reduce gets again, as DDP's buckets, not in reduce_scatter.
+        For large tensors that must be exact use another group.
 
     Raises UnknownBackendError, OptionError. If the ranks' backends or compressions differ, the creation of the group
     raises DisagreementError on all ranks.
@@ -130,7 +121,11 @@ class Options:
     def __post_init__(self) -> None:
         if "compress" in self.settings:
             raise OptionError("give Options(compress=...), not settings with compress")
-        compressions.parse(self.compress)
+        if isinstance(compressions.parse(self.compress), PowerSGD):
+            raise OptionError(
+                f"compress={compressions.shown(self.compress)}: a process group knows no matrices; use PyTorch's "
+                "powerSGD_hook, or trainers.pytorch.MirroredOptimizer"
+            )
         if not is_integer(self.compress_from, 0):
             raise OptionError(f"compress_from={self.compress_from!r}: give a number of elements, 0 or more")
         if self.backend not in allreduce.NAMES:
@@ -176,22 +171,16 @@ class Repeated:
 
     def __init__(self) -> None:
         self.array: Any = None
-        self.parts: tuple[Part, ...] = ()
         self.met = False
 
-    def describe(self, parts: Sequence[Part]) -> None:
-        """Set the parts of the model in the tensor. Other parts than before end its error feedback."""
-        if self.parts != tuple(parts):
-            self.array, self.parts = None, tuple(parts)
-
     def register(self, array: Any, backend: AllReduce) -> None:
-        """Register the tensor's memory, a 1-D array: in the second call, or in the first of a described tensor."""
+        """Register the tensor's memory, a 1-D array, in the second call."""
         known = self.array
         if known is None or (address(known), known.size) != (address(array), array.size):
             self.array = None  # unregisters an earlier one
-            if self.met or self.parts:
+            if self.met:
                 self.array = array
-                backend.describe(array, self.parts, whole=False)
+                backend.describe(array)
         self.met = True
 
 
@@ -296,8 +285,6 @@ class TensorReducer:
     def _reduce(self, tensor: torch.Tensor, array: Any, reduction: Reduction) -> None:
         """Reduce a tensor in plain memory, which is also that of the 1-D array."""
         self._scale(tensor, reduction)
-        if reduction.compress is not None and array.size == tensor.numel():
-            array = array.reshape(tensor.shape)  # "powersgd" compresses matrices
         if reduction.op.islower():
             self.backend(reduction.compress)(array, reduction.op)
         else:

@@ -216,17 +216,12 @@ class CoalescedWork(Operation):
 class OperationQueue:
     """Runs the operations of a group in its topology's worker, in the order of submission. Creating it is collective.
 
-    - The order of submission is the order of the program, and the group is its topology's only user. So a rank
-      announces no operation to other ranks.
-    - An operation starts once all ranks have reached it. If the ranks' operations differ, all ranks raise
-      DisagreementError, and the group stays usable.
-    - An operation that exceeds its limit breaks the group: all waiting operations end in the same error.
-    - An operation that is submitted in a callback of another one (a comm hook that chains collectives by
-      `Future.then`, as PowerSGD's does) runs at once, so its position in the order does not depend on timing.
+    An operation starts once all ranks have reached it. If their operations differ, all raise DisagreementError, and the
+    group stays usable. One that exceeds its limit breaks the group: all waiting ones end in the same error. One that is
+    submitted in a callback of another (PowerSGD's comm hook) runs at once, so its place does not depend on timing.
 
-    name: of the group. executor: of the backend that reduces its tensors, by which the ranks compare all operations.
-    threaded: False runs every operation at once, in the caller's thread; so does an MPI library without
-        MPI_THREAD_MULTIPLE. Otherwise operations overlap with backward.
+    name: of the group. executor: of the backend that reduces its tensors; it compares the ranks' operations.
+    threaded: False, or MPI without MPI_THREAD_MULTIPLE: every operation runs at once, in the caller's thread.
     """
 
     def __init__(self, topology: Topology, name: str, executor: Executor, threaded: bool = True) -> None:

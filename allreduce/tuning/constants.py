@@ -10,7 +10,7 @@ import os
 import zlib
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from allreduce import notices
 from allreduce.files import ContentError, json_of, read_text
@@ -23,7 +23,6 @@ from allreduce.tuning import measuring
 ENVIRONMENT = "ALLREDUCE_TABLE"  # a path; empty: no file
 MOST_BYTES = 1 << 24
 FORMAT, VERSION = "allreduce constants", 1
-QUOTES = "'\""
 MOST_RANKS, LONGEST = 1 << 31, 3600.0  # in a file
 FIELDS = tuple(Machine.__dataclass_fields__)
 
@@ -80,7 +79,7 @@ def loads(text: str, machine: MachineKind) -> Entries:
     """Return the entries of a file's text. Raises ContentError."""
     table = json_of(text, FORMAT, VERSION, "it has no constants of python -m benchmarks.tune")
     if table.get("machine") != machine:
-        other = f"{_words(table.get('machine'))}; here {_words(machine)}"
+        other = f"{notices.shown(str(table.get('machine')), 200)}; here {machine}"
         raise ContentError(f"it was measured on another machine ({other})")
     try:
         return dict(_entry(**entry) for entry in table["entries"])
@@ -89,16 +88,12 @@ def loads(text: str, machine: MachineKind) -> Entries:
         raise ContentError(f"an entry is malformed ({text})") from None
 
 
-def _entry(node_sizes: list[int], simulated: bool, constants: dict[str, Any]) -> tuple[Key, Machine]:
-    sizes_fit = node_sizes and all(type(size) is int and 0 < size < MOST_RANKS for size in node_sizes)
-    if not sizes_fit or type(simulated) is not bool:
-        raise ValueError(f"node_sizes {node_sizes}, simulated {simulated}")
-    if set(constants) != set(FIELDS):
-        raise ValueError(f"the constants are {', '.join(constants)}, not {', '.join(FIELDS)}")
-    values = {name: float(value) for name, value in constants.items() if type(value) in (int, float)}
-    if len(values) < len(FIELDS) or not all(0 <= value < LONGEST for value in values.values()):
-        raise ValueError(f"constants that are no times: {constants}")
-    return Key(tuple(node_sizes), simulated), Machine(**values)
+def _entry(node_sizes: list[int], simulated: bool, constants: dict[str, float]) -> tuple[Key, Machine]:
+    sizes = [type(size) is int and 0 < size < MOST_RANKS for size in node_sizes]
+    times = [type(value) in (int, float) and 0 <= value < LONGEST for value in constants.values()]
+    if not sizes or len(times) < len(FIELDS) or not all(sizes + times) or type(simulated) is not bool:
+        raise ValueError(f"{node_sizes=}, {simulated=}, {constants=}")
+    return Key(tuple(node_sizes), simulated), Machine(**constants)
 
 
 def known(topology: Topology, given: str | os.PathLike[str] | None, measures: bool) -> Known:
@@ -136,11 +131,3 @@ def _read(topology: Topology, given: str | os.PathLike[str] | None) -> tuple[Mac
     if found is None:
         return None, f'"auto" does not use the constants of {path}: it has none for {topology} ({tune})'
     return found, f'"auto" selects by the constants of {path}'
-
-
-def _words(machine: object) -> str:
-    """Format a machine read from a file, whose content is untrusted."""
-    if not isinstance(machine, dict):
-        return "unknown"
-    parts = list(machine.items())[: len(MachineKind.__annotations__)]
-    return ", ".join(f"{notices.shown(key)[1:-1]} {notices.shown(value).strip(QUOTES)}" for key, value in parts)

@@ -2,7 +2,7 @@
 
 A method is written as parts with "+" between them:
 
-    none, bfloat16, int8, powersgd:4, auto            MirroredOptimizer(compress=...)
+    none, bfloat16, int8, powersgd:4                  MirroredOptimizer(compress=...)
     sync:50, diloco:50                                MirroredOptimizer(average=LocalSGD(50)), outer="diloco"
     sync:50+int8, diloco:50+streamed                  with compressed averages; with fragments that are sent meanwhile
     ddp, ddp+fp16, ddp+powersgd:4, ddp+postlocal:50   DistributedDataParallel with gloo, and PyTorch's own hooks

@@ -3,7 +3,7 @@
 import pytest
 
 from allreduce.algorithms import ring
-from allreduce.algorithms.ring import plan, shorter
+from allreduce.algorithms.ring import plan
 from allreduce.arrays import chunks
 
 
@@ -32,21 +32,3 @@ def test_the_example_of_the_docstring() -> None:
         for chunk, *does in plan(0, 3, 1, 5)
     ]
     assert "; ".join(steps) in " ".join((plan.__doc__ or "").split())
-
-
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        ([0], True),
-        ([0] * 64, True),
-        ([0, 1], True),
-        ([0, 0, 1, 1], True),
-        ([0] * 3 + [1] * 3, True),
-        ([0] * 4 + [1] * 4, False),
-        ([0] * 8 + [1] * 8, False),
-        ([0, 1] * 8, True),  # every hand-over crosses
-        (list(range(16)), True),
-    ],
-)
-def test_originals_go_where_they_are_fewer_bytes_than_sums(nodes: list[int], expected: bool) -> None:
-    assert shorter(nodes) is expected

@@ -26,7 +26,7 @@ def facts_of(node: int, node_rank: int) -> dict[str, Any]:
             "cma": True,
         },
         "gpus": {
-            "device": None, "driver": None, "trouble": "", "cupy": None, "present": 0, "visible": None,
+            "device": None, "missing": '"nccl" needs CuPy: it is not installed', "present": 0, "visible": None,
             "cuda_aware": False,
         },
         "versions": {

@@ -16,6 +16,7 @@ from allreduce.process import launcher, proc, variables
 from allreduce.topology import Topology
 from tests import launch
 from tests.doctor.doctor_ranks import GIB, LINK, cluster, judged, only, worse
+from tests.gpu import fake_cupy
 
 
 def test_mpi() -> None:
@@ -130,11 +131,10 @@ def test_the_versions_that_were_tried_are_those_that_are_asked_for() -> None:
 
 def with_gpus(ranks: list[Rank], number: int) -> list[Rank]:
     """Give each host this number of GPUs."""
-    cupy = {"version": "14.2", "runtime": 12080, "nccl": "2.32.4", "trouble": ""}
     places = [sum(other.node == rank.node for other in ranks[: rank.rank]) for rank in ranks]
     for rank, place in zip(ranks, places, strict=True):
-        device = {"uuid": f"{rank.host}-{place % number}", "name": "H200", "bytes": 141 * GIB}
-        rank.facts["gpus"] |= {"device": device, "driver": 12080, "cupy": cupy, "cuda_aware": True}
+        device = {"identity": f"{rank.host}-{place % number}", "name": "H200", "bytes": 141 * GIB}
+        rank.facts["gpus"] |= {"device": device, "missing": "", "cuda_aware": True}
     return ranks
 
 
@@ -143,28 +143,12 @@ def test_gpus() -> None:
     findings = list(judged("gpus", ranks))
     assert worse(findings) == []
     assert findings[0].text == "H200, 141 GiB"
-    assert [finding.text for finding in findings if finding.name == "NCCL"] == ["2.32.4"]
     found = only(judged("gpus", with_gpus(cluster(3), 2)))
     assert "ranks 0, 2 on host0" in found.text
     assert found.name == "duplicates"
     ranks = cluster(1, 1)
     with_gpus(ranks[:1], 1)
-    assert "rank 1 sees none" in only(judged("gpus", ranks)).text
-    ranks[1].facts["gpus"]["trouble"] = "cuInit says 999"
-    assert "rank 1 sees none, and others do (cuInit says 999)" in only(judged("gpus", ranks)).text
-    ranks = with_gpus(cluster(3), 3)
-    good = ranks[0].facts["gpus"]["cupy"]
-    ranks[1].facts["gpus"]["cupy"] = None
-    ranks[2].facts["gpus"]["cupy"] = good | {"trouble": "driver too old"}
-    found = worse(judged("gpus", ranks))
-    assert [finding.level for finding in found] == [WARNING, PROBLEM]
-    assert "not installed on rank 1" in found[0].text
-    assert "does not work on rank 2: driver too old" in found[1].text
-    ranks = with_gpus(cluster(2), 2)
-    ranks[1].facts["gpus"]["cupy"] = good | {"nccl": None}
-    assert "CuPy finds none on rank 1" in only(judged("gpus", ranks)).text
-    ranks[1].facts["gpus"]["cupy"] = good | {"nccl": "2.21.5"}
-    assert only(judged("gpus", ranks)).text == "2.32.4 on rank 0; 2.21.5 on rank 1"
+    assert 'rank 1: "nccl" needs CuPy' in only(judged("gpus", ranks)).text
     ranks = with_gpus(cluster(2), 2)
     ranks[1].facts["gpus"]["cuda_aware"] = False
     found = only(judged("gpus", ranks))
@@ -172,49 +156,7 @@ def test_gpus() -> None:
     assert "pinned" in found.text
     ranks = cluster(1, 1)
     ranks[1].facts["gpus"] |= {"present": 2, "visible": ""}
-    assert "host1 has 2 GPUs, and no rank sees one" in only(judged("gpus", ranks)).text
-
-
-class Driver:
-    """The library of CUDA's driver, with two GPUs, or with the error code `wrong`."""
-
-    def __init__(self, wrong: int = 0) -> None:
-        self._wrong = wrong
-
-    def cuInit(self, flags: int) -> int:  # noqa: N802, the driver's names
-        return self._wrong
-
-    def cuDriverGetVersion(self, version: Any) -> int:  # noqa: N802
-        version._obj.value = 12080
-        return 0
-
-    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
-        count._obj.value = 2
-        return 0
-
-    def cuDeviceGet(self, device: Any, number: int) -> int:  # noqa: N802
-        device._obj.value = number
-        return 0
-
-    def cuDeviceGetName(self, name: Any, size: int, device: Any) -> int:  # noqa: N802
-        name.value = b"H200"
-        return 0
-
-    def cuDeviceTotalMem_v2(self, size: Any, device: Any) -> int:  # noqa: N802
-        size._obj.value = 141 * GIB
-        return 0
-
-    def cuDeviceGetUuid_v2(self, uuid: Any, device: Any) -> int:  # noqa: N802
-        uuid.raw = bytes([device.value]) * 16
-        return 0
-
-
-def test_the_driver_is_asked_for_the_gpu_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host.ctypes, "CDLL", lambda name: Driver())
-    version, device = host._device(3)
-    assert (version, device) == (12080, {"uuid": "01" * 16, "name": "H200", "bytes": 141 * GIB})
-    monkeypatch.setattr(host.ctypes, "CDLL", lambda name: Driver(host.NO_DEVICE))
-    assert host._device(0) == (12080, None)
+    assert "host1 has 2 GPUs, and no rank can use one: " in only(judged("gpus", ranks)).text
 
 
 def test_without_its_libraries_the_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -233,14 +175,13 @@ def test_without_its_libraries_the_doctor_says_what_to_install(monkeypatch: pyte
     assert [each.name for each in judged("network", ranks) if EXTRA in each.text] == ["interfaces"]
 
 
-def test_an_error_of_the_driver_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "0000:01:00.0").touch()
-    monkeypatch.setattr(host, "PRESENT", tmp_path)
-    monkeypatch.setattr(host.ctypes, "CDLL", lambda name: Driver(999))
-    topology = Topology(MPI.COMM_SELF)
-    facts = {"gpus": host.gather_gpus(topology)}
-    topology.close()
-    assert "cuInit of the CUDA driver returns 999" in only(judged("gpus", [Rank(0, 0, "host0", facts)])).advice
+def test_cupy_is_asked_for_the_gpu_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cupy.install(monkeypatch, comm=MPI.COMM_SELF)
+    with Topology(MPI.COMM_SELF) as topology:
+        facts = host.gather_gpus(topology)
+    assert facts["missing"] == ""
+    assert (facts["device"]["name"], facts["device"]["bytes"]) == ("H200", 141 * GIB)
+    assert "0000:00:00.0" in facts["device"]["identity"]
 
 
 def test_limits_of_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,8 @@ def make(gpu: Gpu | None = None, comm: MPI.Intracomm | None = None) -> types.Mod
     runtime = types.SimpleNamespace(
         getDeviceCount=lambda: number,
         getDevice=lambda: 0 if number else 1,
-        getDeviceProperties=lambda device: {"uuid": b""},  # one that begins with a zero byte, which cuts it off
+        # the UUID is one that begins with a zero byte, which cuts it off
+        getDeviceProperties=lambda device: {"name": b"H200", "totalGlobalMem": 141 << 30, "uuid": b""},
         deviceGetPCIBusId=lambda device: f"0000:{comm.rank if comm is not None else 0:02x}:00.0",
     )
     cuda: Any = types.ModuleType("cupy.cuda")

@@ -37,7 +37,7 @@ COMPRESSIONS = (
     allreduce.Quantized(error_feedback=False),
     "powersgd:2",
     allreduce.PowerSGD(2, start_powerSGD_iter=1),
-    allreduce.PowerSGD(3, start_powerSGD_iter=0, warm_start=False),
+    allreduce.PowerSGD(3, start_powerSGD_iter=0),
 )
 WAYS = ("traced", "bound", "submitted", "traced, bound", "traced, submitted", "again")
 DTYPES = (*FLOATS, "float32", "float64", "int32", "int64", "uint8", "int8", "bool")

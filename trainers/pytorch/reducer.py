@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from allreduce.arrays import dtypes
-from allreduce.arrays.compression import check_parts
 from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
 from allreduce.call.queue import Future, Queue
 from allreduce.transport import ulfm
-from allreduce.transport.control import everywhere, raise_together, together
+from allreduce.transport.control import everywhere, raise_together
 from trainers.checks import GradientCheck, SameData
 from trainers.options.buckets import plan_buckets
 from trainers.pytorch.buckets import (
@@ -107,8 +106,6 @@ class Reducer:
         self.plan, lengths = plan_buckets(sizes, *limits)
         memories = {dtype: allocate_flat(backend, length, dtype, self.device) for dtype, length in lengths.items()}
         self.flats = {dtype: memory.tensor for dtype, memory in memories.items()}
-        whole = [Part(name, 0, tuple(each.shape)) for name, each in dense]
-        together(comm, partial(check_parts, options.compress, whole))
         self._describe(backend, memories, dense)
         slots = {slot.parameter: (layout.dtype, slot.start) for layout in self.plan for slot in layout.slots}
         self.gradients = [Gradient(*named, self.flats, *slots[index]) for index, named in enumerate(dense)]
@@ -153,7 +150,7 @@ class Reducer:
             slots = [slot for layout in self.plan if layout.dtype == dtype for slot in layout.slots]
             named = [(*dense[slot.parameter], slot.start) for slot in slots]
             parts = [Part(name, start, tuple(each.shape)) for name, each, start in named]
-            backend.describe(memory.array, parts, whole=len(memories) == 1)
+            backend.describe(memory.array, parts)
 
     def _shares(self, backend: AllReduce, tensors: bool) -> Sequence[Share]:
         """Return the part of each bucket that this rank updates: its chunk, or whole tensors. Collective."""

@@ -27,25 +27,16 @@ KINDS = ("all_reduce", "reduce_scatter")  # of `sum_terms`
 class Exact(Compressed):
     """Sums floats as integers of fixed point, by `inner`: the bits do not depend on order, ranks, nodes or algorithm.
 
-    Sums and means of float32, float64, float16 and bfloat16 arrays, each rank's array being one term, and `sum_terms`,
-    with several terms a rank. allreduce.arrays.fixed_point explains the method, its error and its treatment of
-    infinities and NaN.
+    Of sums and means of float32, float64, float16 and bfloat16 arrays, each rank's array being one term, and of
+    `sum_terms`. allreduce.arrays.fixed_point has the method and its error. Other dtypes are exact anyway. Needs the C
+    library: UnavailableError on all ranks if one has none.
 
-    Elements share an exponent in blocks of BLOCK elements, which begin at the start of each parameter that `describe`
-    names, else at the start of the array that was allocated, or given. So buckets have the bits of the whole array if
-    they begin where parameters or blocks do.
+    Elements share an exponent in blocks of BLOCK, which begin at the parameters that `describe` names, else at the
+    start of the array. So buckets have the bits of the whole array if they begin where parameters or blocks do.
 
-    A call costs two all-reduces: of the exponents, a byte for BLOCK elements (float64: 4 bytes), and of the integers,
-    8 bytes an element; and three passes over the array. Memory: 8 bytes an element of the longest array, allocated by
-    the inner algorithm and reused. Where all ranks reach the arrays of all others, each rank sums some blocks in one
-    pass, without integers in memory.
-
-    "max" and "min" of floats give +0 for zeros of either sign, and one bit pattern for NaN. "prod" of floats raises
-    UnsupportedOpError: its bits would depend on the order. Arrays of a tree have the bits that they have alone.
-    `sparse` adds the rows of one rank with equal indices first, in their order; each rank's rows are one term.
-    Integers, `broadcast`, `stack` and `all_gather` are exact anyway. On one rank only `sum_terms` rounds.
-
-    J. Demmel, H. D. Nguyen: Parallel reproducible summation, 2015.
+    A call costs all-reduces of a byte for each block (float64: 4) and of 8 bytes an element, which are also the memory
+    that it takes; where all ranks reach the others' arrays, one pass without integers in memory. "max" and "min" give
+    +0 for zeros, and one NaN; "prod" of floats raises UnsupportedOpError. Each rank's rows of `sparse` are one term.
     """
 
     sums_terms = True

@@ -58,33 +58,23 @@ class Factors(NamedTuple):
 
 
 class LowRank(Compressed):
-    """PowerSGD.
-
-    T. Vogels et al.: PowerSGD: practical low-rank gradient compression for distributed optimization, 2019.
+    """PowerSGD (T. Vogels et al.: PowerSGD: practical low-rank gradient compression for distributed optimization,
+    2019).
 
     For every part M of two or more dimensions, first axis x the others, with the error of its last call added:
     P = sum over ranks of M Q; P is made orthonormal; Q = sum over ranks of M^T P; the result is P Q^T, and the error is
-    M - P Q^T / ranks. The factors of all matrices are reduced together by `inner`. Q of the next call is this one.
+    M - P Q^T / ranks. Q of the next call is this one. `inner` reduces the factors of all matrices together: rank (rows
+    + columns) elements of each, in the dtype of the array. It also reduces vectors, and matrices that would become too
+    little smaller. An infinity or NaN makes its matrix NaN on all ranks, and leaves no error and no Q.
 
-    - Shapes come from `describe`, or from the array where that has two or more dimensions. A buffer of one dimension of
-      which nothing is described, and a tree's arrays, are not compressed.
-    - Parts of one dimension, and matrices that compression would make too little smaller, are reduced by `inner`
-      without compression: together, or long ones in place.
-    - Error feedback, Q and the warm-up of `start_powerSGD_iter` calls are kept for arrays from `allocate`. Other arrays
-      are compressed from the first call on, each time from the same random Q.
-    - Arrays from `allocate` that a node's ranks share ("auto", "hierarchical_copy", "shared"): each rank sums and
-      multiplies its slice of the node's M, keeps the error of that sum, and writes the results to all of them.
-    - All ranks end with the same bits, also on different processors: P is orthogonalized by elementwise operations, and
-      both factors are rounded to fixed point, so that their product is exact before it is rounded once.
-    - An infinity or NaN makes its matrix NaN on all ranks, and leaves no error and no Q.
+    Shapes come from `describe`, else from an array of two or more dimensions; others, and those of a tree, are not
+    compressed. Errors, Q and the count of `start_powerSGD_iter` are kept for arrays from `allocate`; others begin with
+    the same random Q each time. Ranks that share the arrays of a node sum and multiply a slice of the node's M each,
+    and keep the error of that sum.
 
-    Differences from the paper, and from PyTorch's PowerSGD hook: Q is not orthogonalized (only P, more accurately),
-    because the span of M Q does not change; rows of Q that are zero are drawn anew, so that a matrix whose gradient was
-    zero once is compressed later; a result has about 25 bits, also of float64 arrays; the warm-up counts calls of each
-    slice of the buffer, not steps. From PyTorch alone: matrices are not padded or batched; no decomposition of vectors
-    (their `batch_tensors_with_same_shape` and `batched_powerSGD_hook`).
-
-    Bytes sent: those of `inner` for rank (rows + columns) elements of each matrix, in the dtype of the array.
+    All ranks end with the same bits: P is orthogonalized by elementwise operations, and both factors are rounded to
+    fixed point, so their product is exact before it is rounded. Unlike in the paper, Q is not orthogonalized, rows of Q
+    that are zero are drawn anew, and a result has about 25 bits.
     """
 
     def __init__(self, context: Context, *, inner: Algorithm, options: PowerSGD) -> None:
@@ -115,7 +105,7 @@ class LowRank(Compressed):
         if arrays.fence:
             arrays.fence()
         self._multiply(call, op, residual, arrays)
-        if where and options.warm_start:
+        if where:
             for item in call.items:
                 where.entry.factors[_key(where, item.matrix)] = item.right.copy()
         if arrays.fence:
@@ -162,7 +152,7 @@ class LowRank(Compressed):
         memory[...] = 0
         items, left, right = [], 0, first
         for each in plan.matrices:
-            last = where.entry.factors.get(_key(where, each)) if where and options.warm_start else None
+            last = where.entry.factors.get(_key(where, each)) if where else None
             start = low_rank.start_factor(last, each, dtype, [options.random_seed, shift + each.start, calls])
             ends = left + each.rank * each.rows, right + each.rank * each.columns
             factors = memory[left : ends[0]].reshape(each.rank, -1), memory[right : ends[1]].reshape(each.rank, -1)
@@ -188,7 +178,7 @@ class LowRank(Compressed):
                 np.matmul(item.start[:, tile.columns], tile.of(values).T, out=item.left[:, tile.rows])
         self.inner.reduce(call.lefts, op)
         for item in call.items:
-            low_rank.orthogonalize(item.left, self.options.orthogonalization_epsilon)
+            low_rank.orthogonalize(item.left)
             for tile in item.tiles:
                 item.right[:, tile.columns] += item.left[:, tile.rows] @ tile.of(values)
         self.inner.reduce(call.rights, op)
@@ -224,13 +214,18 @@ class LowRank(Compressed):
             residual[tile.where] -= sent
 
     def _say_uncompressed(self, where: Slice | None, parts: Sequence[Part]) -> None:
+        rank, matrices = self.options.matrix_approximation_rank, [part for part in parts if len(part.shape) > 1]
+        if matrices and all(rank > min(low_rank.shape(part)) for part in matrices):
+            above = (
+                f'compress="{self.options}": the rank {rank} is above the rows or columns of all matrices of an array'
+            )
+            notices.once(self.rank, f"{above}, which is sent uncompressed: use a smaller rank")
         described = where is not None and where.entry.parts
         if not described and all(len(part.shape) < 2 and part.stop - part.start > NOTICED for part in parts):
             notices.once(
                 self.rank,
                 f'compress="{self.options}" needs shapes, so arrays of one dimension are sent uncompressed: call '
-                "describe(array, parts) with the parameters of the model; of PyTorch's DDP, "
-                "allreduce.torch_backend.describe(model)",
+                "describe(array, parts) with the parameters of the model",
             )
 
 

@@ -26,23 +26,14 @@ FLOAT, BYTE = np.dtype(np.float32), np.dtype(np.uint8)
 class EightBits(Compressed):
     """Reduce-scatter of 8-bit codes, sums in float32, all-gather of 8-bit codes (see allreduce.arrays.quantize).
 
-    Each rank sends the codes of the other ranks' slices to their owners. The owner adds its own exact values and the
-    others' decoded ones in float32, in rank order, and sends the result's codes to all ranks. All ranks, also the
-    owner, decode these, so all have the same bits. Each value is rounded twice.
+    The owner of a slice adds its exact values and the others' decoded ones in rank order. It sends the codes of the sum
+    to all ranks, which decode them, the owner too, so all have the same bits. Each value is rounded twice. float64
+    arrays are sent as float32. Bytes sent per rank: S / 2 (n - 1) / n of float32 arrays, and a float32 for each block.
 
-    Error feedback (S. P. Karimireddy et al.: Error feedback fixes SignSGD and other gradient compression schemes,
-    2019), for arrays from `allocate`: the values that a call has not sent are added to the array in the next call. The
-    owner keeps the error of the result, as a part of the sum. So the sum of all ranks' arrays and errors before a call
-    is the result's sum and all ranks' errors after it, up to float32's rounding.
-
-    `inner` reduces together, without compression, the vectors of up to LONGEST_VECTOR elements that `describe` names
-    (biases, norms). It also reduces arrays below SHORTEST elements. Blocks with an infinity or NaN become infinities or
-    NaNs on all ranks, and leave no error.
-    float64 arrays are sent as float32 would be.
-
-    Differences from G. Wang et al.: ZeRO++, 2023: codes of 8 bits both ways and in one step, error feedback, and
-    stochastic rounding. From Karimireddy: the owner's error as well.
-    Bytes sent per rank: S / 2 (n - 1) / n of float32 arrays, and a float32 for each block.
+    Error feedback, for arrays from `allocate`: what a call has not sent is added in the next one; the owner keeps the
+    error of the sum, too (S. P. Karimireddy et al.: Error feedback fixes SignSGD, 2019, has no such error). Blocks with
+    an infinity or NaN become infinities or NaNs on all ranks, and leave no error. `inner` reduces arrays below SHORTEST
+    elements, and described vectors of up to LONGEST_VECTOR elements (biases, norms), without compression.
     """
 
     def __init__(self, context: Context, *, inner: Algorithm, options: Quantized) -> None:

@@ -206,7 +206,7 @@ def test_every_array_keeps_its_state(compress: str, flat: allreduce.Topology) ->
     with allreduce.create("shared", flat, compress=compress) as reduce:
         arrays = [reduce.allocate(4096), reduce.allocate(4096)]
         for array in arrays:
-            reduce.describe(array, [allreduce.Part("w", 0, (64, 64))], whole=False)
+            reduce.describe(array, [allreduce.Part("w", 0, (64, 64))])
             array[:] = np.linspace(-1, 1, 4096) * (flat.rank + 1)
             reduce(array, "sum")
         numbers = {name.partition("/")[0] for name in reduce.state()} - {"place"}
