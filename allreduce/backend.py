@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from allreduce import notices
+from allreduce import kernels, notices
 from allreduce.algorithm import Algorithm, Context
 from allreduce.arrays import dtypes, gpu, ops, trees
 from allreduce.arrays import rows as sparse_rows
@@ -553,6 +553,8 @@ class AllReduce:
                 f"{self.name} does not reduce {dtype}: MPI libraries' sums of 16-bit floats are unreliable; "
                 'use "auto", "shared" or "ring", which sum them in float32'
             )
+        if dtypes.is_half(dtype) and kernels.status() != "C":
+            notices.once(self.rank, f"sums of {dtype} take up to ten times as long by {kernels.status()}")
 
     # Ends
 
