@@ -269,7 +269,7 @@ def test_the_last_line_says_where_the_model_is(arguments: list[str], last: str, 
         (["--data", "iris", "--allreduce", "ring"], [], True),
         (["--allreduce", "ring", "--data=iris"], [], True),
         (["--load", "m.npz", "--epochs", "0"], ["--data", "digits"], False),
-        (["predict", "--load", "m.npz"], [], False),
+        (["search", "--config", "tuning.yaml"], [], False),
     ],
 )
 def test_train_passes_arguments_through(arguments: list[str], data: list[str], ends: bool, checkout: Checkout) -> None:
