@@ -187,17 +187,22 @@ def in_one_job(
     given, found = folder / "cases", folder / "outcomes"
     given.write_text(json.dumps(programs, default=str))
     found.mkdir()
-    try:
-        ended = launch.mpirun(ranks, ["-m", "tests.one_job", given, found], **job)
-    except launch.MissingEnvironmentError as error:
-        lacking(error)
 
     def outcome(number: int, rank: int) -> dict[str, Any]:
         paths = [found / f"{number}.{rank}.{kind}" for kind in ("out", "err", "code")]
         out, err, code = (path.read_text(errors="replace") if path.exists() else "" for path in paths)
         return {"code": json.loads(code or "null"), "stdout": out, "stderr": err}
 
-    outcomes = [[outcome(number, rank) for rank in range(ranks)] for number in range(len(programs))]
-    complete = all(rank["code"] is not None for each in outcomes for rank in each)
-    assert ended.returncode == 0 or not (whole or complete), ended.stderr + str(outcomes)
-    return outcomes
+    def outcomes() -> list[list[dict[str, Any]]]:
+        return [[outcome(number, rank) for rank in range(ranks)] for number in range(len(programs))]
+
+    try:
+        ended = launch.mpirun(ranks, ["-m", "tests.one_job", given, found], **job)
+    except launch.MissingEnvironmentError as error:
+        lacking(error)
+    except launch.JobTimeoutError as error:
+        raise launch.JobTimeoutError(f"{error}\n{outcomes()}") from None
+    came = outcomes()
+    complete = all(rank["code"] is not None for each in came for rank in each)
+    assert ended.returncode == 0 or not (whole or complete), f"{ended.stderr}\n{came}"
+    return came

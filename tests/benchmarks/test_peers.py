@@ -12,25 +12,33 @@ from allreduce.errors import OptionError
 from benchmarks.lib.peers import PEERS
 from benchmarks.lib.results import COLD, from_json, load, merge, to_json
 from benchmarks.lib.table import comparison
-from tests.conftest import JobRunner
+from tests.conftest import Program, in_one_job
 
 from .made_runs import made_run
 
-MODULE = ["-m", "benchmarks.bandwidth", "-n", "3", "-w", "1", "-b", "4K", "-e", "4K", "--cold"]
+CALLS = "-n 3 -w 1 -b 4K -e 4K --cold"
+LINES = (
+    f"{CALLS} -o avg --backends native --json first.json",
+    f"{CALLS} --backends shared --also other.json",
+    f"{CALLS} -o avg --backends shared --peers --also first.json --json second.json --plot peers.svg --html peers.html",
+)
 
 
-def test_peers_with_cold_caches_beside_another_job(mpirun: JobRunner, tmp_path: Path) -> None:
+@pytest.mark.jobs
+def test_peers_with_cold_caches_beside_another_job(tmp_path: Path) -> None:
+    """A run of other calls or ranks is not merged: rank 0, which alone reads the file, says so in one line."""
     pytest.importorskip("matplotlib")
-    first, second, picture, page = (
-        tmp_path / name for name in ("first.json", "second.json", "peers.svg", "peers.html")
-    )
-    mean = [*MODULE, "-o", "avg"]
-    job = mpirun(2, [*mean, "--backends", "native", "--json", first])
-    assert job.returncode == 0, job.stderr
-    outputs = ["--json", second, "--plot", picture, "--html", page]
-    job = mpirun(2, [*mean, "--backends", "shared", "--peers", "--also", first, *outputs])
-    assert job.returncode == 0, job.stderr
-    run = load(second)
+    other = made_run(4)
+    other.compress = "bfloat16"
+    assert from_json(to_json(other)) == other
+    (tmp_path / "other.json").write_text(to_json(other))
+    lines: list[Program] = [("benchmarks.bandwidth", line.split(), tmp_path) for line in LINES]
+    outcomes = in_one_job(2, lines, tmp_path, timeout=150)
+    codes, (_, refused, (job, _)) = [[rank["code"] for rank in ranks] for ranks in outcomes], outcomes
+    assert codes == [[0, 0], [2, 2], [0, 0]], outcomes
+    has = "it has float32 sum, compress=bfloat16, 4 ranks on 1 node, and this run float32 sum, compress=None, 2 ranks"
+    assert "".join(rank["stderr"] for rank in refused).count(has) == 1, refused
+    run = load(tmp_path / "second.json")
     mpi = run.machine["mpi"]
     assert {"shared", "mpi4py", "openmpi", "gloo", f"native ({mpi})"} <= set(run.backends())
     assert set(PEERS) == set(run.skipped) | (set(PEERS) & set(run.backends()))
@@ -38,24 +46,12 @@ def test_peers_with_cold_caches_beside_another_job(mpirun: JobRunner, tmp_path: 
     for backend in run.backends():
         memories = {result.memory for result in run.results if result.backend == backend}
         assert {memory + COLD for memory in memories if not memory.endswith(COLD)} < memories
-    table = job.stdout[job.stdout.index("# median us") :]
-    assert all(f"# left out: {name}: " in job.stdout for name in run.skipped)
+    table = job["stdout"][job["stdout"].index("# median us") :]
+    assert all(f"# left out: {name}: " in job["stdout"] for name in run.skipped)
     assert all(title in table for title in ("# p99 us", "# of the limit (memory)"))
     assert sum(line.split()[1:2] == ["shared"] for line in table.splitlines()) == 3 * 4  # memories x caches
-    assert picture.read_bytes().startswith(b"<?xml")
-    assert "shared" in page.read_text()
-
-
-def test_a_run_of_other_calls_or_ranks_is_not_merged(mpirun: JobRunner, tmp_path: Path) -> None:
-    """The error is in one line, from rank 0, which alone reads the file."""
-    other = made_run(4)
-    other.compress = "bfloat16"
-    assert from_json(to_json(other)) == other
-    (tmp_path / "other.json").write_text(to_json(other))
-    job = mpirun(2, [*MODULE, "--backends", "shared", "--also", tmp_path / "other.json"])
-    assert job.returncode == 2
-    has = "it has float32 sum, compress=bfloat16, 4 ranks on 1 node, and this run float32 sum, compress=None, 2 ranks"
-    assert job.stderr.count(has) == 1, job.stderr
+    assert (tmp_path / "peers.svg").read_bytes().startswith(b"<?xml")
+    assert "shared" in (tmp_path / "peers.html").read_text()
 
 
 def test_files_of_earlier_versions_have_no_compress() -> None:

@@ -96,27 +96,6 @@ def test_much_time_outside_of_all_spans_is_explained(tmp_path: Path, capsys: pyt
     assert "# other: outside of all spans" in capsys.readouterr().out
 
 
-BAD = {
-    "no time": [event(ts=None)],
-    "before the beginning": [event(ts=-1)],
-    "not finite": [event(dur=1e999)],
-    "too many ranks": [event(pid=10**9)],
-    "arguments": [event(args=[1])],
-    "nothing": [],
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_files_that_are_no_traces(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "t.json"
-    file.write_text(json.dumps(BAD[what]))
-    assert timeline.main([str(file)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"benchmarks.timeline: error: {file}")
-    assert error.rstrip().endswith("give a file that --trace, Timeline or create(trace=) wrote")
-    assert error.count("\n") == 1
-
-
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.timeline.MOST_BYTES", 100)
     with pytest.raises(FileError, match="at most 100 are read"):

@@ -113,6 +113,8 @@ RUNS = [
     run(version=RED * 1000),
 ]
 TRACES = ["[{}", "[{},]", "[{} {}]", '[{"a": 1', "{}", '{"traceEvents": {}}', "[1]", "", "["]
+EVENT = {"name": "x", "cat": "compute", "ph": "X", "ts": 0, "dur": 10, "pid": 0, "tid": 0}
+EVENTS = [{"ts": None}, {"ts": -1}, {"dur": 1e999}, {"pid": 10**9}, {"args": [1]}, {"ph": "none"}]
 
 
 WHOLE: dict[str, Callable[[], Any]] = {  # without a fault
@@ -141,5 +143,11 @@ def examples() -> dict[str, dict[str, Example]]:
         "restored model": {**bombs, **states},
         "compare": {str(number): (constant((each, each)), r"a\.json") for number, each in enumerate(RUNS)},
         "scaling": {str(number): (constant(each), r"a\.json") for number, each in enumerate(RUNS)},
-        "timeline": {text: (constant(text.encode()), r"json is not a trace") for text in TRACES},
+        "timeline": {
+            **{text: (constant(text.encode()), r"json is not a trace") for text in TRACES},
+            **{
+                str(change): (constant(json.dumps([EVENT | change]).encode()), r"json.*create\(trace=\) wrote$")
+                for change in EVENTS
+            },
+        },
     }

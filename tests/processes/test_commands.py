@@ -11,7 +11,7 @@ import pytest
 
 import allreduce_commands
 from tests import launch
-from tests.conftest import JobRunner, lacking
+from tests.conftest import Program, in_one_job, lacking
 
 SCRIPT = Path(sys.executable).parent / "allreduce-train"
 RUN = "import sys, allreduce_commands; sys.exit(allreduce_commands.main({arguments!r}))"
@@ -47,17 +47,16 @@ def test_the_help_of_a_command_has_its_name() -> None:
     assert [re.findall(r"\ballreduce (\w+)", usage) for usage in usages] == [[name] for name in names]
 
 
-def test_the_help_of_all_commands_appears_once(mpirun: JobRunner) -> None:
-    job = mpirun(2, ["-c", RUN.format(arguments=[])])
-    assert job.returncode == 0, job.stderr
+@pytest.mark.jobs
+def test_ranks_speak_once(tmp_path: Path) -> None:
+    """The help of all commands; a mistyped command is an error on all ranks."""
+    lines: list[Program] = [("allreduce_commands", arguments, tmp_path) for arguments in ([], ["benhc"])]
+    helps, wrong = in_one_job(2, lines, tmp_path)
+    assert [rank["code"] for rank in (*helps, *wrong)] == [0, 0, 2, 2]
     for name, command in allreduce_commands.COMMANDS.items():
-        assert job.stdout.count(f"  {name:<11} {command.about}\n") == 1
-
-
-def test_a_mistyped_command_is_an_error_on_all_ranks_that_appears_once(mpirun: JobRunner) -> None:
-    job = mpirun(2, ["-c", RUN.format(arguments=["benhc"])])
-    assert job.returncode == 2
-    assert job.stderr.count("allreduce: error: unknown command 'benhc'; did you mean 'bench'?") == 1
+        assert "".join(rank["stdout"] for rank in helps).count(f"  {name:<11} {command.about}\n") == 1
+    told = "".join(rank["stderr"] for rank in wrong)
+    assert told.count("allreduce: error: unknown command 'benhc'; did you mean 'bench'?") == 1
 
 
 @pytest.mark.parametrize(("name", "package"), [("train", "trainers"), ("bench", "benchmarks")])
