@@ -5,7 +5,6 @@ from trainers.watching.check_divergence import CheckDivergence
 from trainers.watching.check_gradients import CheckGradients
 from trainers.watching.csv_logger import CSVLogger
 from trainers.watching.early_stopping import EarlyStopping
-from trainers.watching.learning_rate import LearningRateSchedule
 from trainers.watching.model_checkpoint import ModelCheckpoint
 from trainers.watching.prometheus import Prometheus
 from trainers.watching.tensorboard import TensorBoard
@@ -17,7 +16,6 @@ __all__ = [
     "CheckDivergence",
     "CheckGradients",
     "EarlyStopping",
-    "LearningRateSchedule",
     "ModelCheckpoint",
     "Prometheus",
     "TensorBoard",

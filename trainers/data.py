@@ -211,14 +211,11 @@ class Samples(NumberedRows):
     """A data set whose rows are fetched when they are needed.
 
     data: len(data) is the number of rows, and data[i] is row i, a pair (x, y) or a triple (x, y, weight). x and y are
-        arrays, or tuples or dicts of arrays.
+        arrays, or tuples or dicts of arrays. `data.__getitems__(list of numbers)` gives several rows, if it exists.
     collate: makes (x, y), or (x, y, weights), of arrays whose first axis is the sample, from a list of rows; by default
         the rows are stacked. Rows that are neither pairs nor triples need a collate.
 
-    Rows come from `data.__getitems__(list of numbers)`, if it exists (PyTorch's protocol); else row by row. Raises
-    ArgumentError.
-
-    collate: as given. first: a few rows.
+    Attributes: collate, as given; first, a few rows. Raises ArgumentError.
     """
 
     first: Data
@@ -367,22 +364,21 @@ class Batch(NamedTuple):
 class BatchSource(ABC):
     """Gives one rank its share of every global batch, epoch by epoch.
 
-    steps: the batches of the current epoch; of a stream those that the ranks know of so far.
-    batch_size: the rows of the largest batch; of a stream those of the newest batch that the ranks know of.
-    streams: whether the number of batches is not known before they are read. The ranks then learn the rows of the next
-        batch with each step: every rank calls `begin`, then `peek` during each step and `learn` after it.
-    coming: the rows of the next batch on this rank, if it streams; else 0.
-    divided: whether each rank has other rows, if this is a stream.
+    A stream does not know the number of batches before they are read. Its ranks learn the rows of the next batch with
+    each step: every rank calls `begin`, then `peek` during each step and `learn` after it.
+
+    steps: the batches of the epoch; of a stream those that the ranks know of so far.
+    batch_size: the rows of the largest batch; of a stream those of the newest.
+    streams: whether this is a stream. coming: the rows of its next batch on this rank; else 0. divided: whether each
+        rank has other rows of it. seen: by step, the rows and a checksum of each batch of the epoch that this rank has
+        read from it; 0 rows after the end, and no checksum (0) if it is divided.
     planned: the batches in an epoch; None if that is not known. length: that number, or the greatest len() of the
         ranks' loaders, which may be more than they bring; None if one of them has none.
-    seen: by its step, the rows and a checksum of each batch of the epoch that this rank has read from a stream; 0 rows
-        after the end. No checksum (0) if each rank has other rows.
     how_resumed: how this rank continues after `seek`, as text; "" if there is nothing to say.
     checked: whether all rows could be checked before the training. ahead: how many batches may be fetched in advance.
-
     part: that this rank gets, of `parts` parts of every batch; None for shares without rows.
-    micro_batch: a rank gets whole micro-batches of this number of rows, the last one of a batch perhaps shorter. None:
-        a rank gets any rows. seed: of the random numbers of micro-batches.
+    micro_batch: the rows of a micro-batch, of which a rank gets whole ones (the last one of a batch may be shorter);
+        None: a rank gets any rows. seed: of the random numbers of micro-batches.
     weigh: weighs rows by their class; as text it is one of the settings.
     """
 

@@ -1,4 +1,4 @@
-"""Callbacks: a schedule, early stopping, the best model, a CSV file and a trace.
+"""Callbacks: early stopping, the best model, a CSV file and a trace.
 
 mpirun -n 4 python run_monitor.py
 """
@@ -6,19 +6,12 @@ mpirun -n 4 python run_monitor.py
 from pathlib import Path
 
 from trainers import MirroredTrainer, NumpyNetwork, datasets
-from trainers.callbacks import (
-    CSVLogger,
-    EarlyStopping,
-    LearningRateSchedule,
-    ModelCheckpoint,
-    Timeline,
-)
+from trainers.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, Timeline
 
 data = datasets.load("digits")
 network = NumpyNetwork([data.features, 64, 32, len(data.classes)], seed=0, lr=0.001)
 network.scale_input(data.shift, data.scale)
 callbacks = [  # the same on every rank
-    LearningRateSchedule(lambda epoch, rate: 0.9 * rate),  # of each epoch
     EarlyStopping("val_loss", patience=3, restore_best_weights=True),
     ModelCheckpoint("best.npz", save_best_only=True),  # rank 0 writes the files
     CSVLogger("log.csv"),

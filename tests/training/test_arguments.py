@@ -30,7 +30,6 @@ from trainers.callbacks import (
     Callback,
     CSVLogger,
     EarlyStopping,
-    LearningRateSchedule,
     ModelCheckpoint,
     Prometheus,
     TensorBoard,
@@ -209,7 +208,6 @@ def test_a_sigterm_before_a_fit_ends_it_before_its_first_step() -> None:
         (lambda: EarlyStopping(min_delta=math.nan), "min_delta must be a finite number, got nan"),
         (lambda: EarlyStopping(baseline="low"), "baseline must be a finite number, got 'low'"),  # type: ignore[arg-type]
         (lambda: ModelCheckpoint("m.npz", save_freq=10), 'save_freq="epoch"'),  # type: ignore[arg-type]
-        (lambda: LearningRateSchedule(0.1), "schedule must be a function of epoch and learning rate, got 0.1"),  # type: ignore[arg-type]
         (lambda: CSVLogger("x.csv", separator=", "), "separator=', '"),
         (lambda: TensorBoard(update_freq="step"), "update_freq='step'"),
         (lambda: TensorBoard(update_freq=0), "update_freq=0"),

@@ -128,10 +128,7 @@ class Option:
     """An option of the command line.
 
     name: of its value among the parsed options: "batch_size" for --batch-size.
-    metavar: stands for the value in --help. An option without metavar and choices is a flag.
-    type: converts the value, or raises argparse.ArgumentTypeError.
-    help: what the option does. --help adds the default, and the options that this one needs.
-    choices: the allowed values, if there are few.
+    metavar, type, help, choices: as argparse takes them. An option without metavar and choices is a flag.
     default: the value when the option is not given. default_text: the default in --help, if it is not `default`.
     strategies: the values of --strategy that take the option; none if the option does not depend on the strategy.
     needs: other options that must be given too -> their allowed values, () for any.

@@ -78,18 +78,11 @@ def run(
     Raises ArgumentError if an argument is invalid, if there is no launcher or no cloudpickle, or if the function can't
     be pickled.
     """
-    if not isinstance(args, Sequence) or isinstance(args, str | bytes):
-        raise ArgumentError(f"args={args!r}: give a tuple of the function's arguments, such as ({args!r},)")
-    if not isinstance(kwargs, Mapping | None):
-        raise ArgumentError(f"kwargs={kwargs!r}: give a dict of the function's keyword arguments")
     payload = _pickled(train, tuple(args), dict(kwargs or {}))
     if not is_integer(ranks, 1):
         raise ArgumentError(f"ranks={ranks!r}: give a number of ranks, 1 or more")
     if timeout is not None and not (is_number(timeout) and timeout > 0):
         raise ArgumentError(f"timeout={timeout!r}: give a number of seconds above 0, or None")
-    for name, value in (env or {}).items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise ArgumentError(f"env: {name!r}: {value!r} is not a name and a text; give str(value)")
     if any(os.environ.get(name, "1") != "1" for name in SIZES):
         raise ArgumentError("trainers.run starts a job of its own: call it in a notebook or a script, not on a rank")
     command = [*_launcher(launcher, ranks), "-n", str(ranks), sys.executable, "-m", "trainers.cli.run"]

@@ -212,7 +212,7 @@ class Fit:
 
     def _make_callbacks(self) -> None:
         rule, self._users = self.strategy.rule, checked(self._users)
-        rule.plan(self._epochs, self.batches.length, self._users)
+        rule.plan(self._epochs, self.batches.length)
         watchers = [self.meter, *rule.meters, self.history, self._printer, *self._users]
         for each in rule.applied:
             watchers += each.watchers

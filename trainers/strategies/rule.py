@@ -67,10 +67,10 @@ class UpdateRule(AppliedTransforms):
         if trains and held is not None and held.decay is None:
             average.keep(self._replica, None)
 
-    def plan(self, epochs: int, length: int | None, callbacks: Sequence[Any] = ()) -> None:
+    def plan(self, epochs: int, length: int | None) -> None:
         """As Applied.plan, for all transforms. Raises ArgumentError."""
         for each in self.applied:
-            each.plan(epochs, length, callbacks)
+            each.plan(epochs, length)
 
     # Gradients
 

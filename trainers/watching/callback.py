@@ -61,8 +61,7 @@ class Callback:
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Called when the fit begins. On a joining rank, trainer.rank is -1 here; `load_state`, with the state of the
-        other ranks, and `on_ranks_change` follow.
-        """
+        other ranks, and `on_ranks_change` follow."""
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Called when the fit has ended without an error."""
@@ -89,12 +88,10 @@ class Callback:
 
     def before_update(self, epoch: int, batch: int) -> bool:
         """Called after all ranks have computed their gradients, before these are averaged. If it returns True on any
-        rank, all ranks leave the step out.
+        rank, all ranks leave the step out, which then does not count in the means of its epoch (NaN without any step).
 
-        A step that is left out does not count in the means of its epoch, which are NaN where no step was taken.
-
-        Where ranks take every step together, this and `between_steps` are called on all ranks, also on a rank that has
-        an error. So a `collective` callback may communicate in them, but must raise its errors on all ranks.
+        Where ranks take steps together, this and `between_steps` are called on all ranks, also on one with an error. So
+        a `collective` callback may communicate in them, but must raise its errors on all ranks.
         """
         return False
 
@@ -106,21 +103,16 @@ class Callback:
         return False
 
     def on_ranks_change(self) -> None:
-        """Called when the fit continues after a failure, with new trainer.rank, .size and .topology.
-
-        It may come between any two other events. The new rank 0 takes over the files of rank 0. An unfinished batch
-        begins again.
-        """
+        """Called when the fit continues after a failure, between any two other events, with new trainer.rank, .size and
+        .topology. The new rank 0 takes over the files of rank 0. An unfinished batch begins again."""
 
     def state(self) -> dict[str, Any]:
         """The state of this callback for a checkpoint: numbers, or arrays that are not changed any more."""
         return {}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a result of `state`, as arrays. Called after on_train_begin of a resumed fit, if there is a state.
-
-        The next event is on_epoch_begin, of an unfinished epoch too.
-        """
+        """Load a result of `state`, as arrays. Called after on_train_begin of a resumed fit, if there is a state; the
+        next event is on_epoch_begin, of an unfinished epoch too."""
 
 
 class FileCallback(Callback):

@@ -26,11 +26,9 @@ class CheckDivergence(Callback):
         rank's number at the beginning of the fit; if this rank fails and the fit continues, the majority is used from
         then on, with a warning.
 
-    A check costs one reading of the state (a CRC-32, some 4 GB/s) and a message of 16 bytes. With update="sharded" and
-    central storage, state that ranks share or that is divided into slices has no copies to compare. It is left out; a
-    notice at the beginning lists it.
-
-    Raises ArgumentError on all ranks when the fit begins.
+    A check reads the state once (a CRC-32), and costs a message of 16 bytes. State of which there is one copy only
+    (update="sharded", central storage) is left out; a notice at the beginning lists it. Raises ArgumentError on all
+    ranks when the fit begins.
     """
 
     collective = True

@@ -17,18 +17,13 @@ class CheckGradients(Callback):
     """Checks every rank's own gradients in every step. Give it to all ranks or to none.
 
     on_bad: "raise": all ranks raise the same NotFiniteError, which names the ranks and parameters whose gradients are
-        NaN or infinite. "skip": log a warning, and leave out the step on all ranks: nothing is updated, the step does
-        not count in the means of its epoch (NaN where no step was taken), and a PyTorch module's buffers (batch norm's
-        statistics) get their values from before the batch. Where ranks do not take steps together (asynchronous
-        servers, spare replicas), only the rank's own gradients are discarded.
+        NaN or infinite. "skip": log a warning, and leave out the step on all ranks, which then does not count in the
+        means of its epoch; a PyTorch module's buffers (batch norm's statistics) are set back. Where ranks do not take
+        steps together (asynchronous servers, spare replicas), only the rank's own gradients are discarded.
 
-    Gradients too large for the dtype in which they are sent (65504 for compress="float16") count as infinite. So do
-    gradients that are finite on every rank, but whose sum of absolute values over the ranks overflows: whether large
-    gradients of opposite sign overflow depends on the order in which a backend adds them. A check costs a message of 16
-    bytes a step, and one reading of the gradients, a dot product: 1.1 ms for 10 million float32, whose average over two
-    ranks takes 12 ms.
-
-    Raises ArgumentError on all ranks when the fit begins.
+    Gradients too large for the dtype in which they are sent (65504 for compress="float16") count as infinite, and so do
+    gradients whose sum of absolute values over the ranks overflows. A check reads the gradients once, and costs a
+    message of 16 bytes a step. Raises ArgumentError on all ranks when the fit begins.
     """
 
     collective = agrees = True

@@ -1,6 +1,5 @@
 """Prometheus: metrics of a training for a Prometheus server to scrape."""
 
-import os
 from typing import Any
 
 from trainers.arguments import is_integer
@@ -15,8 +14,6 @@ GAUGES = {
     "communication_share": ("communication_share", "Share of the last epoch that ranks spent in communication"),
     "epoch": ("epoch", "Epochs that are done"),
     "ranks": ("ranks", "Ranks that train"),
-    "failed": ("failed_ranks", "Ranks that failed and were not replaced"),
-    "memory": ("resident_bytes", "Memory of rank 0's process"),
 }
 
 
@@ -26,10 +23,10 @@ class Prometheus(Callback):
     port: 0 takes any free port, which the attribute `port` then holds. address: of the interface on which rank 0
     listens; "0.0.0.0" lets other hosts read the metrics. If rank 0 fails, the new rank 0 serves.
 
-    Metrics, each with the prefix `allreduce_training_`: steps_total; ranks, failed_ranks; epoch, loss, rows_per_second
-    and communication_share of the last epoch; `metric{name=...}`: its other metrics; resident_bytes: memory of rank 0's
-    process. Raises ArgumentError on all ranks if prometheus-client is missing (the extra "prometheus"), or if the port
-    can't be used.
+    Metrics, each with the prefix `allreduce_training_`: steps_total, of the process that serves; ranks; epoch, loss,
+    rows_per_second and communication_share of the last epoch; `metric{name=...}`: its other metrics. And those of
+    prometheus-client about this process: process_resident_memory_bytes, ... Raises ArgumentError on all ranks if
+    prometheus-client is missing (the extra "prometheus"), or if the port can't be used.
     """
 
     reads_batches = reads_model = False
@@ -38,23 +35,20 @@ class Prometheus(Callback):
         if not is_integer(port, 0, 2**16 - 1):
             raise ArgumentError(f"port={port!r}: give a number from 0 to 65535; 0 takes any free port")
         self.port, self.address = port, address
-        self._steps = self._began = 0
         self._served: dict[str, Any] = {}
         self._server: Any = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self._began, self._steps = max(self.trainer.size, 0), 0
         if self.trainer.rank == 0:
             self._serve()
 
     def on_ranks_change(self) -> None:
-        self._began = max(self._began, self.trainer.size)
         if self.trainer.rank == 0 and self._server is None:
             self._serve()
-        self._set_ranks()
+        if self._served:
+            self._served["ranks"].set(self.trainer.size)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        self._steps += 1
         if self._served:
             self._served["steps"].inc()
 
@@ -68,14 +62,6 @@ class Prometheus(Callback):
             elif isinstance(value, int | float):
                 self._served["metric"].labels(name).set(value)
 
-    def state(self) -> dict[str, Any]:
-        return {"steps": self._steps}
-
-    def load_state(self, state: Any) -> None:
-        missing, self._steps = int(state["steps"]) - self._steps, int(state["steps"])
-        if self._served and missing > 0:
-            self._served["steps"].inc(missing)
-
     def _serve(self) -> None:
         with needing('Prometheus needs prometheus-client ({}): pip install ".[prometheus]" in the checkout'):
             import prometheus_client as client
@@ -86,9 +72,8 @@ class Prometheus(Callback):
         metric = client.Gauge(f"{PREFIX}metric", "A metric of the last epoch", ["name"], registry=registry)
         steps = client.Counter(f"{PREFIX}steps", "Steps of the training", registry=registry)
         self._served |= {"metric": metric, "steps": steps}
-        steps.inc(self._steps)
-        self._served["memory"].set_function(_resident)
-        self._set_ranks()
+        self._served["ranks"].set(self.trainer.size)
+        client.ProcessCollector(registry=registry)
         try:
             self._server, _ = client.start_http_server(self.port, self.address, registry)
         except OSError as error:
@@ -98,22 +83,8 @@ class Prometheus(Callback):
             ) from error
         self.port = self._server.server_port
 
-    def _set_ranks(self) -> None:
-        if self._served:
-            self._served["ranks"].set(self.trainer.size)
-            self._served["failed"].set(self._began - self.trainer.size)
-
     def _release(self) -> None:
         server, self._server, self._served = self._server, None, {}
         if server is not None:
             server.shutdown()
             server.server_close()
-
-
-def _resident() -> float:
-    """Return the resident bytes of this process; NaN where the system has no /proc."""
-    try:
-        with open("/proc/self/statm") as file:
-            return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-    except OSError:
-        return float("nan")

@@ -19,12 +19,13 @@ from trainers import (
     MirroredTrainer,
     NumpyNetwork,
     ParameterServerTrainer,
+    Schedule,
 )
-from trainers.callbacks import Callback, LearningRateSchedule
+from trainers.callbacks import Callback
 from trainers.watching.history import History
 
 ROWS, BATCH, EPOCHS = 210, 42, 6  # batches that 1 to 3 ranks can divide, and 4 can't
-STEP = {"transforms": [ClipNorm(1.0), EMA(0.9)]}  # options of every step
+STEP = {"transforms": [ClipNorm(1.0), EMA(0.9), Schedule(lambda step: 0.9 ** (step // 5))]}  # options of every step
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -34,11 +35,6 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 def network(seed: int) -> NumpyNetwork:
     return NumpyNetwork([8, 16, 3], seed=seed, lr=0.01)
-
-
-def schedule() -> LearningRateSchedule:
-    """A schedule whose rate of an epoch depends on all epochs before it."""
-    return LearningRateSchedule(lambda epoch, rate: 0.9 * rate)
 
 
 class Deaths(Callback):
@@ -72,7 +68,7 @@ def fitted(trainer: Any, deaths: Deaths, checkpoint: Any = None, resume: bool = 
     x, y = data()
     given: dict[str, Any] = {"validation_data": (x[:50], y[:50]), "progress": False, **STEP}
     kept = {"checkpoint": checkpoint, "resume": resume}
-    history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=[deaths, schedule()], **kept, **given)
+    history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=[deaths], **kept, **given)
     return history, trainer.predict(x)[:3]
 
 

@@ -19,20 +19,20 @@ from allreduce.elastic import standby
 from allreduce.transport import processes
 from tests.faults.moments.training import BATCH, data, network
 from tests.faults.points import InjectedError, die
-from trainers import MirroredTrainer
+from trainers import MirroredTrainer, Schedule
 from trainers.callbacks import (
     Callback,
     CheckDivergence,
     CheckGradients,
     CSVLogger,
     EarlyStopping,
-    LearningRateSchedule,
     ModelCheckpoint,
     TensorBoard,
     Timeline,
 )
 
 EPOCHS = 12
+RATES = Schedule(lambda step: 0.95 ** (step // 5))
 JOINED = 3  # the number of the rank that joins
 
 
@@ -64,7 +64,6 @@ def fitted(topology: Topology, folder: Path, story: Story, **options: Any) -> di
     x, y = data()
     early = EarlyStopping("loss", mode="max", patience=3, start_from_epoch=4, restore_best_weights=True)
     callbacks = [
-        LearningRateSchedule(lambda epoch, rate: 0.95 * rate),
         early,
         ModelCheckpoint(folder / "best.npz", "loss", save_best_only=True),
         ModelCheckpoint(folder / "{epoch}.npz"),
@@ -76,7 +75,7 @@ def fitted(topology: Topology, folder: Path, story: Story, **options: Any) -> di
         story,
     ]
     with MirroredTrainer(network(topology.rank), topology=topology, **options) as trainer:
-        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, progress=False)
+        history = trainer.fit(x, y, EPOCHS, BATCH, callbacks=callbacks, transforms=[RATES], progress=False)
         return {
             "rank": trainer.rank,
             "ranks": trainer.size,

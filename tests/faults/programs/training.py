@@ -35,7 +35,6 @@ from trainers.replica import Replica
 from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
-from trainers.watching.learning_rate import LearningRateSchedule
 
 ALONE_HAVE_A_PART = ("sharded", "central storage")  # trainers of which only a fit goes on without a rank
 MEASURED = ("epoch", "loss", "accuracy", "validation_loss", "grad_norm")  # of an epoch, alike on any number of ranks
@@ -194,11 +193,9 @@ def _fit(trainer: Trainer, plan: Plan, notes: Notes, folder: Path, epochs: int, 
     callbacks: list[Callback] = [Steps(notes)]
     callbacks += [Edits()] if plan.trainer in EDITED else []
     options: dict[str, Any] = {}
-    if plan.number % 2:
-        callbacks.append(LearningRateSchedule(lambda epoch, rate: 0.9 * rate))  # of all epochs before
     if plan.trainer != "local SGD":  # whose ranks have other parameters, which have no average
-        schedules = [] if plan.number % 2 else [Schedule("cosine", warmup=3)]
-        options["transforms"] = [ClipNorm(1.0), EMA(0.9), *schedules]
+        schedule = Schedule(lambda step: 0.99**step) if plan.number % 2 else Schedule("cosine", warmup=3)
+        options["transforms"] = [ClipNorm(1.0), EMA(0.9), schedule]
     if plan.rows:
         part, parts = trainer.strategy.part, trainer.strategy.parts
         source = Source(*((part, parts) if plan.rows == "divided" and part is not None else (0, 1)))

@@ -13,8 +13,8 @@ import trainers
 from allreduce.errors import DisagreementError
 from tests.ranks.training.fits import TRAINERS
 from tests.trace_schema import check_trace
-from trainers import MirroredTrainer, NumpyNetwork
-from trainers.callbacks import EarlyStopping, LearningRateSchedule, ModelCheckpoint, Timeline
+from trainers import MirroredTrainer, NumpyNetwork, Schedule
+from trainers.callbacks import EarlyStopping, ModelCheckpoint, Timeline
 from trainers.watching.history import History
 
 SIZE = MPI.COMM_WORLD.size
@@ -29,8 +29,11 @@ def trainer_of(flat: allreduce.Topology, update: str = "replicated") -> Mirrored
     return MirroredTrainer(network, "auto", flat, update=update)
 
 
-def fit(trainer: MirroredTrainer, *callbacks: Any, epochs: int = 4) -> History:
-    return trainer.fit(X, Y, epochs, 20, validation_data=(X, Y), callbacks=callbacks, progress=False)
+RUIN = Schedule(lambda step: 1.0 if step < 6 else 150.0)  # from the third epoch on
+
+
+def fit(trainer: MirroredTrainer, *callbacks: Any, epochs: int = 4, **options: Any) -> History:
+    return trainer.fit(X, Y, epochs, 20, validation_data=(X, Y), callbacks=callbacks, progress=False, **options)
 
 
 @pytest.fixture
@@ -42,10 +45,9 @@ def folder(tmp_path: Path, world: MPI.Intracomm) -> Path:
 def test_the_best_weights_come_back(flat: allreduce.Topology, folder: Path) -> None:
     """The rates ruin the model from the third epoch on; the final model is that of the second epoch. Saving the models
     changes nothing, and a file holds the model of its epoch."""
-    ruin = LearningRateSchedule(lambda epoch, rate: 0.02 if epoch < 2 else 3.0)
     stopping, saving = EarlyStopping(patience=1, restore_best_weights=True), ModelCheckpoint(folder / "{epoch}.npz")
     with trainer_of(flat) as trainer:
-        history = fit(trainer, ruin, stopping, saving)
+        history = fit(trainer, stopping, saving, transforms=[RUIN])
         assert len(history) == 3
         measured = trainer.evaluate(X, Y)
         assert measured["loss"] == pytest.approx(history[1].validation["loss"], rel=1e-6)
@@ -108,13 +110,12 @@ def test_other_trainers(kind: str, flat: allreduce.Topology, folder: Path, world
     losses = []
     for make in (TRAINERS["replicated"], TRAINERS[kind]):
         callbacks = [
-            LearningRateSchedule(lambda epoch, rate: 0.02 if epoch < 2 else 3.0),
             EarlyStopping(patience=1, restore_best_weights=True),
             ModelCheckpoint(folder / "{epoch}.npz"),
             Timeline(folder / "trace.json"),
         ]
         with make(NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), topology=flat) as trainer:
-            history = fit(trainer, *callbacks)
+            history = fit(trainer, *callbacks, transforms=[RUIN])
             assert len(history) == 3
             restored = trainer.evaluate(X, Y)["loss"]
             trainer.load(str(folder / "1.npz"))
@@ -127,11 +128,10 @@ def test_other_trainers(kind: str, flat: allreduce.Topology, folder: Path, world
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is all ranks")
-@pytest.mark.parametrize("kind", ["ModelCheckpoint", "LearningRateSchedule", "EarlyStopping"])
+@pytest.mark.parametrize("kind", ["ModelCheckpoint", "EarlyStopping"])
 def test_what_all_ranks_must_have(kind: str, flat: allreduce.Topology, folder: Path) -> None:
     made = {
         "ModelCheckpoint": lambda: ModelCheckpoint(folder / "m.npz"),
-        "LearningRateSchedule": lambda: LearningRateSchedule(lambda epoch, rate: rate),
         "EarlyStopping": lambda: EarlyStopping(restore_best_weights=True),
     }
     with trainer_of(flat) as trainer:

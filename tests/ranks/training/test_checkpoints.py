@@ -27,7 +27,6 @@ from trainers.callbacks import (
     CheckGradients,
     CSVLogger,
     EarlyStopping,
-    LearningRateSchedule,
     ModelCheckpoint,
     Prometheus,
     TensorBoard,
@@ -288,7 +287,6 @@ def every_callback(folder: Path) -> list[Callback]:
         CheckDivergence(every=2, on_divergence="copy", source=SIZE - 1),
         CheckGradients("skip"),
         EarlyStopping("loss", mode="max", patience=3, restore_best_weights=True),  # of the first epoch
-        LearningRateSchedule(lambda epoch, rate: 0.9 * rate),
         ModelCheckpoint(folder / "{epoch}.npz", "loss", save_best_only=True),
         Prometheus(port=0),
         TensorBoard(folder / "logs", update_freq=2),

@@ -29,7 +29,6 @@ from trainers import (
     Schedule,
 )
 from trainers.arrays import squares
-from trainers.callbacks import LearningRateSchedule
 from trainers.errors import ArgumentError
 from trainers.options.buckets import Buckets
 from trainers.replica import Replica, Slices
@@ -200,10 +199,6 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
         ({"transforms": [np.ones(2)]}, "is no transform; use Accumulate, "),
         ({"transforms": [EMA(0.9), EMA(0.99)]}, "two EMA"),
         ({"transforms": [Schedule(lambda step: math.nan)]}, "must return a number"),
-        (
-            {"transforms": [Schedule(warmup=3)], "callbacks": [LearningRateSchedule(lambda epoch, rate: rate)]},
-            "LearningRateSchedule",
-        ),
     ]
     with MirroredTrainer(network(), "ring", flat) as trainer:
         fit = functools.partial(trainer.fit, x, y, 1, BATCH, progress=False)

@@ -1,16 +1,18 @@
 """Schedule: the learning rates of each step."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
+
+import numpy as np
 
 from trainers.arguments import Check, Flag, integer, is_number
 from trainers.errors import ArgumentError
 from trainers.options.average import Average
 from trainers.replica import Replica
 from trainers.strategies.transforms.transform import Applied, Transform
-from trainers.watching.learning_rate import LearningRateSchedule, RatesOfFit
+from trainers.watching.callback import Callback, Logs
 
 Shape = Callable[[int, int | None], float]
 # the fraction of the rate in a step after the warm-up, of `total` such steps
@@ -38,7 +40,7 @@ class Schedule(Transform):
         by (s + 1) / (warmup + 1). A named schedule begins after them.
 
     After the fit the rates are as before it. `epochs` decides when "linear" and "cosine" end, so give the same to a
-    resumed fit. `trainers.callbacks.LearningRateSchedule` sets rates by epoch.
+    resumed fit.
     """
 
     rates: Annotated[
@@ -72,15 +74,19 @@ class Schedule(Transform):
         return f"the learning rates of this replica are {rates}; a Schedule needs one above 0 that can be set"
 
 
-class StepSchedule(RatesOfFit, Applied):
-    """Sets the learning rates of each step, as a Schedule says. All ranks get equal rates."""
+class StepSchedule(Callback, Applied):
+    """Sets the learning rates of each step, as a Schedule says. All ranks get equal rates. After the fit these are as
+    they were before it. A checkpoint has those from before the fit."""
+
+    reads_batches = reads_model = False
+    _before: Sequence[float] = ()
 
     def __init__(self, schedule: Schedule, replica: Replica) -> None:
         self._rates, self._warm_up, self._replica = schedule.rates, int(schedule.warmup), replica
         self._steps: int | None = None  # of the training, without the warm-up
         self.watchers = [self]
 
-    def plan(self, epochs: int, length: int | None, callbacks: Sequence[Any]) -> None:
+    def plan(self, epochs: int, length: int | None) -> None:
         named = isinstance(self._rates, str)
         self._steps = None if length is None else max(epochs * length - self._warm_up, 1)
         if length is None and named and self._rates in ENDING:
@@ -88,8 +94,6 @@ class StepSchedule(RatesOfFit, Applied):
                 f'Schedule("{self._rates}") needs the number of steps in an epoch, which this loader does not tell: '
                 "give the steps of the Loader, or a function of the step"
             )
-        if others := [type(each).__name__ for each in callbacks if isinstance(each, LearningRateSchedule)]:
-            raise ArgumentError(f"Schedule sets the learning rates, and so does {others[0]}: use one")
 
     def begin_step(self, number: int) -> None:
         if self._before:
@@ -98,7 +102,21 @@ class StepSchedule(RatesOfFit, Applied):
 
     def end_step(self) -> None:
         """As Applied.end_step: set the rates from before the fit, until the next `begin_step`."""
-        self.end(self._replica)
+        if self._before:
+            self._replica.learning_rates = list(self._before)
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        self._before = list(self._replica.learning_rates)
+
+    def state(self) -> dict[str, Any]:
+        return {"before": self._before}
+
+    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
+        self._before = state["before"].tolist()
+
+    def _release(self) -> None:
+        self.end_step()
+        self._before = ()
 
     def fraction(self, step: int) -> float:
         """Return the fraction of the rates in a step. Raises ArgumentError."""

@@ -55,9 +55,9 @@ class Applied:
     def begin(self) -> None:
         """The fit begins; called again after a checkpoint has been loaded."""
 
-    def plan(self, epochs: int, length: int | None, callbacks: Sequence[Any]) -> None:
-        """Take note of the epochs of the training, the steps of each (None: unknown), and the user's callbacks. Raises
-        ArgumentError if the transform can't work with them."""
+    def plan(self, epochs: int, length: int | None) -> None:
+        """Take note of the epochs of the training and the steps of each (None: unknown). Raises ArgumentError if the
+        transform can't work with them."""
 
     def begin_step(self, number: int) -> None:
         """Step `number` of the training (0, 1, ...) begins on this rank. May raise any exception."""
