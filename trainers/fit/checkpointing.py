@@ -321,9 +321,8 @@ class Saver:
         """Wait for the last write. Then return this rank's own arrays, packed for a message, and the arrays of its
         callbacks, which rank 0 does not pack. Local."""
         strategy = self._strategy
-        of_owners = strategy.owners.local_state()  # first: it may wait for a call of all ranks
         self.finish()
-        local = strategy.replica.local_state() | of_owners
+        local = strategy.replica.local_state() | strategy.owners.local_state()
         own = {f"{REPLICA}{name}": array for name, array in local.items()}
         if strategy.allreduce is not None:
             own |= {f"{STRATEGY}{name}": array for name, array in strategy.allreduce.state().items()}

@@ -9,7 +9,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from trainers.arguments import BELOW_ONE, FLAG, POSITIVE, Check, Checked, Flag, integer, name, number, require
+from trainers.arguments import BELOW_ONE, FLAG, POSITIVE, Check, Checked, Flag, integer, name, require
 
 AUTO, ELEMENTS, TENSORS = "auto", "elements", "tensors"
 SHARDS = (AUTO, ELEMENTS, TENSORS)
@@ -122,10 +122,6 @@ class LocalSGD(Checked):
         momentum 0.9 with learning rate 0.7. Or an OuterSGD. Memory: one copy of the parameters, one for the momentum.
     fragments: cut the parameters into this number of slices, which are averaged one after the other, at equal distances
         in the steps (Streaming DiLoCo): no step sends much. Divides `every`.
-    delay: the average of a fragment begins this many steps before it is applied, and runs in a thread while the steps
-        go on (torchft's fragment_sync_delay). Less than every / fragments.
-    alpha: the share of this rank's own parameters when an average is applied: parameters = alpha * own + (1 - alpha) *
-        averaged (torchft's fragment_update_alpha). 0: averaged ones only, so with a delay the steps meanwhile are lost.
     """
 
     every: Annotated[
@@ -155,20 +151,6 @@ class LocalSGD(Checked):
         integer(1),
         Flag("fragments", "N", "average the parameters in N fragments, one after the other within H steps"),
     ] = 1
-    delay: Annotated[
-        int,
-        integer(0),
-        Flag(
-            "fragment_sync_delay",
-            "N",
-            "begin the average of a fragment N steps before it is applied, while the steps go on",
-        ),
-    ] = 0
-    alpha: Annotated[
-        float,
-        number("a number from 0 to 1", lambda value: 0 <= value <= 1),
-        Flag("fragment_update_alpha", "X", "the share of a rank's own parameters when an average is applied"),
-    ] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,11 +158,6 @@ class LocalSGD(Checked):
             require(
                 f"LocalSGD: fragments={self.fragments}: every={self.every} must be a multiple of it, because one "
                 "fragment after the other is averaged, at equal distances"
-            )
-        if self.delay >= self.interval:
-            require(
-                f"LocalSGD: delay={self.delay} must be less than every / fragments = {self.interval}, the steps until "
-                "the next fragment is averaged"
             )
 
     @property
@@ -192,11 +169,6 @@ class LocalSGD(Checked):
     def interval(self) -> int:
         """The number of inner steps from the outer step of one fragment to that of the next."""
         return self.every // self.fragments
-
-    @property
-    def equal_after(self) -> bool:
-        """Whether all ranks have the same parameters after an outer step: all of them were replaced."""
-        return self.fragments == 1 and self.alpha == 0
 
     def __str__(self) -> str:
         """The options that must be alike on the ranks of a MirroredOptimizer; `every` may differ."""

@@ -132,10 +132,7 @@ class Assembly:
 
     def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, device: Host) -> None:
         """Create the Reducer, with the buckets of dense and sparse gradients. Collective."""
-        threaded: bool | str = self.options.buckets.overlap
-        if self.options.local and self.options.local.delay and threaded == "auto":
-            threaded = True  # averages of a fragment run while the steps go on
-        queue, during = group.queue(number, self.topology, threaded, device.kind == "cuda")
+        queue, during = group.queue(number, self.topology, self.options.buckets.overlap, device.kind == "cuda")
         self._cleanup.callback(queue.drop)
         sparse = sparse_parameters(self.optimizer, self.model)
         given = self.trained, sparse, self.options, self.backend, comm, queue, during, group, number

@@ -13,7 +13,6 @@ from torch.nn import Parameter
 from allreduce import notices
 from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
-from allreduce.call.queue import Future
 from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, root_value, together
@@ -72,8 +71,7 @@ class LocalSteps(TorchOwners):
         memory = list(map(flat, trained.values()))
         self._placed = Placed(list(trained.values()), memory)
         self._delta = delta.array
-        self._futures: list[Future] = []  # of averages that have not been counted in the reducer's clock
-        self.rounds = Rounds(local, self.reducer.comm, memory, backend, delta, self._submit)
+        self.rounds = Rounds(local, self.reducer.comm, memory, backend, delta, self._run)
         if isinstance(before, LocalSteps):
             self.rounds.load(before.rounds.momentum, before.rounds.done)
             self.taken = before.taken
@@ -82,17 +80,11 @@ class LocalSteps(TorchOwners):
     def steps(self) -> int:
         return self.taken
 
-    def _submit(self, work: Callable[[], object], name: str) -> Future:
-        self._futures.append(self.reducer.submit(work, name))
-        return self._futures[-1]
-
-    def _run_round(self, end: Callable[[], object]) -> None:
-        """Take an outer step by `end`. Collective."""
-        clock = self.reducer.clock
-        begin = clock.now()
-        end()
-        clock.add(self._futures, begin)
-        self._futures.clear()
+    def _run(self, work: Callable[[], object], name: str) -> None:
+        """Run an average in the reducer's queue, and count its time. Collective."""
+        begin, future = self.reducer.clock.now(), self.reducer.submit(work, name)
+        future.wait()
+        self.reducer.clock.add([future], begin)
 
     def report(self, backend: str) -> Report:
         sizes = tuple(self._delta[fragment.span].nbytes for fragment in self.rounds.fragments)
@@ -117,11 +109,11 @@ class LocalSteps(TorchOwners):
             self.buffers.restore()
         self.taken += taken
         weight, self.rows = 1.0 if self.rows is None else self.rows, None
-        if self.rounds.left <= 1 + self.rounds.options.delay:
+        if self.rounds.left <= 1:
             self._check_memory()
         self.rounds.count_step(weight if taken else 0.0)
         if self.rounds.due:
-            self._run_round(self.rounds.finish)
+            self.rounds.finish()
             self._compare_if_due()
         if failed is not None and not isinstance(failed, _BadError):
             raise failed  # only now: the other ranks count this rank's step too, and would wait for it
@@ -188,7 +180,7 @@ class LocalSteps(TorchOwners):
     def end_round(self) -> None:
         """Average the parameters now. Collective."""
         self._check_memory()
-        self._run_round(self.rounds.end)
+        self.rounds.end()
 
     def join_others(self) -> None:
         """Take part in the rounds of ranks that have batches left, with no steps, until no rank has. Collective."""

@@ -266,12 +266,7 @@ def _errors_of_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceE
         yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it too; close() that one")
 
 
-def _local_errors(trained: dict[str, Parameter], local: LocalSGD, overlap: bool | str) -> Iterator[OptionError]:
-    if local.delay and overlap is False:
-        yield OptionError(
-            f"delay={local.delay} of LocalSGD averages during the next steps, in a thread, which "
-            "Buckets(overlap=False) forbids; leave out one of them"
-        )
+def _local_errors(trained: dict[str, Parameter], local: LocalSGD) -> Iterator[OptionError]:
     if wrong := local.length_error(sum(each.numel() for each in trained.values())):
         yield OptionError(wrong)
     for name, each in trained.items():
@@ -285,7 +280,7 @@ def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Ite
     sparse = sparse_parameters(optimizer, model)
     trained = split_frozen(optimizer, model)[0]
     if options.local:
-        yield from _local_errors(trained, options.local, options.buckets.overlap)
+        yield from _local_errors(trained, options.local)
     dense = [name for name, each in trained.items() if id(each) not in sparse]
     rest = [name for name, each in trained.items() if id(each) in sparse]
     if dense and isinstance(optimizer, torch.optim.SparseAdam):

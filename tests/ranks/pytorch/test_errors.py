@@ -104,10 +104,6 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
             "changes param_groups",
         ),
         "fragments": (fine, {"average": LocalSGD(9999, fragments=9999)}, option, "this model has only"),
-        "no thread": (
-            fine, {"average": LocalSGD(4, delay=1), "buckets": Buckets(False)}, option,
-            "which Buckets(overlap=False) forbids",
-        ),
         "local, sharded": (fine, {"average": LocalSGD(4), "update": "sharded"}, option, 'use update="replicated"'),
         **{
             str(bad): (fine, {"transforms": [bad]}, option, words)
