@@ -107,27 +107,6 @@ def test_callbacks_go_on_when_ranks_are_lost_and_join(
     assert lacking <= (set() if dies else {6, 7})  # rank 0 was killed before it had written them
 
 
-@pytest.mark.parametrize(
-    ("kind", "source", "dies", "left", "says"),
-    [
-        ("trainer", 2, 1, 2, False),
-        ("optimizer", 0, 0, 1, True),
-    ],
-)
-def test_the_replica_of_source_is_copied_after_a_loss(
-    mpirun: JobRunner, kind: str, source: int, dies: int, left: int, says: bool
-) -> None:
-    """The replica of the same process is copied, whatever its rank is now. If that process has failed, a line says so
-    and the majority's replica is copied."""
-    if kind == "optimizer":
-        pytest.importorskip("torch")
-    job = mpirun(4, [*job_of("sources"), kind, source, dies], ulfm=True, timeout=120)
-    all_came = [json.loads(line) for line in job.stdout.splitlines()]
-    assert [came["ranks"] for came in all_came] == [3] * 3, job.stderr
-    assert {came["left"] for came in all_came} == {left}, job.stderr
-    assert (f"rank {dies} of the job, the source of copies" in job.stderr) == says
-
-
 def test_an_error_of_a_rank_that_has_joined_ends_the_job_once(mpirun: JobRunner, tmp_path: Path) -> None:
     """The rank that raised it ends the job."""
     job = mpirun(4, [*job_of("watched"), "standby", 1, tmp_path, "injected"], ulfm=True, timeout=120)

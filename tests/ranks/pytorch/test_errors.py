@@ -111,7 +111,6 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
                 (CheckDivergence(1, "ignore"), "on_divergence='ignore'"),
                 (CheckDivergence(-1), "CheckDivergence: every must be an integer >= 0, got -1"),
                 (CheckDivergence(True), "got True"),
-                (CheckDivergence(1, "copy", 3), "got 3"),
                 (CheckGradients("ignore"), "on_bad='ignore'"),
             )
         },

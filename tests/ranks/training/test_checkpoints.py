@@ -285,7 +285,7 @@ def every_callback(folder: Path) -> list[Callback]:
     """Return one of each shipped callback; they write to this folder."""
     return [
         CSVLogger(folder / "log.csv", append=True),
-        CheckDivergence(every=2, on_divergence="copy", source=SIZE - 1),
+        CheckDivergence(every=2, on_divergence="copy"),
         CheckGradients("skip"),
         EarlyStopping("loss", mode="max", patience=3, restore_best_weights=True),  # of the first epoch
         LearningRateSchedule(lambda epoch, rate: 0.9 * rate),
