@@ -28,7 +28,6 @@ class CentralStorageTrainer(Trainer[FewOwners]):
         topology: Topology | None = None,
         *,
         storage: int = 0,
-        device: str | None = None,
         copies: int = 1,
         on_failure: str | None = None,
     ) -> None:
@@ -37,7 +36,6 @@ class CentralStorageTrainer(Trainer[FewOwners]):
         replica: this rank's copy of the model.
         topology: the ranks that train together; all ranks by default.
         storage: the rank that holds the parameters and updates them. It computes too.
-        device: the device of the parameters, "cpu" or "cuda"; must be the replicas' device. None: the replicas' device.
         copies: 2: another rank has a backup of the storage rank's state, and replaces that rank if it fails.
         on_failure: as in MirroredTrainer. If the storage rank fails and copies=1, rank 0 becomes the storage rank, and
             a fit goes back to its last checkpoint.
@@ -46,7 +44,7 @@ class CentralStorageTrainer(Trainer[FewOwners]):
         """
         if isinstance(topology, JoiningRank):  # the other ranks know the storage rank
             storage = 0
-        strategy = FewOwners(replica, type(self).__name__, Storage(storage, device, copies), copies)
+        strategy = FewOwners(replica, type(self).__name__, Storage(storage, copies), copies)
         super().__init__(strategy, topology, on_failure)
 
     @property
