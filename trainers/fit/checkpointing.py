@@ -29,7 +29,6 @@ from trainers.files import checkpoint as files
 from trainers.files import model_file
 from trainers.files.checkpoint import Progress, Saved
 from trainers.files.values import decode, encode
-from trainers.group import is_valid_layout, layout
 from trainers.replica import Replica, check_config, columns_of, saved_config
 from trainers.state.adopt import RATES, adopt_whole
 from trainers.state.owners import INNER
@@ -140,7 +139,7 @@ class Saver:
     def go_back(self) -> tuple[str, Progress] | None:
         """Load the newest checkpoint during a fit, because the state is lost. Returns as `open`. Collective."""
         self._end_writing()
-        return self._load_newest(lambda: files.newest(self._folder, check_arrays))
+        return self._load_newest(lambda: files.newest(self._folder))
 
     def _load_newest(self, find: Callable[[], tuple[str, Saved] | None]) -> tuple[str, Progress] | None:
         path, saved = together(self._group.comm, lambda: find() if self._chief else None) or ("", None)
@@ -162,7 +161,6 @@ class Saver:
                 f"{self._folder} holds checkpoints of another training, the newest of {saved.progress}; resume "
                 "from it (resume=True, --resume), or give another folder"
             )
-        check_arrays(path, saved)
         steps = math.inf if self._batches.streams else self._batches.steps
         check(path, saved, self._strategy.replica, self._settings, steps)
         progress, strategy = saved.progress, self._strategy
@@ -380,12 +378,6 @@ def make_saver(
         return None
     given = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     return Saver(strategy, batches, given, resume)
-
-
-def check_arrays(path: str, saved: Saved) -> None:
-    """Raise UnusableError if the state of a checkpoint can't be sent to the other ranks."""
-    if not is_valid_layout(layout(saved.state)):
-        raise UnusableError(f"{path} is damaged: it holds arrays that can't be sent to other ranks")
 
 
 def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: float) -> None:
