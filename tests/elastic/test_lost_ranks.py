@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from tests import event_files
-from tests.conftest import JobRunner, in_one_job
+from tests.conftest import JobRunner
 from tests.faults import job_of
 from tests.faults.moments.training import Deaths, fitted, network
 from trainers import MirroredTrainer
@@ -33,17 +33,6 @@ def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> N
     assert "a rank failed before the training; the other ranks start again without it" in job.stderr
     assert "2 ranks on 1 node" in job.stdout
     assert "test accuracy" in job.stdout
-
-
-def test_the_command_says_from_where_the_other_ranks_continue(tmp_path: Path) -> None:
-    updates = [([], False), (["--update", "sharded"], True), (["--update", "sharded", "--backups", "1"], False)]
-    once = ["--data", "iris", "--epochs", "1", "--on-failure", "continue", "--checkpoint"]
-    lines = [[*once, str(tmp_path / str(number)), *update] for number, (update, _) in enumerate(updates)]
-    found = in_one_job(2, [("trainers.cli.main", line, str(tmp_path)) for line in lines], tmp_path, ulfm=True)
-    for (_, goes_back), (first, other) in zip(updates, found, strict=True):
-        assert [first["code"], other["code"]] == [0, 0], first["stdout"] + first["stderr"]
-        back = ", from the last checkpoint (with --backups 1 without one)" * goes_back
-        assert f"if a rank fails: the other ranks continue{back}\n" in first["stdout"]
 
 
 @pytest.mark.parametrize(
