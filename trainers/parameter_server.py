@@ -67,8 +67,8 @@ class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
             discard it if its staleness exceeds `max_staleness`.
         max_staleness: with "keep" and "scale", the largest staleness; fast workers wait so that it is not exceeded.
         warm_up: the number of epochs at the beginning in which one worker computes at a time, all in turn.
-        ranks_per_worker: the number of ranks of a worker. They are on one node if they fit. If the number of ranks
-            can't be divided by it, one worker is smaller.
+        ranks_per_worker: the number of ranks of a worker, which follow one another. If the number of ranks can't be
+            divided by it, the last worker is smaller.
         allreduce: the name of the backend that sums the gradients of a worker's ranks.
         on_failure: as in MirroredTrainer: with "continue", a worker continues without one of its ranks, and the other
             workers take over the rows of a worker without ranks. The failure of a server ends the training; resume it

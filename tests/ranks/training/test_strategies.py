@@ -414,7 +414,7 @@ def test_a_replica_has_memory_of_its_own_when_the_trainer_is_closed(flat: allred
     with ParameterServerTrainer(network(), flat, ranks_per_worker=2) as trainer:
         trainer.fit(x, y, 1, BATCH, progress=False)
     parameters = trainer.replica.parameters
-    parameters[:] = flat.rank  # the ranks of a worker shared these
+    parameters[:] = flat.rank
     flat.world.Barrier()
     assert (parameters == flat.rank).all()
     flat.world.Barrier()
