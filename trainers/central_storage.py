@@ -8,18 +8,13 @@ from trainers.trainer import Trainer
 
 
 class CentralStorageTrainer(Trainer[FewOwners]):
-    """Synchronous training with the parameters and the optimizer on one rank.
+    """Synchronous training with the parameters and the optimizer on one rank, with the results of MirroredTrainer.
 
-    As with MirroredTrainer, the results are those of one rank to float tolerance, and all replicas hold the same
-    bits. Optimizer state takes memory on the storage rank alone; on one node the parameters do too. Use `edit` to
-    change parameters in place, as with update="sharded".
-
-    The replica updates slices, or whole tensors, as for update="sharded".
+    Optimizer state takes memory on the storage rank alone; on one node the parameters do too, so use `edit` to change
+    them in place. The replica updates slices, or whole tensors, as for update="sharded".
 
         with CentralStorageTrainer(NumpyNetwork([64, 32, 10]), storage=0) as trainer:
             history = trainer.fit(x, y, epochs=10, batch_size=100)
-
-    Attributes: `storage`, the rank that holds the parameters; `allreduce` and `buffer` as in MirroredTrainer.
     """
 
     def __init__(

@@ -248,16 +248,15 @@ class Problem(NamedTuple):
 
 
 class GradientCheck:
-    """Checks that the gradients of a step can be averaged: each is finite, and so is their sum.
+    """Checks that the gradients of a step can be averaged: each is finite, and so is their sum. In each step a rank
+    calls `begin`; `check_array` or `check_rows` for each of its arrays; `finish`, with all ranks.
 
-    on_bad: "raise": all ranks raise a NotFiniteError. "skip": all ranks leave out the step. arrays: the GradientArrays
-        of this rank's gradients.
+    on_bad: "raise": all ranks raise a NotFiniteError. "skip": all ranks leave out the step. arrays: of this rank's
+    gradients.
 
-    In each step a rank calls `begin`; `check_array` or `check_rows` for each of its arrays; `finish`, with all ranks.
-
-    finite: whether all gradients checked so far on this rank can be averaged. norm: their 2-norm, 0 if not finite.
-    row: the numbers of NaN, of infinite elements, and of elements too large for the dtype in which they are sent; then
-        the span of the first such element, and its index in the span.
+    finite: whether this rank's gradients so far can be averaged. norm: their 2-norm, 0 if not finite. row: the numbers
+        of NaN, of infinite elements, and of elements too large for the dtype in which they are sent; the span of the
+        first such element, and its index there.
     """
 
     def __init__(self, on_bad: str, arrays: Sequence[GradientArray]) -> None:
@@ -320,14 +319,11 @@ class GradientCheck:
     def finish(
         self, comm: MPI.Intracomm, overflowing: Callable[[int], int], when: str = "", may_leave_out: bool = True
     ) -> bool:
-        """Combine the checks of all ranks: if a gradient can't be averaged, raise or leave the step out. Call after all
-        `check_array`s.
+        """Combine the checks of all ranks: if a gradient can't be averaged, raise or leave the step out. Collective: a
+        message of 16 bytes. Returns `left_out`.
 
-        Collective; costs a message of 16 bytes. Returns `left_out`.
-
-        overflowing: overflowing(number) returns the first element of array `number` whose sum over the ranks overflows
-            (see `overflow`), or -1; collective. Called only if an overflow is possible; reads the gradients a second
-            time.
+        overflowing: overflowing(number) returns the first element of array `number` whose sum over the ranks overflows,
+            or -1 (see `overflow`); collective, called only if an overflow is possible.
         when: prefix of the error and the warning. may_leave_out: False for a step that can't be left out.
         """
         sums = np.array([self.norm, not self.finite])

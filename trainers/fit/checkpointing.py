@@ -47,21 +47,18 @@ SECONDS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Options of a fit's checkpoints: the folder, how often they are written, and how many are kept.
+    """Options of a fit's checkpoints. Raises ArgumentError.
 
-    folder: a folder for this training alone; created if missing. Only rank 0 uses it. Rank 0 also needs memory for a
-        copy of the model and the optimizer's state, from which a thread writes.
+    folder: a folder for this training alone; created if missing. Only rank 0 uses it, and needs memory for a copy of
+        the state.
     every: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours". A checkpoint is also written at the
-        end of the training, and when a callback stops it. `ModelCheckpoint(save_best_only=True)` keeps the best model.
+        end of the training, and when a callback stops it.
     keep: how many of the newest checkpoints stay.
     same_data: whether a resumed training must have the same data, as far as their text tells: the shapes and dtypes,
-        and the first and the last row of arrays. False: other rows are accepted, as many as before; and loaders with
-        rows="divided" on another number of ranks, also in the middle of their rows.
+        and the first and the last row of arrays. False: other rows are accepted, as many as before, and divided loaders
+        on another number of ranks.
 
-    Random numbers that a data set or a loader draws (from Python, NumPy or the framework) continue exactly only with
-    prefetch=False: batches that a thread fetches ahead have drawn theirs before the state is saved.
-
-    Raises ArgumentError.
+    Random numbers that a data set or a loader draws continue exactly only with prefetch=False.
     """
 
     folder: str

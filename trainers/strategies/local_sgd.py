@@ -1,12 +1,8 @@
 """The strategy of MirroredTrainer(average=LocalSGD(H)): ranks train on their own for H steps, then average.
 
-`trainers.local_sgd` has the arithmetic, and names the papers. Between two averages a rank updates its replica with the
-mean gradient over its own rows of each global batch. All ranks take the same steps, except that a rank without rows in
-a short batch takes none. After the steps of a round, and at the end of an epoch, the ranks meet: one small message has
-their flags and the metrics of all steps since they last met.
-
-The state of the inner optimizer (momentum, Adam's moments) stays on each rank; it is neither averaged nor reset, as in
-DiLoCo. A checkpoint has that of every rank.
+Between two averages (`trainers.local_sgd`) a rank updates its replica with the mean gradient over its own rows; without
+rows in a short batch it takes no step. After a round, and at the end of an epoch, the ranks meet: one small message has
+their flags and metrics. The state of the inner optimizer stays on each rank; a checkpoint has that of every rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -36,15 +36,12 @@ class Applied:
     """A transform in one fit: it has what changes while the fit runs. Override the methods that the transform needs.
 
     All methods are local, and called in the order of the list: `start`, `begin`, `plan`, `end_step` on all ranks, the
-    others on the ranks that compute or update. Asynchronous servers, say, call `reduced` on workers, `updated` on
-    servers. An error of one ends the fit on all ranks; the step of an error in `reduced` or `updated` is then spoilt.
-    A MirroredOptimizer calls `begin` and `reduced` alone, and no rank updates after an error (with LocalSGD other ranks
-    do, to the end of the round).
+    others on the ranks that compute or update. An error of one ends the fit on all ranks. A MirroredOptimizer calls
+    `begin` and `reduced` alone.
 
-    meter: adds up a number of each step, of which the logs then have the mean; its name is its own. watchers: callbacks
-    of the fit. needs_squares: whether `reduced` gets the sum of the squares of all gradients, which may cost a message.
-    early: whether a `compute` of its own leaves the gradients alone of which it has told `rows.ready`. Without it,
-    gradients are summed after `compute`, not during it.
+    meter: adds up a number of each step, of which the logs have the mean. watchers: callbacks of the fit.
+    needs_squares: whether `reduced` gets the sum of the squares of all gradients, which may cost a message. early:
+    whether a `compute` of its own leaves the gradients alone of which it has told `rows.ready`.
     """
 
     meter: NormMeter | None = None
