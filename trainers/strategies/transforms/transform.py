@@ -40,14 +40,12 @@ class Applied:
     `begin` and `reduced` alone.
 
     meter: adds up a number of each step, of which the logs have the mean. watchers: callbacks of the fit.
-    needs_squares: whether `reduced` gets the sum of the squares of all gradients, which may cost a message. early:
-    whether a `compute` of its own leaves the gradients alone of which it has told `rows.ready`.
+    needs_squares: whether `reduced` gets the sum of the squares of all gradients, which may cost a message.
     """
 
     meter: NormMeter | None = None
     watchers: Sequence[Callback] = ()
     needs_squares = False
-    early = False
 
     def begin(self) -> None:
         """The fit begins; called again after a checkpoint has been loaded."""
@@ -65,8 +63,8 @@ class Applied:
     def compute(self, inner: Compute, rows: Rows) -> Any:
         """Compute the gradients of rows by `inner`, once or for parts of them; returns the metrics of all rows.
 
-        Here a rank has the gradients of all parameters, of its own rows. `rows.ready` tells that those of a parameter
-        do not change any more. Parameters must not move here: ranks may share their memory.
+        Here a rank has the gradients of all parameters, of its own rows; with a `compute` of a transform they are
+        summed after it, not during it. Parameters must not move here: ranks may share their memory.
         """
         return inner(rows)
 
