@@ -8,18 +8,13 @@ from trainers.trainer import Trainer
 
 
 class CentralStorageTrainer(Trainer[FewOwners]):
-    """Synchronous training with the parameters and the optimizer on one rank.
+    """Synchronous training with the parameters and the optimizer on one rank, with the results of MirroredTrainer.
 
-    As with MirroredTrainer, the results are those of one rank to float tolerance, and all replicas hold the same
-    bits. Optimizer state takes memory on the storage rank alone; on one node the parameters do too. Use `edit` to
-    change parameters in place, as with update="sharded".
-
-    The replica updates slices, or whole tensors, as for update="sharded".
+    Optimizer state takes memory on the storage rank alone; on one node the parameters do too, so use `edit` to change
+    them in place. The replica updates slices, or whole tensors, as for update="sharded".
 
         with CentralStorageTrainer(NumpyNetwork([64, 32, 10]), storage=0) as trainer:
             history = trainer.fit(x, y, epochs=10, batch_size=100)
-
-    Attributes: `storage`, the rank that holds the parameters; `allreduce` and `buffer` as in MirroredTrainer.
     """
 
     def __init__(
@@ -28,7 +23,6 @@ class CentralStorageTrainer(Trainer[FewOwners]):
         topology: Topology | None = None,
         *,
         storage: int = 0,
-        device: str | None = None,
         copies: int = 1,
         on_failure: str | None = None,
     ) -> None:
@@ -37,7 +31,6 @@ class CentralStorageTrainer(Trainer[FewOwners]):
         replica: this rank's copy of the model.
         topology: the ranks that train together; all ranks by default.
         storage: the rank that holds the parameters and updates them. It computes too.
-        device: the device of the parameters, "cpu" or "cuda"; must be the replicas' device. None: the replicas' device.
         copies: 2: another rank has a backup of the storage rank's state, and replaces that rank if it fails.
         on_failure: as in MirroredTrainer. If the storage rank fails and copies=1, rank 0 becomes the storage rank, and
             a fit goes back to its last checkpoint.
@@ -46,7 +39,7 @@ class CentralStorageTrainer(Trainer[FewOwners]):
         """
         if isinstance(topology, JoiningRank):  # the other ranks know the storage rank
             storage = 0
-        strategy = FewOwners(replica, type(self).__name__, Storage(storage, device, copies), copies)
+        strategy = FewOwners(replica, type(self).__name__, Storage(storage, copies), copies)
         super().__init__(strategy, topology, on_failure)
 
     @property

@@ -20,48 +20,20 @@ from allreduce.arrays import dtypes
 from allreduce.arrays.gpu import on_host
 from allreduce.backend import AllReduce
 from allreduce.errors import DivergenceError
-from allreduce.transport import processes, tables
+from allreduce.transport import tables
 from allreduce.transport.control import all_values, combine, on_all_ranks, together
 from allreduce.transport.wait import wait_for
-from trainers.arguments import integer, is_integer, name_error
+from trainers.arguments import integer, name_error
 from trainers.errors import NotFiniteError
 
 # Whether replicas are equal
 
 DIVERGENCE_ANSWERS = ("raise", "copy")  # what happens if replicas differ
-MAJORITY = "majority"
 LEARNING_RATES = "learning rates"  # the name of the learning rates in a comparison
 COMPARE = "compare the replicas"
 LACKING = -1  # stands for the checksum of an array that a rank does not have
 
 Compared = Mapping[str, np.ndarray | str]  # name -> what must be equal on all ranks: host array or text
-
-
-class Source:
-    """The rank whose replica is copied when replicas differ. After failures it is found again by its rank in the job.
-
-    given: "majority", or a rank of `comm`. rank: "majority", or the rank of that process in the newest communicator.
-    """
-
-    def __init__(self, given: str | int, comm: MPI.Comm) -> None:
-        self.rank = given
-        self.number = None if given == MAJORITY else processes.world_ranks(comm)[int(given)]  # in the job
-
-    def find_again(self, comm: MPI.Comm) -> None:
-        """Find the source in `comm`, the newest communicator; if it has failed, use the majority. Local."""
-        if self.number is None:
-            return
-        ranks = processes.world_ranks(comm)
-        if self.number in ranks:
-            self.rank = ranks.index(self.number)
-            return
-        if comm.rank == 0:
-            notices.log.warning(
-                "allreduce: rank %d of the job, the source of copies when replicas differ (source=), has failed; "
-                "from now on the majority is the source",
-                self.number,
-            )
-        self.rank, self.number = MAJORITY, None
 
 
 class Divergence:
@@ -74,11 +46,8 @@ class Divergence:
     def __init__(self, names: list[str], sums: np.ndarray, values: list[str]) -> None:
         self.names, self.sums, self.values = names, sums, values
 
-    def root(self, source: str | int) -> int:
-        """Return the rank whose replica is copied to all: `source`, or the lowest rank of the largest group of equal
-        replicas."""
-        if source != MAJORITY:
-            return int(source)
+    def root(self) -> int:
+        """Return the rank whose replica is copied to all: the lowest rank of the largest group of equal replicas."""
         rows = [tuple(row) for row in self.sums.tolist()]
         return rows.index(max(rows, key=lambda row: (rows.count(row), -rows.index(row))))
 
@@ -105,22 +74,21 @@ def check_equal(
     comm: MPI.Intracomm,
     read: Callable[[], Compared],
     on_divergence: str,
-    source: str | int,
     copy: Callable[[int], object],
     when: str = "",
 ) -> bool:
-    """Compare the replicas of all ranks; if they differ, copy one to all ranks, or raise. Collective.
+    """Compare the replicas of all ranks; if they differ, copy the majority's to all ranks, or raise. Collective.
 
-    read: returns this rank's arrays. on_divergence: "raise" or "copy". source: "majority", or the rank whose replica is
-        copied. copy: copy(root) copies that rank's replica to all ranks; collective. when: prefix of the error and the
-        warning. Returns True when replicas were copied. Raises DivergenceError on all ranks.
+    read: returns this rank's arrays. on_divergence: "raise" or "copy". copy: copy(root) copies that rank's replica to
+        all ranks; collective. when: prefix of the error and the warning. Returns True when replicas were copied. Raises
+        DivergenceError on all ranks.
     """
     found = compare(comm, together(comm, read))
     if found is None:
         return False
     if on_divergence == "raise":
         raise on_all_ranks(DivergenceError(f"{when}{found}"), comm)
-    root = found.root(source)
+    root = found.root()
     copy(root)
     if comm.rank == 0:
         ranks = ", ".join(map(str, found.differing(root)))
@@ -149,14 +117,9 @@ def compare(comm: MPI.Intracomm, held: Compared) -> Divergence | None:
     return Divergence(names, sums, all_values(comm, value, COMPARE))
 
 
-def options_error(every: Any, on_divergence: Any, source: Any, ranks: int | None, least: int = 1) -> str:
-    """Return the error text if these options are invalid, or "". ranks: the number of ranks, None if not known."""
-    if text := integer(least).error("every", every) or name_error("on_divergence", on_divergence, DIVERGENCE_ANSWERS):
-        return text
-    if source != MAJORITY and not is_integer(source, 0, math.inf if ranks is None else ranks - 1):
-        limits = "" if ranks is None else f", 0 to {ranks - 1}"
-        return f'source must be "majority", or a rank{limits}, got {source!r}'
-    return ""
+def options_error(every: Any, on_divergence: Any, least: int = 1) -> str:
+    """Return the error text if these options are invalid, or ""."""
+    return integer(least).error("every", every) or name_error("on_divergence", on_divergence, DIVERGENCE_ANSWERS)
 
 
 def _memory(value: np.ndarray | str) -> Any:
@@ -285,16 +248,15 @@ class Problem(NamedTuple):
 
 
 class GradientCheck:
-    """Checks that the gradients of a step can be averaged: each is finite, and so is their sum.
+    """Checks that the gradients of a step can be averaged: each is finite, and so is their sum. In each step a rank
+    calls `begin`; `check_array` or `check_rows` for each of its arrays; `finish`, with all ranks.
 
-    on_bad: "raise": all ranks raise a NotFiniteError. "skip": all ranks leave out the step. arrays: the GradientArrays
-        of this rank's gradients.
+    on_bad: "raise": all ranks raise a NotFiniteError. "skip": all ranks leave out the step. arrays: of this rank's
+    gradients.
 
-    In each step a rank calls `begin`; `check_array` or `check_rows` for each of its arrays; `finish`, with all ranks.
-
-    finite: whether all gradients checked so far on this rank can be averaged. norm: their 2-norm, 0 if not finite.
-    row: the numbers of NaN, of infinite elements, and of elements too large for the dtype in which they are sent; then
-        the span of the first such element, and its index in the span.
+    finite: whether this rank's gradients so far can be averaged. norm: their 2-norm, 0 if not finite. row: the numbers
+        of NaN, of infinite elements, and of elements too large for the dtype in which they are sent; the span of the
+        first such element, and its index there.
     """
 
     def __init__(self, on_bad: str, arrays: Sequence[GradientArray]) -> None:
@@ -357,14 +319,11 @@ class GradientCheck:
     def finish(
         self, comm: MPI.Intracomm, overflowing: Callable[[int], int], when: str = "", may_leave_out: bool = True
     ) -> bool:
-        """Combine the checks of all ranks: if a gradient can't be averaged, raise or leave the step out. Call after all
-        `check_array`s.
+        """Combine the checks of all ranks: if a gradient can't be averaged, raise or leave the step out. Collective: a
+        message of 16 bytes. Returns `left_out`.
 
-        Collective; costs a message of 16 bytes. Returns `left_out`.
-
-        overflowing: overflowing(number) returns the first element of array `number` whose sum over the ranks overflows
-            (see `overflow`), or -1; collective. Called only if an overflow is possible; reads the gradients a second
-            time.
+        overflowing: overflowing(number) returns the first element of array `number` whose sum over the ranks overflows,
+            or -1 (see `overflow`); collective, called only if an overflow is possible.
         when: prefix of the error and the warning. may_leave_out: False for a step that can't be left out.
         """
         sums = np.array([self.norm, not self.finite])

@@ -1,6 +1,5 @@
 """RankGroup: the ranks of one trainer; they agree on their calls, and send each other arrays."""
 
-import math
 import re
 import zlib
 from abc import abstractmethod
@@ -15,7 +14,7 @@ from allreduce.arrays.dtypes import BFLOAT16
 from allreduce.errors import CommunicationError, DisagreementError, RankLeftError
 from allreduce.topology import Closeable, Topology
 from allreduce.transport import ulfm
-from allreduce.transport.chunked import LARGEST, broadcast
+from allreduce.transport.chunked import broadcast
 from allreduce.transport.control import agree, all_values, everywhere, on_all_ranks, root_value, together
 from allreduce.transport.wait import waiting
 
@@ -155,11 +154,6 @@ def _name(row: str) -> str:
     return re.split("[:,(]", row, maxsplit=1)[0].strip()
 
 
-# `dtype.str` of number dtypes without the byte order; TEXTS matches those of text dtypes. Object dtypes are not
-# allowed.
-DTYPES = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16", "V1", "V2"}
-TEXTS = re.compile(r"[<>|=][SU]\d{1,7}")
-MOST_AXES = 32
 NAMED = {"bfloat16": BFLOAT16}  # by `dtype.name`: `dtype.str` does not identify these
 
 
@@ -180,20 +174,19 @@ def broadcast_arrays(
 ) -> dict[str, np.ndarray]:
     """Broadcast the root's arrays and return them on all ranks; `state` of other ranks is ignored. Collective.
 
-    Raises CommunicationError on all ranks if the announced names, dtypes or shapes are invalid. what: names the call in
-    stall reports.
+    Raises CommunicationError on all ranks if an array has Python objects. what: names the call in stall reports.
     """
     arrays = {name: np.asarray(array, order="C") for name, array in state.items()} if comm.rank == root else {}
     shapes = root_value(comm, layout(arrays), what, root)
-    if not is_valid_layout(shapes):
-        raise on_all_ranks(CommunicationError(f"{what}: rank {root} announced invalid names, dtypes or shapes"), comm)
+    if wrong := [name for name, dtype, _ in shapes if dtype_of(dtype).hasobject]:
+        raise on_all_ranks(CommunicationError(f"{what}: {wrong[0]} of rank {root} has Python objects"), comm)
     made = together(comm, lambda: arrays or {name: np.empty(shape, dtype_of(dtype)) for name, dtype, shape in shapes})
     broadcast(comm, made.values(), root, what)
     return made
 
 
 def layout(arrays: Mapping[str, np.ndarray]) -> list[list[Any]]:
-    """Return [name, dtype, shape] of each array, as `is_valid_layout` checks them."""
+    """Return [name, dtype, shape] of each array."""
     return [[name, dtype_name(array.dtype), [*array.shape]] for name, array in arrays.items()]
 
 
@@ -205,22 +198,3 @@ def dtype_name(dtype: np.dtype) -> str:
 def dtype_of(name: str) -> np.dtype:
     """The dtype of this `dtype_name`."""
     return np.dtype(NAMED.get(name, name))
-
-
-def is_valid_layout(shapes: Any, most: int = LARGEST) -> bool:
-    """Whether a JSON value is a list of [name, dtype, shape] of number or text arrays, of at most `most` bytes
-    together."""
-    nbytes = 0
-    for entry in shapes if isinstance(shapes, list) else [None]:
-        if not isinstance(entry, list) or len(entry) != 3 or not all(isinstance(word, str) for word in entry[:2]):
-            return False
-        shape = entry[2]
-        dtype = NAMED.get(entry[1], entry[1])
-        if entry[1] not in NAMED and entry[1][1:] not in DTYPES and not TEXTS.fullmatch(entry[1]):
-            return False
-        if not isinstance(shape, list) or len(shape) > MOST_AXES:
-            return False
-        if not all(type(length) is int and 0 <= length <= most for length in shape):
-            return False
-        nbytes += math.prod(max(1, length) for length in shape) * np.dtype(dtype).itemsize  # as NumPy's own limit
-    return nbytes <= most

@@ -12,35 +12,21 @@ from trainers.trainer import Trainer
 
 class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
     """Training with the parameters sharded over servers, and gradients from workers. A rank is a server, or belongs to
-    a worker; usually a worker has one rank.
-
-    The flat parameters are cut into one slice per server, of equal bytes, so large arrays are split. Each server holds
-    the optimizer's state of its slice.
+    a worker. Each server holds a slice of the flat parameters, and the optimizer's state of it.
 
     updates="sync": a step waits for all workers, which divide the batch: the training of MirroredTrainer, to float
     tolerance, and the same bits in every run.
 
     updates="async": a server applies each gradient as it comes (J. Dean et al.: Large scale distributed deep networks,
-    2012). The batches are those of MirroredTrainer, each divided into as many parts as there are workers. Each part
-    gives one update, by the mean over its rows, so an epoch has batches * workers updates. Fast workers compute more.
-    A worker gets its next part, and the parameters for it, while it computes. Every row is visited once an epoch
-    (gradients that were dropped included), but the order of updates, and so the result, differs from run to run.
-    Between epochs all ranks have the same parameters. A worker's batch callbacks are called for each part that it
-    computes, a server's for each gradient that it applies; they get the number of the batch and the loss of the part.
-    With a Loader of divided rows, each batch of a worker's loader is a part: no worker computes another's
-    rows. With whole rows each worker reads all batches, and any worker computes any part.
-    The first server enforces the bound on staleness exactly; other servers may exceed it by the number of gradients in
-    flight.
+    2012). Each batch is divided into as many parts as there are workers, and each part gives one update, by the mean
+    over its rows. Fast workers compute more parts. Every row is visited once an epoch, but the order of updates differs
+    from run to run. Between epochs all ranks have the same parameters. With a Loader of divided rows, each batch of a
+    worker's loader is a part. The first server enforces the bound on staleness exactly; others may exceed it by the
+    number of gradients in flight. The history has `staleness` (how many gradients were 0, 1, 2, ... updates stale) and
+    `dropped`.
 
-    ranks_per_worker=2, with updates="async": the ranks of a worker divide the worker's rows, sum their gradients by an
-    AllReduce, and have equal parameters; the first of them speaks with the servers. So servers have half as many
-    gradients to receive, and a part of a batch is as large as that of two ranks. Each rank of a worker calls its batch
-    callbacks.
-
-    With updates="async" the history has `staleness` (how many gradients were 0, 1, 2, ... updates stale at the first
-    server) and `dropped`.
-    Callbacks that change the optimizer (its learning rate) must be given to the servers too. Buffers that are not
-    averaged (batch norm's statistics) are saved from rank 0, so make rank 0 a worker if the model has any.
+    Callbacks get the number of the batch and the loss of the part, on workers and servers; those that change the
+    learning rate must be given to the servers too. Statistics of batch norm are saved from rank 0: make it a worker.
     """
 
     def __init__(
@@ -62,18 +48,16 @@ class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
         replica: this rank's copy of the model, on the CPU; servers need one too. For "async" it updates slices.
         topology: the ranks that train together; all ranks by default.
         servers: the number of servers, which are the last ranks; or their ranks. All other ranks are workers.
-        stale: how servers treat a gradient whose parameters have been updated since it was computed. The staleness is
-            the number of those updates. "keep": apply it. "scale": divide the learning rate by 1 + staleness. "drop":
-            discard it if its staleness exceeds `max_staleness`.
+        stale: how servers treat a gradient that is `staleness` updates late. "keep": apply it. "scale": divide the
+            learning rate by 1 + staleness. "drop": discard it if its staleness exceeds `max_staleness`.
         max_staleness: with "keep" and "scale", the largest staleness; fast workers wait so that it is not exceeded.
         warm_up: the number of epochs at the beginning in which one worker computes at a time, all in turn.
-        ranks_per_worker: the number of ranks of a worker. They are on one node if they fit. If the number of ranks
-            can't be divided by it, one worker is smaller.
+        ranks_per_worker: with "async", the number of consecutive ranks that divide a worker's rows and sum their
+            gradients; the first one speaks with the servers. If it does not divide the number of ranks, the last worker
+            is smaller.
         allreduce: the name of the backend that sums the gradients of a worker's ranks.
-        on_failure: as in MirroredTrainer: with "continue", a worker continues without one of its ranks, and the other
-            workers take over the rows of a worker without ranks. The failure of a server ends the training; resume it
-            from its last checkpoint. With updates="sync" and several servers another rank has a backup of each slice,
-            and the other servers continue.
+        on_failure: as in MirroredTrainer. With "continue", other workers take over the rows of a failed one; the
+            failure of a server ends the training, unless there are several with updates="sync", which have backups.
 
         Raises ArgumentError or DisagreementError on all ranks, and frees what it created.
         """

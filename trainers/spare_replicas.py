@@ -10,24 +10,13 @@ class SpareReplicasTrainer(Trainer[SpareReplicas]):
     """Synchronous training with spare replicas (J. Chen et al.: Revisiting distributed synchronous SGD, 2016).
 
     All n + b ranks compute their part of every batch. A step updates by the mean over the rows of the first n gradients
-    that arrive. Later gradients are recognized by their step number, dropped and counted; a late rank continues with
-    the newest step. With b = 0 this is the training of MirroredTrainer, to float tolerance, and the same bits in every
-    run. With b > 0 it is not: which rows a step uses depends on which ranks are fast, and the rows of dropped gradients
-    have no effect in that epoch.
-
-    With a Loader of divided rows, a late rank goes on with its own next batch; its late batch is left out. An
-    epoch ends when all loaders have ended, or after the `steps` of the Loader. Whole batches are divided as arrays are.
+    that arrive; later ones are dropped and counted (`dropped` in the history), and a late rank continues with the
+    newest step. With b = 0 this is the training of MirroredTrainer, to float tolerance. With b > 0 the rows that a step
+    uses depend on which ranks are fast. With a Loader of divided rows, a late rank goes on with its own next batch.
 
     Rank 0, the chief, receives gradients and updates in a second thread, while its main thread computes with a copy of
-    the model. So any rank, also the chief, may be slow without delaying the steps. An epoch ends after the last
-    gradients of the late ranks have arrived.
-
-    Rows are fetched when they are needed, because the newest step is not known earlier: `prefetch` has no effect.
-
-    A rank's callbacks are called for the steps that it computes; the metrics of a step are means over the rows used. On
-    the chief they may read parameters that are newer than the step, and a learning rate that they set there applies
-    from the next update on. The history has `dropped`, the number of gradients in an epoch that were not
-    used.
+    the model. Its callbacks may read parameters that are newer than the step. `prefetch` has no effect, because the
+    newest step is not known earlier.
     """
 
     def __init__(

@@ -277,19 +277,15 @@ class Trainer(GroupOwner, Generic[StrategyT]):
     def predict(self, x: Any, out: Any = None, *, ema: bool | None = None) -> Any:
         """Return the replica's output for every row, in order, on every rank. Collective.
 
-        If the model has several outputs, they are a tuple or a dict of arrays.
-
-        x: an array, or a tuple or a dict of arrays, as for `fit`. The ranks share the work. For a NumpyNetwork: (rows,
-            outputs) float32, probabilities with a cross-entropy loss.
+        x: an array, or a tuple or a dict of arrays, as for `fit`. The ranks share the work. Models with several outputs
+            give a tuple or a dict, a NumpyNetwork (rows, outputs) float32, which are probabilities with a cross-entropy
+            loss.
         ema: as for `evaluate`.
-
-        With `out`, write the predictions to a file instead, in constant memory, and return its path:
-        x: arrays, memory maps too; or files: a path, a list of paths, or a pattern such as `part-*.csv`. Of .npy and
-            .npz files (the array x) any number of rows is read; tables (.csv, .tsv) have the columns of the table on
-            which the model was trained, or, without a table, only numbers. A label may be there, and is not read.
-        out: a file that ends in .csv or .jsonl (JSON lines), with the rows in order. A line has the number of the row,
-            from 0, the class in words and its probability; or all outputs, if the model has no classes. After an error
-            the file is unchanged.
+        out: write the predictions to this file (.csv or .jsonl) instead, in constant memory, and return its path. A
+            line has the number of the row, from 0, and the class with its probability, or all outputs. After an error
+            the file is unchanged. x may then be files too: a path, a list, or a pattern such as `part-*.csv`, of .npy,
+            .npz (the array x), or tables with the columns of the table on which the model was trained; labels are not
+            read.
         """
         self._check_ema("predict", ema)
         if out is not None or _are_files(x):

@@ -4,7 +4,7 @@ A method is written as parts with "+" between them:
 
     none, bfloat16, int8, powersgd:4                  MirroredOptimizer(compress=...)
     sync:50, diloco:50                                MirroredOptimizer(average=LocalSGD(50)), outer="diloco"
-    sync:50+int8, diloco:50+streamed                  with compressed averages; with fragments that are sent meanwhile
+    sync:50+int8, diloco:50+streamed                  with compressed averages; with fragments in turns
     ddp, ddp+fp16, ddp+powersgd:4, ddp+postlocal:50   DistributedDataParallel with gloo, and PyTorch's own hooks
 
 Every method trains the same model from the same parameters on the same batches. The data are the digits that this
@@ -56,7 +56,6 @@ POINTS = 0.005  # the target is this much below the accuracy of `none`
 LAST = 5  # evaluations of `none` whose mean is its accuracy
 WARMUP = 2  # calls of PowerSGD in full precision; PyTorch's takes no less
 ONE_BUCKET = 4096  # MiB: more than any model here
-DELAY, ALPHA = 2, 0.5  # of streamed fragments: steps, and the share of a rank's own parameters
 PATIENCE = 3  # a method may take this many times the steps of `none`
 TIMES = 2  # and this many times its seconds
 
@@ -140,8 +139,7 @@ class Method:
         if self.interval is not None:
             found["average"] = LocalSGD(self.interval, self.outer)
         if self.streamed and self.interval is not None:
-            streamed = self.interval // every, min(DELAY, every - 1), ALPHA
-            found["average"] = LocalSGD(self.interval, self.outer, *streamed)
+            found["average"] = LocalSGD(self.interval, self.outer, self.interval // every)
         return found
 
 

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from allreduce import Topology
 from tests import event_files
-from tests.conftest import JobRunner, in_one_job
+from tests.conftest import JobRunner
 from tests.faults import job_of
 from tests.faults.moments.training import Deaths, fitted, network
 from trainers import MirroredTrainer
@@ -33,17 +33,6 @@ def test_a_rank_is_lost_while_the_command_loads_its_data(mpirun: JobRunner) -> N
     assert "a rank failed before the training; the other ranks start again without it" in job.stderr
     assert "2 ranks on 1 node" in job.stdout
     assert "test accuracy" in job.stdout
-
-
-def test_the_command_says_from_where_the_other_ranks_continue(tmp_path: Path) -> None:
-    updates = [([], False), (["--update", "sharded"], True), (["--update", "sharded", "--backups", "1"], False)]
-    once = ["--data", "iris", "--epochs", "1", "--on-failure", "continue", "--checkpoint"]
-    lines = [[*once, str(tmp_path / str(number)), *update] for number, (update, _) in enumerate(updates)]
-    found = in_one_job(2, [("trainers.cli.main", line, str(tmp_path)) for line in lines], tmp_path, ulfm=True)
-    for (_, goes_back), (first, other) in zip(updates, found, strict=True):
-        assert [first["code"], other["code"]] == [0, 0], first["stdout"] + first["stderr"]
-        back = ", from the last checkpoint (with --backups 1 without one)" * goes_back
-        assert f"if a rank fails: the other ranks continue{back}\n" in first["stdout"]
 
 
 @pytest.mark.parametrize(
@@ -105,27 +94,6 @@ def test_callbacks_go_on_when_ranks_are_lost_and_join(
     assert {value.step for value in shown if value.tag == "epoch_loss"} == set(range(epochs))
     lacking = set(range(1, 5 * epochs + 1)) - {value.step for value in shown if value.tag == "batch_loss"}
     assert lacking <= (set() if dies else {6, 7})  # rank 0 was killed before it had written them
-
-
-@pytest.mark.parametrize(
-    ("kind", "source", "dies", "left", "says"),
-    [
-        ("trainer", 2, 1, 2, False),
-        ("optimizer", 0, 0, 1, True),
-    ],
-)
-def test_the_replica_of_source_is_copied_after_a_loss(
-    mpirun: JobRunner, kind: str, source: int, dies: int, left: int, says: bool
-) -> None:
-    """The replica of the same process is copied, whatever its rank is now. If that process has failed, a line says so
-    and the majority's replica is copied."""
-    if kind == "optimizer":
-        pytest.importorskip("torch")
-    job = mpirun(4, [*job_of("sources"), kind, source, dies], ulfm=True, timeout=120)
-    all_came = [json.loads(line) for line in job.stdout.splitlines()]
-    assert [came["ranks"] for came in all_came] == [3] * 3, job.stderr
-    assert {came["left"] for came in all_came} == {left}, job.stderr
-    assert (f"rank {dies} of the job, the source of copies" in job.stderr) == says
 
 
 def test_an_error_of_a_rank_that_has_joined_ends_the_job_once(mpirun: JobRunner, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
     from trainers.state.backup import Backup
 
     class Found:
-        root, differing = staticmethod(lambda source: 0), staticmethod(lambda root: [1])
+        root, differing = staticmethod(lambda: 0), staticmethod(lambda root: [1])
 
     def overwrite(comm: MPI.Intracomm, tensors: Any, root: int) -> None:
         for each in tensors:
@@ -33,7 +33,7 @@ def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.
     monkeypatch.setattr("trainers.pytorch.owners.broadcast_tensors", overwrite)
     model = torch.nn.Linear(3, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"update": "sharded", "transforms": [CheckDivergence(1, "copy", 0)]}
+    options = {"update": "sharded", "transforms": [CheckDivergence(1, "copy")]}
     with (
         Topology(MPI.COMM_SELF) as topology,
         MirroredOptimizer(plain, model, topology=topology, **options) as optimizer,

@@ -17,7 +17,6 @@ from allreduce.transport import chunked as sizes
 from allreduce.transport.wait import NamedCall
 from tests.apps.server import Target
 from tests.health.network import Comm, Network, Request
-from trainers import group
 from trainers.apps.serving import web
 from trainers.strategies.servers.asynchronous import Asynchronous, Dealer, EpochLedger
 from trainers.strategies.servers.mailbox import BYE, PUSH, Arrival, Header, Message
@@ -50,17 +49,6 @@ def read_notes(value: list[bytes], _: Path) -> str:
     notes = StatusMessages(Comm(network, 0))  # type: ignore[arg-type]
     notes.receive()
     return notes.table(NamedCall("a call"))
-
-
-MOST = 1 << 24  # bytes, in the place of what fits a machine
-
-
-def read_shapes(value: Any, _: Path) -> None:
-    """Read a rank's description of the arrays that it is about to send."""
-    if not group.is_valid_layout(value, MOST):
-        raise CommunicationError("no state has such arrays")
-    for _name, dtype, shape in value:
-        np.empty(shape, dtype)
 
 
 def read_sizes(value: list[Any], _: Path) -> None:

@@ -413,14 +413,6 @@ def _notes() -> "st.SearchStrategy[Any]":
     return st.lists(st.one_of(texts([*messages, messages[0][1:]]), st.binary(max_size=600)), max_size=3)
 
 
-def _shapes() -> "st.SearchStrategy[Any]":
-    entry = ["parameters", "<f4", [3, 4]]
-    text = ["names", "<U7", [2]]
-    others = [[["a", dtype, [2]]] for dtype in ("|O8", "<f3", "<M8[s]", "<f4,<f4", "|V9", "<U9999999", "f4")]
-    large = [[["a", "<f8", shape]] for shape in ([1 << 40], [1 << 20] * 32, [-1], [1 << 62, 4], [0, 1 << 62])]
-    return trees([[entry, text], [entry], *others, *large], 3)
-
-
 def _sizes() -> "st.SearchStrategy[Any]":
     return trees([[3], [1 << 38], [1 << 39], [-1], [1, 1], [True], [2.5]], 2).filter(
         lambda value: isinstance(value, list)
@@ -493,7 +485,6 @@ READERS = [
     Reader("a rank's own state", _own(), _read_own, (CheckpointError,)),
     Reader("random state", _randoms(), _read_random, (KeyError, IndexError, TypeError, ValueError, OverflowError)),
     Reader("notes", _notes(), peers.read_notes, (AllReduceError,)),
-    Reader("shapes of a state", _shapes(), peers.read_shapes, (CommunicationError,)),
     Reader("sizes of parcels", _sizes(), peers.read_sizes, (CommunicationError,)),
     Reader("workers' parcels", _pushes(), peers.read_pushes, (CommunicationError,)),
     Reader("requests", _requests(), peers.read_request, (RefusedError,), 3),

@@ -35,7 +35,7 @@ CASES = {
     "exact, sharded": "--allreduce ring --exact --update sharded",
     "local": "--allreduce ring --sync-every 5 --clip-norm 1 --schedule linear --warmup-steps 3",
     "diloco": "--allreduce ring --sync-every 5 --outer-optimizer diloco",
-    "fragments": "--allreduce ring --sync-every 6 --outer-optimizer diloco --fragments 3 --fragment-sync-delay 1",
+    "fragments": "--allreduce ring --sync-every 6 --outer-optimizer diloco --fragments 3",
     "central": "--strategy central_storage --clip-norm 1",
     "servers": "--strategy parameter_server --servers 1 --updates sync",
     "clipped, averaged": "--allreduce ring --clip-norm 0.5 --ema 0.99",

@@ -156,7 +156,6 @@ BAD = {
         ["--sync-every", "10", "--fragments", "3"],
         "error: --fragments 3: --sync-every 10 must be a multiple",
     ),
-    "delay": (["--sync-every", "4", "--fragment-sync-delay", "4"], "--fragment-sync-delay 4 must be less than"),
     "exact": (["--exact", "--sync-every", "5"], "--exact can't be used with --sync-every"),
     "members": (["--members", "2", "--exact", "--sync-every", "5"], "--exact can't be used with --sync-every"),
 }
@@ -400,9 +399,9 @@ def test_backups_are_copies_beside_the_original(backups: int, monkeypatch: pytes
 
 
 def test_options_become_the_objects_of_a_trainer_and_of_a_fit() -> None:
-    local = "--sync-every 8 --outer-optimizer diloco --fragments 2 --fragment-sync-delay 1 --fragment-update-alpha 0.5"
+    local = "--sync-every 8 --outer-optimizer diloco --fragments 2"
     for text, average in (
-        (local, LocalSGD(8, "diloco", 2, 1, 0.5)),
+        (local, LocalSGD(8, "diloco", 2)),
         ("--exact", Exact()),
         ("--exact --micro-batch 4", Exact(4)),
     ):

@@ -22,7 +22,7 @@ from allreduce.errors import (
     RankLostError,
 )
 from allreduce.health import abort
-from allreduce.transport import processes, ulfm
+from allreduce.transport import processes
 from allreduce.transport.control import everywhere, on_all_ranks, raise_together, root_value, together
 from allreduce.transport.wait import waiting
 from trainers import datasets
@@ -285,10 +285,7 @@ def checkpoint_of(options: argparse.Namespace) -> Checkpoint | None:
 
 def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
     """Print the ranks, the strategy, the data and the model. Collective."""
-    lines = [results.strategy_line(trainer, job.options)]
-    if ulfm.in_force() or job.options.on_failure:
-        lines.append(f"if a rank fails: {trainer.recovery}")
-    introduce(job, member, lines)
+    introduce(job, member, [results.strategy_line(trainer, job.options)])
 
 
 def introduce(job: Job, member: Member, training: Sequence[str]) -> None:

@@ -28,7 +28,6 @@ from trainers.files import checkpoint as files
 from trainers.files import model_file
 from trainers.files.checkpoint import Progress, Saved
 from trainers.files.values import decode, encode
-from trainers.group import is_valid_layout, layout
 from trainers.replica import Replica, check_config, columns_of, saved_config
 from trainers.state.adopt import RATES, adopt_whole
 from trainers.state.owners import INNER
@@ -47,21 +46,18 @@ SECONDS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Options of a fit's checkpoints: the folder, how often they are written, and how many are kept.
+    """Options of a fit's checkpoints. Raises ArgumentError.
 
-    folder: a folder for this training alone; created if missing. Only rank 0 uses it. Rank 0 also needs memory for a
-        copy of the model and the optimizer's state, from which a thread writes.
+    folder: a folder for this training alone; created if missing. Only rank 0 uses it, and needs memory for a copy of
+        the state.
     every: "epoch", "5 epochs", "500 steps", "30 seconds", "10 minutes", "2 hours". A checkpoint is also written at the
-        end of the training, and when a callback stops it. `ModelCheckpoint(save_best_only=True)` keeps the best model.
+        end of the training, and when a callback stops it.
     keep: how many of the newest checkpoints stay.
     same_data: whether a resumed training must have the same data, as far as their text tells: the shapes and dtypes,
-        and the first and the last row of arrays. False: other rows are accepted, as many as before; and loaders with
-        rows="divided" on another number of ranks, also in the middle of their rows.
+        and the first and the last row of arrays. False: other rows are accepted, as many as before, and divided loaders
+        on another number of ranks.
 
-    Random numbers that a data set or a loader draws (from Python, NumPy or the framework) continue exactly only with
-    prefetch=False: batches that a thread fetches ahead have drawn theirs before the state is saved.
-
-    Raises ArgumentError.
+    Random numbers that a data set or a loader draws continue exactly only with prefetch=False.
     """
 
     folder: str
@@ -139,7 +135,7 @@ class Saver:
     def go_back(self) -> tuple[str, Progress] | None:
         """Load the newest checkpoint during a fit, because the state is lost. Returns as `open`. Collective."""
         self._end_writing()
-        return self._load_newest(lambda: files.newest(self._folder, check_arrays))
+        return self._load_newest(lambda: files.newest(self._folder))
 
     def _load_newest(self, find: Callable[[], tuple[str, Saved] | None]) -> tuple[str, Progress] | None:
         path, saved = together(self._group.comm, lambda: find() if self._chief else None) or ("", None)
@@ -161,7 +157,6 @@ class Saver:
                 f"{self._folder} holds checkpoints of another training, the newest of {saved.progress}; resume "
                 "from it (resume=True, --resume), or give another folder"
             )
-        check_arrays(path, saved)
         steps = math.inf if self._batches.streams else self._batches.steps
         check(path, saved, self._strategy.replica, self._settings, steps)
         progress, strategy = saved.progress, self._strategy
@@ -316,9 +311,8 @@ class Saver:
         """Wait for the last write. Then return this rank's own arrays, packed for a message, and the arrays of its
         callbacks, which rank 0 does not pack. Local."""
         strategy = self._strategy
-        of_owners = strategy.owners.local_state()  # first: it may wait for a call of all ranks
         self.finish()
-        local = strategy.replica.local_state() | of_owners
+        local = strategy.replica.local_state() | strategy.owners.local_state()
         own = {f"{REPLICA}{name}": array for name, array in local.items()}
         if strategy.allreduce is not None:
             own |= {f"{STRATEGY}{name}": array for name, array in strategy.allreduce.state().items()}
@@ -376,12 +370,6 @@ def make_saver(
         return None
     given = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     return Saver(strategy, batches, given, resume)
-
-
-def check_arrays(path: str, saved: Saved) -> None:
-    """Raise UnusableError if the state of a checkpoint can't be sent to the other ranks."""
-    if not is_valid_layout(layout(saved.state)):
-        raise UnusableError(f"{path} is damaged: it holds arrays that can't be sent to other ranks")
 
 
 def check(path: str, saved: Saved, replica: Replica, settings: dict[str, Any], steps: float) -> None:

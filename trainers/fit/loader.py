@@ -35,19 +35,12 @@ KEPT = 3  # batches: the previous one, because a step is taken again after a fai
 class LoaderBatches(BatchSource):
     """The batches of a loader.
 
-    Batch s of an epoch has the rows of the batches s of all ranks. A rank whose loader has ended brings empty batches,
-    until all loaders have ended; that ends the epoch. No rank knows the others' rows before they come, so each step
-    carries the number of rows of the rank's next batch.
+    Batch s of an epoch has the rows of the batches s of all ranks, until all loaders have ended. No rank knows the
+    others' rows before they come, so each step carries the number of rows of the rank's next batch.
 
     loader: iterated once in each epoch; before that its `set_epoch`, or its sampler's, gets the number of the pass.
-        None for a rank that brings no rows.
-    rows: "divided": each rank's loader has other rows. "whole": all loaders give the same batches, and each rank takes
-        its part of them.
-    collate: makes (x, y), or (x, y, weights), of an item of the loader; None if its items are such. Batches without
-        rows are skipped.
-    limit: the steps of an epoch. The loader is then read on in the next epoch, and from its beginning when it ends.
-    micro_batch, seed, weigh: as for Batches.
-    saves: whether checkpoints will be written.
+        None for a rank that brings no rows. rows, collate, limit: see Loader (rows, collate, steps); batches without
+        rows are skipped. micro_batch, seed, weigh: as for Batches. saves: whether checkpoints will be written.
     """
 
     streams = True

@@ -65,29 +65,16 @@ def reduce_left_out_step(strategy: Strategy, share: float, flags: tuple[float, .
 class Fit:
     """A fit of a strategy on the ranks of its group.
 
-    - A rank that meets an error in a callback, the data set or the replica keeps it and contributes zero gradients.
-    - A flag that is sent with the gradients informs the other ranks. All ranks raise the error before any of them
-        updates.
-    - `strategy.stop_training` reaches all ranks in the same way, after the update.
-    - So errors and stops need no messages of their own. With a GPU, whose flags the host does not read in every step,
-        the ranks agree on errors with a small message in each step.
+    - A rank that meets an error keeps it and contributes zero gradients. A flag that is sent with the gradients informs
+        the other ranks, and all raise the error before any updates. `strategy.stop_training` travels in the same way.
+    - The strategy runs the steps of an epoch (`run_epoch`): by `run_steps`, in which every rank takes every step, or by
+        `keep_error`, `begin_batch` and `end_batch`.
+    - `progress` advances after everything that the ranks do together. `run` continues there, whether the fit begins,
+        resumes, goes back, joins other ranks, or goes on after a failure (see trainers.recovery.recovery).
 
-    The strategy runs the steps of an epoch (`run_epoch`). Usually it calls `run_steps`, in which every rank takes every
-    step; else it uses `keep_error`, `begin_batch` and `end_batch`, and returns when this rank's part is done.
-
-    Checkpoints are written between two steps of `run_steps`, or after an epoch. A resumed training begins at the newest
-    one, possibly in the middle of an epoch.
-
-    `progress` advances after everything that the ranks do together: a step, an evaluation, the callbacks. `run`
-    continues there, whether the fit begins, resumes from a checkpoint, goes back to one, joins other ranks, or goes on
-    after a failure (see trainers.recovery.recovery).
-
-    batches: the batches of the training; a strategy takes its rank's parts.
-    watched: the object that callbacks get as their `trainer`.
-    validate: evaluates the model after an epoch, on all ranks; None for none.
-    callbacks: the user's callbacks on this rank.
-    progress: prints the progress of the fit.
-    saver: writes the checkpoints; None for no checkpoints.
+    batches: of the training; a strategy takes its rank's parts. watched: what callbacks get as their `trainer`.
+        validate: evaluates the model after an epoch, on all ranks; or None. callbacks: the user's on this rank.
+        progress: prints the progress. saver: writes the checkpoints; or None.
     """
 
     def __init__(

@@ -230,30 +230,17 @@ class Reader:
         with explained(DataError, wrong, passes=(CheckpointError, DataError)):
             if begun is not None:
                 load_generator_states(begun)
-            if self.once and place.state is None:
-                self._go_on(place)
+            if self.once and place.state is None and (place.number or place.skip):
+                raise self.error_of_once()
+            self.stop()
+            self._loads = place.state is not None
+            if place.ended and not begins:
+                self._place = Place(place.number, True, place.state)
             else:
-                self.stop()
-                self._loads = place.state is not None
-                if place.ended and not begins:
-                    self._place = Place(place.number, True, place.state)
-                else:
-                    self._begin(place.number, place.state, before_pass=place.ended or place.before_pass)
-                    self._pass_over(place.skip)
+                self._begin(place.number, place.state, before_pass=place.ended or place.before_pass)
+                self._pass_over(place.skip)
             if goes_on and place.before is not None:
                 load_generator_states(place.before)
-
-    def _go_on(self, place: Place) -> None:
-        """Read an iterator up to a place."""
-        if place.ended:
-            self.stop()
-            self._place = self._place._replace(ended=True)
-            return
-        if self._items is None:
-            self.restart(place.number)
-        if self._place.state is not None or self._place.skip > place.skip:
-            raise self.error_of_once()
-        self._pass_over(place.skip - self._place.skip)
 
     def _pass_over(self, count: int) -> None:
         for number in range(count):

@@ -16,8 +16,6 @@ from trainers.errors import DataError, TrainerError
 from trainers.fit.evaluation import ROWS
 from trainers.group import RankGroup
 
-LARGEST_SHARE = 1.5  # of the mean of the ranks; more is said
-
 
 def load_shards(
     source: str | Sequence[str],
@@ -74,14 +72,3 @@ class OwnRows:
             x, y = self._data.rows(share.shard)
             for part in segments(chunk(len(x), share.parts, share.part), ROWS):
                 yield x[part], y[part]
-
-
-def uneven_text(data: ShardRows, parts: int) -> str:
-    """Return a warning if one part has far more rows than the mean; "" otherwise."""
-    loads = [
-        sum(int(data.counts[share.shard]) / share.parts for share in shares(data.shards.sizes, part, parts))
-        for part in range(parts)
-    ]
-    if max(loads) <= LARGEST_SHARE * sum(loads) / parts:
-        return ""
-    return f"one rank has {max(loads) / sum(loads):.0%} of the rows, and the others wait: make shards of equal sizes"

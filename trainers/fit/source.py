@@ -4,7 +4,6 @@ Rows are given as arrays, as a data set, as shards, or as a loader. All ranks ch
 rank raises the same error; nothing above this module looks at the arguments again.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,14 +15,12 @@ from trainers.datasets.shards import ShardRows
 from trainers.errors import ArgumentError, TrainerError
 from trainers.fit import prefetch as fetching
 from trainers.fit.loader import LoaderBatches
-from trainers.fit.shards import OwnRows, uneven_text
+from trainers.fit.shards import OwnRows
 from trainers.fit.weights import ClassWeights
 from trainers.group import RankGroup
 from trainers.options.loader import DIVIDED, Loader
 from trainers.replica import Replica, check_rows
 from trainers.strategies.interface import Strategy
-
-log = logging.getLogger("trainers")
 
 BATCH_SIZE = 100  # rows of a global batch, by default
 NO_TARGETS = object()  # passed as y for a prediction, which has no targets
@@ -80,8 +77,6 @@ def to_train(strategy: Strategy, given: Given, settings: dict[str, Any]) -> Batc
         if source is not None:
             source.close()
         raise
-    if isinstance(given.x, ShardRows) and strategy.group.rank == 0 and (text := uneven_text(given.x, strategy.parts)):
-        log.warning("trainers: %s", text)
     return source
 
 

@@ -3,7 +3,7 @@
     delta = start - parameters        start: the parameters after the last outer step, with the same bits on all ranks
     delta = sum over the ranks of weight * delta / sum of weights        weight: the inner steps of a rank in the round
     start = outer optimizer's step(start, delta)
-    parameters = alpha * parameters + (1 - alpha) * start
+    parameters = start
 
 `trainers.options.average` names the papers. Nothing here knows a framework: arrays are of NumPy or CuPy, or tensors.
 """
@@ -19,7 +19,6 @@ from mpi4py import MPI
 from allreduce.arrays import gpu
 from allreduce.arrays.chunks import chunk
 from allreduce.arrays.dtypes import BFLOAT16
-from allreduce.call.queue import Future
 from allreduce.transport.control import combine, raise_together
 from trainers.options.average import AVERAGE, LocalSGD, OuterSGD
 from trainers.state.sharded import Flat
@@ -29,17 +28,9 @@ COUNT = "count the inner steps of a round"
 NUMBERS = "numbers"  # the entry of a state that holds its counts
 
 
-class Done:
-    """A call that has ended already: `Done(work, name)` is a Submit that runs the work at once."""
-
-    def __init__(self, work: Callable[[], object], name: str = "") -> None:
-        work()
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-Submit = Callable[[Callable[[], object], str], Future | Done]
+def run_here(work: Callable[[], object], name: str) -> None:
+    """Run the average of a round in this thread."""
+    work()
 
 
 class Part(NamedTuple):
@@ -57,19 +48,11 @@ class Part(NamedTuple):
         delta = self.delta
         delta -= self.parameters
 
-    def apply(self, alpha: float, changed: bool) -> None:
+    def apply(self, changed: bool) -> None:
         """Apply the averaged change in `delta`, which is overwritten. changed: whether there is one. Local."""
         if changed:
             self.outer.step(self.start, self.momentum, self.delta)
-        if alpha == 0:
-            self.parameters[...] = self.start
-            return
-        delta = self.delta
-        delta[...] = self.parameters
-        delta -= self.start
-        delta *= alpha
-        delta += self.start
-        self.parameters[...] = delta
+        self.parameters[...] = self.start
 
 
 class Fragment:
@@ -81,14 +64,6 @@ class Fragment:
         self.weight = self.total = 0.0
 
 
-class Flight(NamedTuple):
-    """An average that has begun. weights: of this rank, by fragment. future: of its reduction."""
-
-    fragments: list[Fragment]
-    weights: list[float]
-    future: Future | Done
-
-
 class Rounds:
     """The rounds of one replica. After each inner step call `count_step`, and `finish` if a fragment is `due`.
 
@@ -96,7 +71,7 @@ class Rounds:
         the other as long as `memory`. averaged: the number of elements at the end that are averaged without the outer
         optimizer (statistics of batch norm).
     backend: averages. memory: 1-D memory for the changes, float32 or float64, which the backend has allocated.
-    submit: submit(work, name) runs the work after all earlier work, in one order on all ranks, perhaps in a thread.
+    run: run(work, name) runs the work after all earlier work, in one order on all ranks, and returns at its end.
 
     start, delta: as in the module's docstring; momentum: of the outer optimizer, or None. Arrays of all elements.
     done: the number of outer steps, the same on all ranks. bytes: that this rank has averaged. active: the number of
@@ -112,13 +87,13 @@ class Rounds:
         arrays: Sequence[Any],
         backend: Callable[[Any, str], object],
         memory: Flat,
-        submit: Submit = Done,
+        run: Callable[[Callable[[], object], str], object] = run_here,
         averaged: int = 0,
     ) -> None:
         self.options, self.delta = options, memory.tensor
         self.start: Any = _zeros_like(self.delta)
         self.momentum: Any = _zeros_like(self.delta) if options.outer_sgd.momentum else None
-        self._comm, self._arrays, self._backend, self._memory, self._submit = comm, arrays, backend, memory, submit
+        self._comm, self._arrays, self._backend, self._memory, self._run = comm, arrays, backend, memory, run
         length = len(self.delta)
         self.fragments = [
             self._fragment(chunk(length, options.fragments, at), length - averaged) for at in range(options.fragments)
@@ -126,7 +101,6 @@ class Rounds:
         self.done = self.active = self.bytes = 0
         self.steps = 0.0
         self.error: Exception | None = None
-        self._flight: Flight | None = None
         self._position = self._next = 0  # inner steps since the last outer step; the next fragment
         self.begun = False
         self.restart()
@@ -156,50 +130,59 @@ class Rounds:
         return self.left <= 0
 
     def count_step(self, weight: float = 1.0) -> None:
-        """Count an inner step; begin the next fragment's average if it is time. Local, but all ranks must come here
-        before the average ends. weight: 0 if this rank has taken no step."""
+        """Count an inner step. Local. weight: 0 if this rank has taken no step."""
         self.begun = True
         self._position += 1
         for fragment in self.fragments:
             fragment.weight += weight
-        if self.left == self.options.delay > 0:
-            self.begin()
 
     def discount(self, steps: int) -> None:
-        """Take back the last `steps` inner steps, all of weight 0, unless an average has begun. Local, the same on all
-        ranks."""
-        if self._flight is None:
-            self._position -= steps
+        """Take back the last `steps` inner steps, all of weight 0. Local, the same on all ranks."""
+        self._position -= steps
 
     # Outer steps
 
-    def begin(self, active: bool = True) -> None:
-        """Begin the average of the next fragment. Local; see `count_step`. active: see the class."""
-        self._begin([self.fragments[self._next]], active)
+    def finish(self, active: bool = True) -> None:
+        """Take the outer step of the next fragment. Collective. active: see the class."""
+        self._end([self.fragments[self._next]], active)
+        self._next = (self._next + 1) % len(self.fragments)
+        self._position = 0
+        self.begun = len(self.fragments) > 1
 
-    def _begin(self, fragments: list[Fragment], active: bool = True) -> None:
+    def end(self, active: bool = True) -> None:
+        """End the round early: afterwards all ranks have the same parameters, and a new round begins. Collective."""
+        self._end(self.fragments, active)
+        self._position = self._next = 0
+        self.begun = False
+
+    def _end(self, fragments: list[Fragment], active: bool) -> None:
+        """Average the changes of fragments, and apply the averages. After an error the steps are still to be averaged.
+        Collective."""
         for fragment in fragments:
             for part in fragment.parts:
                 part.form()
-        weights, error = [fragment.weight for fragment in fragments], self.error
-        self.error = None
-        work = partial(self._average, fragments, weights, active, error)
-        future = self._submit(work, f"averages the parameters, after {self.done} outer steps")
-        self._flight = Flight(fragments, weights, future)
+        error, self.error = self.error, None
+        work = partial(self._average, fragments, active, error)
+        self._run(work, f"averages the parameters, after {self.done} outer steps")
         for fragment in fragments:
-            fragment.weight = 0.0  # steps from now on count for the next round
+            self.steps += fragment.total / self._comm.size / len(self.fragments)
+            for part in fragment.parts:
+                part.apply(fragment.total > 0)
+            fragment.weight = 0.0
+        self.done += any(fragment.total > 0 for fragment in fragments)
 
-    def _average(self, fragments: list[Fragment], weights: list[float], active: bool, error: Exception | None) -> None:
-        """Average the changes of fragments, weighted. Collective, in the queue."""
+    def _average(self, fragments: list[Fragment], active: bool, error: Exception | None) -> None:
+        """Average the changes of fragments, weighted. Collective, by `run`."""
+        weights = [fragment.weight for fragment in fragments]
         sums = combine(self._comm, np.array([*weights, active, error is not None], np.float64), COUNT)
         if sums[-1]:
             raise_together(self._comm, error)
         self.active = int(sums[-2])
-        for fragment, own, total in zip(fragments, weights, sums.tolist(), strict=False):
+        for fragment, total in zip(fragments, sums.tolist(), strict=False):
             fragment.total = total
             if not total:
                 continue
-            delta, factor = self.delta[fragment.span], own * self._comm.size / total
+            delta, factor = self.delta[fragment.span], fragment.weight * self._comm.size / total
             if factor == 0:
                 delta[...] = 0  # a multiplication by 0 would keep NaN
             elif factor != 1:
@@ -208,82 +191,32 @@ class Rounds:
             part.run_on_array(partial(self._backend, part.array, "mean"))
             self.bytes += part.array.nbytes
 
-    def finish(self, active: bool = True) -> None:
-        """Take the outer step of the next fragment, and mix its parameters; begin its average if it has not begun.
-        Collective."""
-        if self._flight is None:
-            self.begin(active)
-        self._land(self.options.alpha)
-        self._next = (self._next + 1) % len(self.fragments)
-        self._position = 0
-        self.begun = not self.options.equal_after
-
-    def end(self, active: bool = True) -> None:
-        """End the round early: afterwards all ranks have the same parameters, and a new round begins. Collective."""
-        if self._flight is not None:
-            self.finish(active)
-        self._begin(self.fragments, active)
-        self._land(0.0)
-        self._position = self._next = 0
-        self.begun = False
-
-    def _land(self, alpha: float) -> None:
-        """Wait for the average that has begun, and apply it. Collective."""
-        assert self._flight is not None
-        (fragments, weights, future), self._flight = self._flight, None
-        try:
-            future.wait()
-        except Exception:
-            for fragment, weight in zip(fragments, weights, strict=True):
-                fragment.weight += weight  # the steps are still to be averaged
-            raise
-        changed = False
-        for fragment in fragments:
-            changed |= fragment.total > 0
-            self.steps += fragment.total / self._comm.size / len(self.fragments)
-            for part in fragment.parts:
-                part.apply(alpha, fragment.total > 0)
-            if alpha == 0:
-                fragment.weight = 0.0  # steps since the average began were overwritten
-        self.done += changed
-
     # State
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return a copy of this rank's part of a round that has begun, for `load_state`; {} if none has. Waits for an
-        average that has begun. Collective."""
+        """Return a copy of this rank's part of a round that has begun, for `load_state`; {} if none has. Local."""
         if not self.begun:
             return {}
-        flight = self._flight
-        if flight is not None:
-            flight.future.wait()
-            self._flight = flight._replace(future=Done(lambda: None))
-        numbers = [self._position, self._next, self.done, self.steps, -1 if flight is None else flight.weights[0]]
-        numbers += [number for fragment in self.fragments for number in (fragment.weight, fragment.total)]
-        arrays = self._arrays_by_name()
-        if flight is None:
-            del arrays["delta"]
-        copies = {name: _copied(array) for name, array in arrays.items()}
+        numbers = [self._position, self._next, self.done, self.steps, *(each.weight for each in self.fragments)]
+        copies = {name: _copied(array) for name, array in self._arrays_by_name().items()}
         return copies | {NUMBERS: np.array([self._digest, *numbers], np.float64)}
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Go on in the middle of a round, whose `state` is of this rank; do nothing if it is of other options. Local.
         Raises KeyError or ValueError."""
-        digest, position, following, done, steps, flies, *of_fragments = state[NUMBERS].tolist()
+        digest, position, following, done, steps, *weights = state[NUMBERS].tolist()
         if digest != self._digest:
             return
         for name, array in self._arrays_by_name().items():
-            if name != "delta" or flies >= 0:
-                gpu.write(array, state[name])
+            gpu.write(array, state[name])
         self._position, self._next, self.done, self.steps = int(position), int(following), int(done), steps
-        for number, fragment in enumerate(self.fragments):
-            fragment.weight, fragment.total = of_fragments[2 * number : 2 * number + 2]
-        self._flight = Flight([self.fragments[self._next]], [flies], Done(lambda: None)) if flies >= 0 else None
+        for fragment, weight in zip(self.fragments, weights, strict=True):
+            fragment.weight = weight
         self.begun = True
 
     def _arrays_by_name(self) -> dict[str, Any]:
         found = {f"parameters {number}": array for number, array in enumerate(self._arrays)}
-        own = {"start": self.start, "momentum": self.momentum, "delta": self.delta}
+        own = {"start": self.start, "momentum": self.momentum}
         return found | {name: array for name, array in own.items() if array is not None}
 
     @property
@@ -291,11 +224,8 @@ class Rounds:
         return zlib.crc32(repr(self.options).encode())
 
     def restart(self) -> None:
-        """Begin a round at the present parameters, which must be the same on all ranks. Collective if an average has
-        begun, else local. The outer momentum stays."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.future.wait()
+        """Begin a round at the present parameters, which must be the same on all ranks. Local. The outer momentum
+        stays."""
         for fragment in self.fragments:
             fragment.weight = 0.0
             for part in fragment.parts:

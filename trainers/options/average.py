@@ -9,7 +9,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from trainers.arguments import BELOW_ONE, FLAG, POSITIVE, Check, Checked, Flag, integer, name, number, require
+from trainers.arguments import BELOW_ONE, FLAG, POSITIVE, Check, Checked, Flag, integer, name, require
 
 AUTO, ELEMENTS, TENSORS = "auto", "elements", "tensors"
 SHARDS = (AUTO, ELEMENTS, TENSORS)
@@ -19,20 +19,14 @@ SHARDS = (AUTO, ELEMENTS, TENSORS)
 class Sharded(Checked):
     """Every rank updates its own part of the parameters (ZeRO-1): `update=Sharded(copies=2)`, or "sharded" for short.
 
-    copies: 2: every part has a backup on another rank, if possible on another node. After a failure the training
-        continues from the last finished step, without a checkpoint, unless a part's owner and the rank with its backup
-        fail together. Each step sends the optimizer's state of a part (with Adam 8 bytes a parameter, divided by the
-        ranks; nothing if the nodes hold the same parts), and copies it and the parameters twice. Memory: four more
-        parts. If the other ranks can't continue after a failure, no backups are kept, and a notice reports it.
+    copies: 2: every part has a backup on another rank, if possible on another node, from which a training continues
+        after a failure; each step sends and copies it. Memory: four more parts. If the other ranks can't continue after
+        a failure, no backups are kept, and a notice reports it.
     shard: of MirroredOptimizer (a TorchReplica has a `shard` of its own). "elements": a rank updates an equal slice,
-        which may end inside of a tensor; for optimizers that update each element independently of the others.
-        "tensors": a rank updates whole tensors, for optimizers that update each tensor independently of the others
-        (Muon). Its share is then at most 1.2 times the mean, or the largest tensor, unless there are very few tensors.
-        "auto": elements for the classes in trainers.pytorch.ELEMENTWISE, tensors for those in TENSORWISE; other classes
-        are refused. By elements, SGD, Adam and AdamW use PyTorch's fused implementation, whose last bits may differ,
-        unless they were made with fused= or foreach=. A trial on a few elements tests it for each dtype and the
-        optimizer's options (PyTorch 2.13's fused SGD does not update 16-bit parameters). If the trial fails, fused=True
-        is replaced in `param_groups`, with a warning.
+        for optimizers that update each element independently. "tensors": whole tensors, for those that update each
+        tensor independently (Muon). "auto": elements for the classes in trainers.pytorch.ELEMENTWISE, tensors for those
+        in TENSORWISE; other classes are refused. By elements, SGD, Adam and AdamW use PyTorch's fused implementation,
+        whose last bits may differ, unless they were made with fused= or foreach=.
     """
 
     copies: Annotated[int, Check("1, or 2 to have another rank keep each part too", lambda value: value in (1, 2))] = 1
@@ -43,14 +37,12 @@ class Sharded(Checked):
 class Exact(Checked):
     """The bits of the training depend on nothing but the data and the arguments: `average=Exact()`.
 
-    They are equal on 1, 2, 3 ... ranks, with every backend, on any nodes, for either `update`, after failures, and
-    after a resume on another number of ranks, with equal processors, versions of libraries, and threads of a rank.
-    Gradients are computed for each micro-batch of a batch, on some rank, and summed exactly, as losses are (see
-    allreduce.algorithms.compressed.exact; M. Li et al.: EasyScale, 2023, has a fixed number of workers instead).
-    Memory: 8 bytes a parameter, and the gradients of all micro-batches of a rank; time: many small batches a step.
+    They are equal on any number of ranks, with every backend, for either `update`, after failures and resumes, with
+    equal processors, versions of libraries, and threads of a rank. Gradients are computed for each micro-batch, and
+    summed exactly. Memory: 8 bytes a parameter, and the gradients of all micro-batches of a rank.
 
-    micro_batch: rows of a micro-batch, which decides the bits; the same in every part of a training. Larger ones are
-        faster, and leave ranks without work if a batch has fewer micro-batches than there are ranks.
+    micro_batch: rows of a micro-batch, which decides the bits. Larger ones are faster, and leave ranks without work if
+        a batch has fewer micro-batches than there are ranks.
     """
 
     micro_batch: Annotated[
@@ -115,17 +107,13 @@ class LocalSGD(Checked):
     """Every rank trains on its own rows for some steps without messages; then the ranks' changes are averaged.
 
     For slow networks: it sends 1/every of the bytes. It is another training, not that of one rank. The average is
-    weighted by the steps that each rank has taken. The inner optimizer's state stays on each rank, as in DiLoCo.
+    weighted by the steps of each rank; the inner optimizer's state stays on each rank, as in DiLoCo.
 
     every: the number of steps between averages, H: 50 to 500 for DiLoCo.
     outer: how the averaged change is applied. "average": the parameters become the ranks' mean. "diloco": Nesterov's
         momentum 0.9 with learning rate 0.7. Or an OuterSGD. Memory: one copy of the parameters, one for the momentum.
     fragments: cut the parameters into this number of slices, which are averaged one after the other, at equal distances
-        in the steps (Streaming DiLoCo): no step sends much. Divides `every`.
-    delay: the average of a fragment begins this many steps before it is applied, and runs in a thread while the steps
-        go on (torchft's fragment_sync_delay). Less than every / fragments.
-    alpha: the share of this rank's own parameters when an average is applied: parameters = alpha * own + (1 - alpha) *
-        averaged (torchft's fragment_update_alpha). 0: averaged ones only, so with a delay the steps meanwhile are lost.
+        in the steps: no step sends much. Divides `every`.
     """
 
     every: Annotated[
@@ -155,20 +143,6 @@ class LocalSGD(Checked):
         integer(1),
         Flag("fragments", "N", "average the parameters in N fragments, one after the other within H steps"),
     ] = 1
-    delay: Annotated[
-        int,
-        integer(0),
-        Flag(
-            "fragment_sync_delay",
-            "N",
-            "begin the average of a fragment N steps before it is applied, while the steps go on",
-        ),
-    ] = 0
-    alpha: Annotated[
-        float,
-        number("a number from 0 to 1", lambda value: 0 <= value <= 1),
-        Flag("fragment_update_alpha", "X", "the share of a rank's own parameters when an average is applied"),
-    ] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,11 +150,6 @@ class LocalSGD(Checked):
             require(
                 f"LocalSGD: fragments={self.fragments}: every={self.every} must be a multiple of it, because one "
                 "fragment after the other is averaged, at equal distances"
-            )
-        if self.delay >= self.interval:
-            require(
-                f"LocalSGD: delay={self.delay} must be less than every / fragments = {self.interval}, the steps until "
-                "the next fragment is averaged"
             )
 
     @property
@@ -192,11 +161,6 @@ class LocalSGD(Checked):
     def interval(self) -> int:
         """The number of inner steps from the outer step of one fragment to that of the next."""
         return self.every // self.fragments
-
-    @property
-    def equal_after(self) -> bool:
-        """Whether all ranks have the same parameters after an outer step: all of them were replaced."""
-        return self.fragments == 1 and self.alpha == 0
 
     def __str__(self) -> str:
         """The options that must be alike on the ranks of a MirroredOptimizer; `every` may differ."""

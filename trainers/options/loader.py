@@ -13,19 +13,17 @@ DIVIDED, WHOLE = "divided", "whole"
 class Loader(Checked):
     """Says how rows are read: `fit(Loader(dataloader, rows="divided"))`, `evaluate(Loader(dataloader, rows="whole"))`.
 
-    data: with `rows` any iterable of batches (x, y) or (x, y, weights), such as a DataLoader. A rank that computes
-        nothing (a server) brings none: None. Without `rows` a data set with len() and rows by number, or arrays (x, y).
-    rows: which rows the batches bring. "divided": each rank its own; global batch s has the rows of batch s of every
-        rank, and a rank whose loader ends first brings no rows until all have ended. "whole": the same batches on all
-        ranks; each rank takes its share. The training is that of one rank with all rows. The batches are the loader's,
-        so batch_size and shuffle stay away. `set_epoch` of the loader, its sampler or its data set is called before
-        each pass.
-    steps: the number of batches in an epoch, or in an evaluation: for a loader that is endless, or is read on from one
-        epoch to the next and from its beginning when it ends. None: one pass.
-    collate: makes (x, y), or (x, y, weights), of arrays: from a batch, by default a pair or a triple; or from a list of
-        a data set's rows, by default they are stacked. Batches, and results of `collate`, are new arrays each time.
-    prefetch: without `rows`: whether a thread fetches the next batches of a fit during a step. None: of data sets and
-        memory maps only. A DataLoader has workers of its own.
+    data: with `rows` any iterable of batches (x, y) or (x, y, weights), such as a DataLoader; None on a rank that
+        computes nothing. Without `rows` a data set with len() and rows by number, or arrays (x, y).
+    rows: "divided": each rank its own; a rank whose loader ends first brings no rows until all have ended. "whole": the
+        same batches on all ranks; each rank takes its share. The training is that of one rank with all rows.
+        `set_epoch` of the loader, its sampler or its data set is called before each pass.
+    steps: the number of batches in an epoch or an evaluation, for a loader that is endless or is read on from one epoch
+        to the next. None: one pass.
+    collate: makes (x, y), or (x, y, weights), of new arrays, from a batch, or from a list of a data set's rows, which
+        by default are stacked.
+    prefetch: without `rows`: whether a thread fetches the next batches of a fit. None: of data sets and memory maps
+        only.
     """
 
     data: Any

@@ -16,7 +16,6 @@ from allreduce.tracing import trace as tracing
 from allreduce.tracing.recorder import Recorder, record
 from allreduce.transport import ulfm
 from allreduce.transport.control import everywhere, together
-from trainers import checks
 from trainers.backends import backend_for, connected_nccl
 from trainers.pytorch.buckets import own_gpu
 from trainers.pytorch.clock import Clock
@@ -49,8 +48,7 @@ class Assembly:
     topology: the ranks. backend: reduces the gradients. reducer: averages them. owners: the ranks that update.
     trained, frozen: the parameters of `optimizer`, by name.
     transforms: the started ones, which go on after a failure.
-    buffers: with SkipNotFinite, copies of the model's buffers from before the step. source: the rank whose
-    replica is copied when replicas differ.
+    buffers: with SkipNotFinite, copies of the model's buffers from before the step.
     """
 
     topology: Topology
@@ -66,7 +64,6 @@ class Assembly:
         given = options.allreduce.topology if isinstance(options.allreduce, AllReduce) else options.topology
         group = group_of(given)
         self._make(given or group.topology, group)
-        self.source = checks.Source(options.divergence.source, self.topology.world)
         if ulfm.in_force() and self.topology.size > 1:
             notices.once(self.topology.rank, POLICY)
         warn_of_threads(self.topology)
@@ -132,10 +129,7 @@ class Assembly:
 
     def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, device: Host) -> None:
         """Create the Reducer, with the buckets of dense and sparse gradients. Collective."""
-        threaded: bool | str = self.options.buckets.overlap
-        if self.options.local and self.options.local.delay and threaded == "auto":
-            threaded = True  # averages of a fragment run while the steps go on
-        queue, during = group.queue(number, self.topology, threaded, device.kind == "cuda")
+        queue, during = group.queue(number, self.topology, self.options.buckets.overlap, device.kind == "cuda")
         self._cleanup.callback(queue.drop)
         sparse = sparse_parameters(self.optimizer, self.model)
         given = self.trained, sparse, self.options, self.backend, comm, queue, during, group, number
@@ -229,8 +223,7 @@ class Assembly:
         """Create all parts again on the ranks of `group`. Collective."""
         before, old, unsent = vars(self).copy(), self.reducer, self.backend.state()
         self._local_cleanup.close()
-        self.source.find_again(group.topology.world)
-        self.options = self.options.for_survivors(self.source.rank)
+        self.options = self.options.for_survivors()
         self.closed = True  # while its parameters have no owner
         try:
             self._make(group.topology, group, old.steps)

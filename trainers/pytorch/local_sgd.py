@@ -1,6 +1,6 @@
 """MirroredOptimizer(average=LocalSGD(H)): inner steps of the plain optimizer, and rounds of averages."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ class LocalSteps(TorchOwners):
         self._spans = {part.name: slice(part.start, part.stop) for part in parts}
         memory = list(map(flat, trained.values()))
         self._placed = Placed(list(trained.values()), memory)
-        self.rounds = Rounds(local, self.reducer.comm, memory, backend, delta, self.reducer.submit)
+        self.rounds = Rounds(local, self.reducer.comm, memory, backend, delta, self._run)
         if isinstance(before, LocalSteps):
             self.rounds.load(before.rounds.momentum, before.rounds.done)
             self.taken = before.taken
@@ -76,6 +76,11 @@ class LocalSteps(TorchOwners):
     @property
     def steps(self) -> int:
         return self.taken
+
+    def _run(self, work: Callable[[], object], name: str) -> None:
+        """Run an average in the reducer's queue. Collective."""
+        with self.reducer.clock.span("reduce"):
+            self.reducer.submit(work, name).wait()
 
     # A step
 
@@ -95,12 +100,11 @@ class LocalSteps(TorchOwners):
             self.buffers.restore()
         self.taken += taken
         weight, self.rows = 1.0 if self.rows is None else self.rows, None
-        if self.rounds.left <= 1 + self.rounds.options.delay:
+        if self.rounds.left <= 1:
             self._check_memory()
         self.rounds.count_step(weight if taken else 0.0)
         if self.rounds.due:
-            with self.reducer.clock.span("reduce"):
-                self.rounds.finish()
+            self.rounds.finish()
             self._compare_if_due()
         if failed is not None and not isinstance(failed, _BadError):
             raise failed  # only now: the other ranks count this rank's step too, and would wait for it
@@ -168,8 +172,7 @@ class LocalSteps(TorchOwners):
     def end_round(self) -> None:
         """Average the parameters now. Collective."""
         self._check_memory()
-        with self.reducer.clock.span("reduce"):
-            self.rounds.end()
+        self.rounds.end()
 
     def join_others(self) -> None:
         """Take part in the rounds of ranks that have batches left, with no steps, until no rank has. Collective."""

@@ -82,7 +82,7 @@ class Options:
         after this number of steps; every=0: never. Replicas may differ after an edit of a gradient on one rank, a
         scheduler that used a rank's loss, or nn.Embedding(max_norm=). The ranks of one node share the memory of sharded
         parameters, which can't differ. If replicas differ, all ranks raise a DivergenceError with the ranks and the
-        parameter; with on_divergence="copy" all get the replica of `source`, and training continues.
+        parameter; with on_divergence="copy" all get the replica that most ranks have.
     trace: a file for Perfetto, written by `close`: compute, buckets, waits and updates of all ranks; or a Trace.
     """
 
@@ -134,8 +134,8 @@ class Options:
         traced = f", average={self.average}" + ", trace=..." * (self.trace is not None)
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
 
-    def errors(self, ranks: int) -> Iterator[OptionError]:
-        """Yield the errors in the options, for an optimizer on `ranks` ranks; the first one counts. Local."""
+    def errors(self) -> Iterator[OptionError]:
+        """Yield the errors in the options; the first one counts. Local."""
         if wrong := choice_error(self.update, self.average, "None or a LocalSGD"):
             yield OptionError(wrong)
         if isinstance(self.average, Exact):
@@ -154,10 +154,10 @@ class Options:
         if self.sharded and (refused := backup.copies_error(self.sharded.copies)):
             yield OptionError(str(refused))
         divergence = self.divergence
-        if wrong := checks.options_error(divergence.every, divergence.on_divergence, divergence.source, ranks, least=0):
+        if wrong := checks.options_error(divergence.every, divergence.on_divergence, least=0):
             yield OptionError(f"CheckDivergence: {wrong}")
 
-    def for_survivors(self, source: str | int) -> "Options":
+    def for_survivors(self) -> "Options":
         """Return the options with which the optimizer is created again after a failure."""
         given = self.allreduce
         if isinstance(given, AllReduce):
@@ -166,9 +166,7 @@ class Options:
                     f"{given!r} was not made by allreduce.create(), so it can't be made again without the failed rank"
                 )
             given = given.config
-        others = [each for each in self.transforms if not isinstance(each, CheckDivergence)]
-        compared = CheckDivergence(self.divergence.every, self.divergence.on_divergence, source)
-        return replace(self, allreduce=given, topology=None, trace=None, transforms=[*others, compared])
+        return replace(self, allreduce=given, topology=None, trace=None)
 
 
 # The other arguments
@@ -176,7 +174,7 @@ class Options:
 
 def check_arguments(comm: MPI.Intracomm, optimizer: Optimizer, model: Module, options: Options) -> None:
     """Raise on all ranks when the arguments of any rank are wrong, or the ranks' options differ. Collective."""
-    raise_together(comm, next(_argument_errors(optimizer, model, options, comm.size), None))
+    raise_together(comm, next(_argument_errors(optimizer, model, options), None))
     agree(comm, [zlib.crc32(str(options).encode())], str(options), None)
 
 
@@ -216,13 +214,13 @@ def check_still_fit(optimizer: Optimizer, trained: dict[str, Parameter], frozen:
         raise OptionError(GROUP_ADDED)
 
 
-def _argument_errors(optimizer: Optimizer, model: Module, options: Options, ranks: int) -> Iterator[AllReduceError]:
+def _argument_errors(optimizer: Optimizer, model: Module, options: Options) -> Iterator[AllReduceError]:
     if not isinstance(optimizer, Optimizer) or not isinstance(model, Module):
         yield OptionError(
             "MirroredOptimizer(optimizer, model) takes a torch.optim.Optimizer and a torch.nn.Module, not "
             f"{type(optimizer).__name__} and {type(model).__name__}"
         )
-    yield from options.errors(ranks)
+    yield from options.errors()
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         yield OptionError(
             "the model is wrapped in DistributedDataParallel, which averages gradients as well; pass the plain "
@@ -266,12 +264,7 @@ def _errors_of_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceE
         yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it too; close() that one")
 
 
-def _local_errors(trained: dict[str, Parameter], local: LocalSGD, overlap: bool | str) -> Iterator[OptionError]:
-    if local.delay and overlap is False:
-        yield OptionError(
-            f"delay={local.delay} of LocalSGD averages during the next steps, in a thread, which "
-            "Buckets(overlap=False) forbids; leave out one of them"
-        )
+def _local_errors(trained: dict[str, Parameter], local: LocalSGD) -> Iterator[OptionError]:
     if wrong := local.length_error(sum(each.numel() for each in trained.values())):
         yield OptionError(wrong)
     for name, each in trained.items():
@@ -285,7 +278,7 @@ def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Ite
     sparse = sparse_parameters(optimizer, model)
     trained = split_frozen(optimizer, model)[0]
     if options.local:
-        yield from _local_errors(trained, options.local, options.buckets.overlap)
+        yield from _local_errors(trained, options.local)
     dense = [name for name, each in trained.items() if id(each) not in sparse]
     rest = [name for name, each in trained.items() if id(each) in sparse]
     if dense and isinstance(optimizer, torch.optim.SparseAdam):

@@ -272,7 +272,7 @@ class TorchOwners(Owners):
         """Compare the replicas. Runs in the queue."""
         divergence = self.options.divergence
         read = partial(comparable, self.plain, *self._replicated())
-        if check_equal(self.reducer.comm, read, divergence.on_divergence, divergence.source, self._copy_from):
+        if check_equal(self.reducer.comm, read, divergence.on_divergence, self._copy_from):
             self.synchronize_state()
 
     def _replicated(self) -> tuple[Mapping[str, Any], Mapping[str, Parameter]]:

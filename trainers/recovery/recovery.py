@@ -182,7 +182,6 @@ class Recovery:
             return call.run()
         self._busy = True
         try:
-            self._warn_of_used_standby_ranks(call)
             topology = self._strategy.group.topology
             if isinstance(topology, JoiningRank) and call.open():
                 topology = self._recover(call, topology)
@@ -190,14 +189,6 @@ class Recovery:
         finally:
             self._busy = False
             self._admitted |= call.admits_ranks
-
-    def _warn_of_used_standby_ranks(self, call: Call[ResultT]) -> None:
-        """Warn before a second fit, in which no standby rank replaces a failed one. Local."""
-        group = self._strategy.group
-        if call.admits_ranks and self._admitted and group.rank == 0 and isinstance(group.topology, ElasticWorld):
-            log.warning(
-                "trainers: a rank that fails in this fit is not replaced: standby ranks join in the first fit only"
-            )
 
     def _recover(self, call: Call[ResultT], topology: Topology) -> Topology:
         """Recover from a failure on the remaining and joining ranks; returns their topology. Collective."""
@@ -292,18 +283,6 @@ class Recovery:
                 log.warning("trainers: %s; %s (after %.3f s)", self.failures[-1], rest, seconds)
             if joined := [rank for rank in left if rank not in before]:
                 log.warning("trainers: rank%s %s joined", "s" * (len(joined) > 1), ", ".join(map(str, joined)))
-
-    def __str__(self) -> str:
-        """Describe what happens when a rank fails; the command line prints this at the start."""
-        if self._strategy.group.size == 1:
-            return "the job ends, because there is no other rank"
-        if not ulfm.in_force():
-            return "the job ends (with mpirun --with-ft ulfm the other ranks survive)"
-        if not self.goes_on:
-            return "the other ranks stop (with --on-failure continue they continue)"
-        whole = self._strategy.owners.any_rank_may_fail
-        back = "" if whole else ", from the last checkpoint (with --backups 1 without one)"
-        return f"the other ranks continue{back}"
 
 
 # Calls that a failure does not simply repeat

@@ -1,10 +1,8 @@
 """SIGTERM, which clusters send before the time of a job runs out: the trainer writes a checkpoint, and the job ends.
 
-The signal may come to all ranks or to one of them (`mpirun` and `srun` pass it on to all). During a fit, a rank that
-gets the signal asks all ranks to stop after the step, by the flag that is sent with the gradients. They write a
-checkpoint, where `fit` writes some, and every rank ends with exit code 143 (128 + 15), like a program that the signal
-ended. So `train && evaluate` does not evaluate an unfinished model, and a script that restarts the job sees that it is
-not complete. Outside of a fit, and where the program has a handler of its own, nothing changes.
+A rank of a fit that gets the signal asks all ranks to stop after the step, by the flag that is sent with the gradients.
+They write a checkpoint, where `fit` writes some, and end with exit code 143 (128 + 15), so that a script sees that the
+training is not complete. Outside of a fit, and where the program has a handler of its own, nothing changes.
 """
 
 import functools

@@ -1,9 +1,7 @@
 """Loads a state of a model on all ranks: each rank offers pieces of states, and `adopt` loads the newest complete one.
 
-The pieces may come from rank 0, a model file, a checkpoint, a backup, or the ranks that remain after a failure.
-
-A state belongs to a step: it is the state of the model after that number of steps. Where every rank updates a slice,
-ranks may be one step apart when they learn of a failure. So a piece names the steps for which it is valid.
+A state belongs to a number of steps. Where every rank updates a slice, ranks may be one step apart when they learn of a
+failure, so a piece names the steps for which it is valid.
 """
 
 import json

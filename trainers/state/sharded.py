@@ -78,21 +78,18 @@ class Flat:
 
 
 class ShardedParameters:
-    """Flat parameters, laid out in buckets, each divided among the ranks.
+    """Flat parameters, laid out in buckets, each divided among the ranks. The constructor is collective.
 
-    If the ranks of each node together own every element, they share one memory: each rank writes its parts, and reads
-    all. Otherwise, on a GPU, and where a node lacks room, each rank has memory of its own, and the parts are gathered.
+    If the ranks of each node together own every element, they share one memory. Otherwise each rank has memory of its
+    own, and the parts are gathered.
 
-    backend: reduces the gradients, which are laid out alike, and gathers. comm: of all ranks. buckets: in order,
-    perhaps with gaps. shares: of each, the part that this rank updates. allocate: allocate(length, dtype, shared=array)
-    returns a Flat, of new memory if the array is None. device: "cpu" or "cuda". versions: returns how often each
-    parameter was edited in place, by name; or None. copies: 2 to keep each part on another rank too. The constructor is
-    collective.
+    backend: reduces the gradients, which are laid out alike. comm: of all ranks. device: "cpu" or "cuda". buckets: in
+    order, perhaps with gaps. shares: of each, the part that this rank updates. allocate: allocate(length, dtype,
+    shared=array) returns a Flat, of new memory if the array is None. versions: returns how often each parameter was
+    edited in place, by name; or None. copies: 1 or 2.
 
-    cuts: of each bucket, the elements at which the parts of any rank begin. flats: the memory, by dtype. shared:
-        whether the ranks of a node share it. one_copy: whether all ranks do, so that parameters can't differ. tells:
-        whether this rank is to send facts about its parts; if not, a rank of node 0 owns the same elements. backup: if
-        copies are kept.
+    cuts: of each bucket, where the parts of any rank begin. flats: the memory, by dtype. shared: whether a node's ranks
+        share it. one_copy: whether all ranks do. tells: as of NodeMemory. backup: if copies are kept.
     """
 
     def __init__(

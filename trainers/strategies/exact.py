@@ -1,13 +1,8 @@
 """The strategy of MirroredTrainer(average=Exact()): bits depend on nothing but the data and the arguments.
 
-Every batch is divided into micro-batches of `micro_batch` rows, the last one perhaps shorter. Micro-batch m of a batch
-has the same rows on any number of ranks, and the rank that has it computes its gradients alone: with the parameters,
-statistics and random numbers of the step's start. The gradients of all micro-batches are then summed exactly
-(allreduce.algorithms.compressed.exact), so it does not matter which rank computed which, or in which order they were
-added.
-
-M. Li et al.: EasyScale: Elastic training with consistent accuracy and improved utilization on GPUs, SC 2023. Its
-workers are threads, of a fixed number, with a fixed order of additions; here there is no order.
+Micro-batch m of a batch has the same rows on any number of ranks. A rank computes its gradients alone, with the
+parameters, statistics and random numbers of the step's start, and all are summed exactly (algorithms.compressed.exact).
+M. Li et al.: EasyScale: Elastic training with consistent accuracy and improved utilization on GPUs, SC 2023.
 """
 
 from collections.abc import Callable, Sequence

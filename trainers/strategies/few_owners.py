@@ -13,7 +13,7 @@ from allreduce.elastic.standby import JOINED
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from allreduce.transport.control import on_all_ranks, root_value
-from trainers.arguments import is_integer, name_error
+from trainers.arguments import is_integer
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
 from trainers.options.average import Sharded
@@ -24,14 +24,11 @@ from trainers.strategies.mirrored import Mirrored
 from trainers.strategies.servers.options import Options
 from trainers.strategies.step import Step, StepOwners
 
-DEVICES = ("cpu", "cuda")
-
 
 class Storage(NamedTuple):
     """The arguments of a CentralStorageTrainer, which has one owner. Methods are those of Options of the servers."""
 
     storage: Any
-    device: str | None
     copies: Any
 
     @property
@@ -42,16 +39,9 @@ class Storage(NamedTuple):
         return (self.storage,)
 
     def error(self, replica: Replica, ranks: Topology) -> ArgumentError | None:
-        storage, device = self.storage, self.device
+        storage = self.storage
         if not is_integer(storage, 0, ranks.size - 1):
             return ArgumentError(f"storage must be a rank of this training, 0 to {ranks.size - 1}, got {storage!r}")
-        if text := name_error("device", device, DEVICES, optional=True):
-            return ArgumentError(text)
-        if device not in (None, replica.device):
-            return ArgumentError(
-                f'device="{device}": this {type(replica).__name__} is on {replica.device}, and the device of the '
-                f"parameters must be that of the replicas; create these on {device}, or leave out device"
-            )
         return None
 
 

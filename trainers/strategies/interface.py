@@ -66,23 +66,17 @@ class EpochRun(Protocol):
 class Strategy:
     """Computes and applies training steps on the ranks of a group, and knows which rank holds which part of the state.
 
-    replica: this rank's replica. name: the trainer's class name, for messages. parts: the number of parts into which
-        every batch is divided. part: the part that this rank computes; None if it computes none.
-    steps: the number of steps that the ranks have taken together. measured: 1-D array on the replica's device, with
-        elements of at least 32 bits: after `compute` this rank's metrics of the step, after `step` those of all ranks,
-        then the sums of FLAGS over the ranks.
-    stop_training: whether a callback has asked to end the fit. cut_short: whether the last epoch ended before its last
-        step.
-    rule: computes gradients and updates the replica, with the transforms of the fit.
-    recoverable: whether ranks survive the failure of another rank. Each rank must then be able to return its pieces of
-        the state at any time.
+    replica: this rank's replica. name: the trainer's class name. parts: into which every batch is divided. part: that
+        this rank computes, or None. steps: the number of steps that the ranks have taken together. measured: 1-D array
+        on the replica's device: after a step the metrics of all ranks, then the sums of FLAGS over the ranks.
+    stop_training: a callback has asked to end the fit. cut_short: the last epoch ended before its last step. rule:
+        computes gradients and updates. recoverable: ranks survive the failure of another one, so each must be able to
+        return its pieces of the state at any time.
 
-    Class attributes:
-    synchronous: whether all ranks take every step together, so that a checkpoint can be written between two steps.
-    rates_follow_batches: whether a rank has the learning rates of a step when it begins a batch of it.
-    mirrors: "step" or "epoch": all ranks have equal parameters after each step, or after each epoch.
-    divides_state: whether a rank may hold a part of the state that other ranks lack, until `close`.
-    rebuildable: whether the strategy can be created again on the remaining ranks after a failure.
+    Class attributes: synchronous: all ranks take every step together. rates_follow_batches: a rank has the learning
+        rates of a step when it begins a batch of it. mirrors: "step" or "epoch", after which all ranks have equal
+        parameters. divides_state: a rank may lack a part of the state until `close`. rebuildable: on the remaining
+        ranks.
     """
 
     synchronous = True

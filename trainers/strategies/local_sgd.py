@@ -1,12 +1,8 @@
 """The strategy of MirroredTrainer(average=LocalSGD(H)): ranks train on their own for H steps, then average.
 
-`trainers.local_sgd` has the arithmetic, and names the papers. Between two averages a rank updates its replica with the
-mean gradient over its own rows of each global batch. All ranks take the same steps, except that a rank without rows in
-a short batch takes none. After the steps of a round, and at the end of an epoch, the ranks meet: one small message has
-their flags and the metrics of all steps since they last met.
-
-The state of the inner optimizer (momentum, Adam's moments) stays on each rank; it is neither averaged nor reset, as in
-DiLoCo. A checkpoint has that of every rank.
+Between two averages (`trainers.local_sgd`) a rank updates its replica with the mean gradient over its own rows; without
+rows in a short batch it takes no step. After a round, and at the end of an epoch, the ranks meet: one small message has
+their flags and metrics. The state of the inner optimizer stays on each rank; a checkpoint has that of every rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,17 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from allreduce import notices
 from allreduce.arrays.gpu import on_host
-from allreduce.call.queue import Queue, Worker
 from allreduce.elastic.standby import JOINED
-from allreduce.errors import UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import combine, together
 from trainers.backends import allocate_own
 from trainers.data import Batch, BatchSource
 from trainers.errors import ArgumentError, ModelFileError
-from trainers.local_sgd.rounds import Done, Rounds, Submit
+from trainers.local_sgd.rounds import Rounds
 from trainers.options.average import LocalSGD
 from trainers.replica import attach, changing_entries, check_divisible, copied, snapshot_of
 from trainers.state.adopt import OUTER, RATES, Arrays, Piece
@@ -124,7 +117,6 @@ class LocalMirrored(Mirrored):
         super().__init__(*given)
         assert isinstance(self.average, LocalSGD)
         self.local = self.average
-        self._queue: Queue | None = None  # of averages that overlap with inner steps
         self._meter: RoundMeter
         self._added: list[np.ndarray] = []  # a row of RoundMeter.add for each step since the ranks have met
         self._batches: BatchSource  # of the fit
@@ -152,45 +144,24 @@ class LocalMirrored(Mirrored):
         self._trained = replica.parameter_count
         dtype = "float64" if replica.gradient_dtype == "float64" else "float32"
         # Between an inner step and the next gradients the gradient buffer is free.
-        free = not local.delay and replica.gradient_dtype == dtype
-        delta = self._gradients if free else self.core.allocate(length, dtype)
+        delta = self._gradients if replica.gradient_dtype == dtype else self.core.allocate(length, dtype)
         self.core.describe(delta)
         self._messages = self.group.topology.private()
         given = local, self._messages, [self._parameters], self.allreduce, Flat(delta, delta)
-        self.rounds = Rounds(*given, self._submit(), length - self._trained)
+        self.rounds = Rounds(*given, averaged=length - self._trained)
         self.core.owners = LocalOwners(self.core, self.steps, self.rounds)
 
     def _bind(self) -> None:
         check_divisible(self.replica, whole=True)
         attach(self.replica, self._parameters, self._gradients)
 
-    def _submit(self) -> Submit:
-        """Return how averages run: at once, or in a thread if inner steps go on meanwhile. Collective."""
-        self._queue = None
-        if not self.local.delay:
-            return Done
-        worker, name = self.group.topology.service(Worker), f"averages of {self.name}"
-        try:
-            self._queue = worker.queue(name, threaded=True)
-        except UnavailableError as error:  # on all ranks
-            notices.once(self.group.rank, f"parameters are averaged after inner steps, not during them: {error}")
-            self._queue = worker.queue(name)
-        return self._queue.submit
-
     def close(self) -> None:
         if self.rounds is not None:
-            if self._queue is not None:
-                self._queue.close()
             self.group.topology.release(self._messages)
         super().close()
 
-    def abandon(self) -> None:
-        if self._queue is not None:
-            self._queue.abandon()
-        super().abandon()
-
     def _drop_buffer(self) -> None:
-        self.rounds = self._queue = None  # type: ignore[assignment]
+        self.rounds = None  # type: ignore[assignment]
         self._gradients = np.empty(0)
         super()._drop_buffer()
 

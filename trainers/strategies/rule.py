@@ -51,7 +51,7 @@ class UpdateRule(AppliedTransforms):
         """Use these transforms from now on, in a new fit. Local, called on all ranks. Raises ArgumentError if two of
         their meters have one name, or one has that of a metric."""
         self.start([each.start(self._replica) for each in transforms], self._replica.metrics if transforms else ())
-        self._early = all(each.early or type(each).compute is Applied.compute for each in self.applied)
+        self._early = all(type(each).compute is Applied.compute for each in self.applied)
         self._asks: bool | None = None  # whether ranks ask each other in each step, see `hold_unused`; None: not known
         compute: Compute = self._computed
         for each in reversed(self.applied):

@@ -30,19 +30,16 @@ ROUNDING = 1e-9  # a sum of shares this close to 1 counts as 1
 class First(Policy):
     """Takes a step by the first gradients that arrive, and drops those that come later.
 
-    shard: all parameters. tally: accumulates the metrics of the steps. workers: the number of ranks. spare: the number
-        of ranks for which a step does not wait. first: the first step. steps: of the epoch; None if they are not known.
-    divided: whether the ranks have different rows, of a stream: the epoch then ends when all streams have. holders:
-        returns the number of ranks that have rows of a step; None for a stream.
-    begin_step: sets the learning rates of a step of the epoch. span: as Stopwatch.span.
+    workers: the number of ranks. spare: for how many of them a step does not wait. first: the first step. steps: of the
+        epoch, or None. divided: the ranks have different rows of a stream. holders: returns the number of ranks that
+        have rows of a step, or None. begin_step: sets the learning rates of a step. span: as Stopwatch.span.
 
-    A push carries the metrics of a rank's rows; whether it has gradients for each of Replica.optional; the mean weight
-    that its loss has counted; the rank's share of the batch, by which gradients and all numbers before are multiplied;
-    and the rows of the batch. Nobody knows the batch of divided rows: its rows and the share are then those of the
-    rank, and the gradients are not multiplied, because 16-bit floats may not hold the products.
+    A push carries a rank's metrics, whether it has gradients for each of Replica.optional, and the mean weight, all
+    multiplied by the rank's share of the batch, as the gradients are; then the share and the rows of the batch. Of
+    divided rows the share and the rows are those of the rank, and the gradients are not multiplied.
 
-    done: the number of steps taken. sizes: the rows of the steps taken here. dropped: the number of gradients that were
-    not used. cut_short: whether the epoch was ended before its last step. error: the error of an update, or None.
+    done: the number of steps taken. sizes: the rows of these steps. dropped: the number of gradients that were not
+        used. cut_short: whether the epoch was ended before its last step. error: of an update, or None.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import numpy as np
 
 from allreduce import notices
 from allreduce.transport.control import root_value
-from trainers.checks import LEARNING_RATES, MAJORITY, Compared, Source, check_equal, options_error
+from trainers.checks import LEARNING_RATES, Compared, check_equal, options_error
 from trainers.errors import ArgumentError
 from trainers.replica import parameter_slices
 from trainers.state.adopt import mirror
@@ -21,10 +21,7 @@ class CheckDivergence(Callback):
     every: the number of steps between checks. Trainers with servers have equal parameters only at the end of an epoch;
         there the check follows each epoch.
     on_divergence: "raise": all ranks raise the same DivergenceError, which names ranks and parameters. "copy": log a
-        warning, copy one rank's replica to all ranks, and continue.
-    source: the replica that is copied. "majority": the one that most ranks have, in a tie that of the lowest rank. Or a
-        rank's number at the beginning of the fit; if this rank fails and the fit continues, the majority is used from
-        then on, with a warning.
+        warning, copy the replica that most ranks have to all ranks (in a tie that of the lowest rank), and continue.
 
     A check reads the state once (a CRC-32), and costs a message of 16 bytes. State of which there is one copy only
     (update="sharded", central storage) is left out; a notice at the beginning lists it. Raises ArgumentError on all
@@ -34,42 +31,25 @@ class CheckDivergence(Callback):
     collective = True
     reads_batches = False
 
-    def __init__(self, every: int = 100, on_divergence: str = "raise", source: str | int = MAJORITY) -> None:
-        self.every, self.on_divergence, self.source = every, on_divergence, source
-        self._source: Source | None = None  # in a fit
-        self._joins = False  # this rank joins a fit, and does not know the others' source yet
+    def __init__(self, every: int = 100, on_divergence: str = "raise") -> None:
+        self.every, self.on_divergence = every, on_divergence
         self.copies = 0  # how often a replica was copied
         self._steps = 1  # of an epoch
 
     def __repr__(self) -> str:
-        return f"CheckDivergence(every={self.every!r}, on_divergence={self.on_divergence!r}, source={self.source!r})"
+        return f"CheckDivergence(every={self.every!r}, on_divergence={self.on_divergence!r})"
 
     def set_params(self, params: dict[str, Any]) -> None:
         self._steps = params["steps"] or 0  # of a stream that are not known: each epoch is counted from its beginning
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         trainer = self.trainer
-        self._joins = trainer.rank < 0
-        wrong = options_error(self.every, self.on_divergence, self.source, None if self._joins else trainer.size)
+        wrong = options_error(self.every, self.on_divergence)
         trainer.group.agree(repr(self), ArgumentError(f"CheckDivergence: {wrong}") if wrong else None)
-        self._source = Source(MAJORITY if self._joins else self.source, trainer.group.comm)
         apart = trainer.strategy.owners.not_replicated()
         if apart:
             texts = [f"{name} ({why})" for name, why in apart.items()]
             notices.once(trainer.rank, f"CheckDivergence does not compare state without copies: {', '.join(texts)}")
-
-    def on_ranks_change(self) -> None:
-        if self._source is not None:
-            self._source.find_again(self.trainer.group.comm)
-        self._joins = False
-
-    def state(self) -> dict[str, Any]:
-        number = None if self._source is None else self._source.number
-        return {"source": -1 if number is None else number}
-
-    def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        if self._joins and self._source is not None and state["source"] >= 0:  # a resumed fit has other ranks
-            self._source.number = int(state["source"])
 
     def between_steps(self, epoch: int, batch: int) -> None:
         # counted from the beginning of the fit, so that all ranks check after the same steps, also after a failure
@@ -84,11 +64,9 @@ class CheckDivergence(Callback):
 
     def _check(self, when: str) -> None:
         """Compare the replicas, and do what `on_divergence` says. Collective."""
-        assert self._source is not None
         trainer = self.trainer
         read = partial(_compared, trainer.replica, trainer.strategy.owners.not_replicated())
-        answer = self.on_divergence, self._source.rank
-        self.copies += check_equal(trainer.group.comm, read, *answer, self._copy, f"{when} ")
+        self.copies += check_equal(trainer.group.comm, read, self.on_divergence, self._copy, f"{when} ")
 
     def _copy(self, root: int) -> None:
         """Copy the replica of rank `root` to all ranks. Collective."""

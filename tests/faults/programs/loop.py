@@ -32,7 +32,7 @@ class Loop:
         options: dict[str, Any] = {"transforms": [] if self.local else [ClipNorm(1e6)]}
         backend: Any = plan.backend
         if self.local:
-            options["average"] = LocalSGD(ROUND, outer="diloco", fragments=2, delay=1)
+            options["average"] = LocalSGD(ROUND, outer="diloco", fragments=2)
         elif plan.program.startswith("sharded"):
             options["update"] = Sharded(copies=plan.copies)
         else:

@@ -128,7 +128,7 @@ def _made(plan: Plan, topology: Topology | None) -> Trainer:
         options |= {"updates": "sync"} if plan.trainer == "synchronous servers" else {"max_staleness": 8}
         return ParameterServerTrainer(replica, topology, **options)
     if plan.trainer == "local SGD":
-        options["average"] = LocalSGD(ROUND, outer="diloco", fragments=2, delay=1, alpha=0.5)
+        options["average"] = LocalSGD(ROUND, outer="diloco", fragments=2)
     if plan.framework == "torch":
         options["buckets"] = model.buckets(plan)
     update = Sharded(copies=plan.copies) if plan.trainer == "sharded" else "replicated"

@@ -91,10 +91,6 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
             "it is not known to update each element, or each tensor, independently of the others",
         ),
         "fragments": (fine, {"average": LocalSGD(9999, fragments=9999)}, option, "this model has only"),
-        "no thread": (
-            fine, {"average": LocalSGD(4, delay=1), "buckets": Buckets(False)}, option,
-            "which Buckets(overlap=False) forbids",
-        ),
         "local, sharded": (fine, {"average": LocalSGD(4), "update": "sharded"}, option, 'use update="replicated"'),
         **{
             str(bad): (fine, {"transforms": [bad]}, option, words)
@@ -102,7 +98,6 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
                 (CheckDivergence(1, "ignore"), "on_divergence='ignore'"),
                 (CheckDivergence(-1), "CheckDivergence: every must be an integer >= 0, got -1"),
                 (CheckDivergence(True), "got True"),
-                (CheckDivergence(1, "copy", 3), "got 3"),
                 (CheckGradients("ignore"), "on_bad='ignore'"),
             )
         },

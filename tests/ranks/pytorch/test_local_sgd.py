@@ -61,12 +61,10 @@ def put(model: nn.Module, flat: torch.Tensor) -> None:
 class Reference:
     """The papers' algorithms with a torch.optim.SGD as the outer optimizer. steps: of each rank in a round."""
 
-    def __init__(
-        self, kind: str, steps: list[int], fragments: int = 1, delay: int = 0, alpha: float = 0.0, **outer: Any
-    ) -> None:
+    def __init__(self, kind: str, steps: list[int], fragments: int = 1, **outer: Any) -> None:
         self.models = [network() for _ in steps]
         self.optimizers = [OPTIMIZERS[kind](model.parameters()) for model in self.models]
-        self.steps, self.fragments, self.delay, self.alpha = steps, fragments, delay, alpha
+        self.steps, self.fragments = steps, fragments
         whole = flat_of(self.models[0])
         self.spans = [chunk(len(whole), fragments, at) for at in range(fragments)]
         self.start = [nn.Parameter(whole[span].clone()) for span in self.spans]
@@ -85,11 +83,9 @@ class Reference:
         for turn in range(turns):
             at = turn % self.fragments
             for rank, steps in enumerate(self.steps):
-                self.run(rank, steps // self.fragments - self.delay)
+                self.run(rank, steps // self.fragments)
             self.send(at)
-            for rank in range(len(self.steps)):
-                self.run(rank, self.delay)
-            self.apply(at, self.alpha)
+            self.apply(at)
 
     def send(self, at: int) -> None:
         span, start = self.spans[at], self.start[at]
@@ -98,20 +94,18 @@ class Reference:
         changes = torch.stack([start.detach() - flat_of(model)[span] for model in self.models])
         start.grad = (changes * torch.from_numpy(weights).float()[:, None]).sum(0)
 
-    def apply(self, at: int, alpha: float) -> None:
+    def apply(self, at: int) -> None:
         self.outer[at].step()
-        if alpha == 0:
-            self.since[at] = 0
         for model in self.models:
             flat = flat_of(model)
-            flat[self.spans[at]] = alpha * flat[self.spans[at]] + (1 - alpha) * self.start[at].detach()
+            flat[self.spans[at]] = self.start[at].detach()
             put(model, flat)
 
     def end(self) -> None:
         for at in range(self.fragments):
             if self.since[at].any():
                 self.send(at)
-                self.apply(at, 0.0)
+                self.apply(at)
         for model in self.models:
             put(model, torch.cat([each.detach() for each in self.start]))
 
@@ -126,14 +120,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"lr": 0.5, "momentum": 0.8},
     ),
     "fragments": ("adamw", {"average": LocalSGD(4, outer="diloco", fragments=2)}, {"fragments": 2, **DILOCO}),
-    "delay": ("sgd", {"average": LocalSGD(4, delay=2)}, {"delay": 2}),
-    "streaming": (
-        "adamw",
-        {
-            "average": LocalSGD(6, outer="diloco", fragments=2, delay=2, alpha=0.5),
-        },
-        {"fragments": 2, "delay": 2, "alpha": 0.5, **DILOCO},
-    ),
 }
 
 
@@ -189,7 +175,7 @@ def test_dtypes_and_compression(
     "options",
     [
         {"average": LocalSGD(4)},
-        {"average": LocalSGD(4, fragments=2, delay=1)},
+        {"average": LocalSGD(4, fragments=2)},
         {"average": LocalSGD(4), "transforms": [CheckDivergence(1)]},
     ],
     ids=["whole", "fragments", "compared"],
@@ -323,7 +309,7 @@ def test_gradients_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Top
 def test_replicas_that_differ_after_a_round(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     for answer in ("raise", "copy"):
         model = network()
-        options: dict[str, Any] = {"transforms": [CheckDivergence(2, answer, 0)]}
+        options: dict[str, Any] = {"transforms": [CheckDivergence(2, answer)]}
         options["average"] = LocalSGD(2, outer="diloco")
         with mirrored(plain_sgd(model), model, topology=flat, **options) as optimizer:
             if RANK == 1:

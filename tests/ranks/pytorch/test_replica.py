@@ -425,7 +425,7 @@ def test_named_errors(flat: allreduce.Topology) -> None:
                 trainer.fit(x, y, progress=False)
 
 
-@pytest.mark.parametrize("average", [LocalSGD(4), LocalSGD(4, outer="diloco", fragments=2, delay=1)])
+@pytest.mark.parametrize("average", [LocalSGD(4), LocalSGD(4, outer="diloco", fragments=2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_local_sgd_averages_parameters_and_statistics(
     world: MPI.Intracomm, flat: allreduce.Topology, dtype: torch.dtype, average: LocalSGD

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.errors import RankLostError
+from allreduce.errors import CommunicationError, RankLostError
 from trainers import MirroredTrainer, NumpyNetwork, Sharded
 from trainers.group import broadcast_arrays
 from trainers.recovery import recovery
@@ -205,3 +205,6 @@ def test_broadcast_arrays_have_the_dtypes_and_shapes_of_the_root(world: MPI.Intr
     for name, array in state.items():
         assert (came[name].dtype, came[name].shape) == (array.dtype, array.shape)
         assert came[name].tobytes() == array.tobytes()
+    objects = {"objects": np.array([None])} if world.rank == root else {}
+    with pytest.raises(CommunicationError, match=f"a test: objects of rank {root} has Python objects"):
+        broadcast_arrays(world, objects, root, "a test")

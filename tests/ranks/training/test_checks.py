@@ -91,12 +91,10 @@ def test_who_differs_in_what(
         assert trainer.parameters_sha256() == right
 
 
-def test_a_rank_that_is_right(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+def test_the_options_of_a_check(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     with made(flat) as trainer:
-        fit(trainer, *([Edits(bias)] if world.rank == 1 else []), CheckDivergence(2, "copy", source=1))
-        assert len(set(trainer.parameters_sha256())) == 1
-        wrong = raised(world, ArgumentError, lambda: fit(trainer, CheckDivergence(2, "copy", source=3)))
-        assert 'source must be "majority", or a rank, 0 to 2, got 3' in wrong
+        wrong = raised(world, ArgumentError, lambda: fit(trainer, CheckDivergence(2, "ignore")))
+        assert "on_divergence='ignore' is unknown" in wrong
         other = CheckDivergence(2 + (world.rank == 2))
         assert "every=3" in raised(world, DisagreementError, lambda: fit(trainer, other))
 

@@ -166,6 +166,17 @@ def read_by_one(source: Any, rows: str = "divided", steps: int | None = None, sa
     return batches
 
 
+def test_an_iterator_can_not_go_on_from_a_checkpoint() -> None:
+    x, y = data()
+    first, again = (read_by_one(iter([(x, y)] * 4), "whole", 4, saves=True) for _ in range(2))
+    for step in range(2):
+        first.begin(0, step)
+        first.learn(step, len(x))
+    again.seek(0, 2, 2, *first.tell(0, 2))
+    with pytest.raises(DataError, match="is an iterator and can't be read again from its beginning"):
+        again.begin(0, 2)
+
+
 def test_a_fit_goes_back_to_its_first_batch() -> None:
     """From the first batch of the second epoch, whose number in its epoch is the same."""
     batches = read_by_one(Numbered(1))

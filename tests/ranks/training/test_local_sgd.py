@@ -19,8 +19,7 @@ import allreduce
 from allreduce.arrays.dtypes import parse
 from allreduce.arrays.gpu import on_host
 from allreduce.call.call import Call
-from allreduce.call.queue import Worker
-from allreduce.errors import DisagreementError, UnavailableError
+from allreduce.errors import DisagreementError
 from allreduce.health.dump import Entry
 from tests.gpu import fake_cupy
 from tests.ranks.together import raised_everywhere
@@ -28,10 +27,9 @@ from tests.ranks.training import fits
 from tests.ranks.training.fits import SIZE, Once, data
 from trainers import Checkpoint, LocalSGD, MirroredTrainer, NumpyNetwork
 from trainers.callbacks import Callback, CheckDivergence, CheckGradients, EarlyStopping
-from trainers.errors import ArgumentError, CheckpointError, DivergedError, ModelFileError, NotFiniteError
+from trainers.errors import ArgumentError, DivergedError, ModelFileError, NotFiniteError
 from trainers.files import checkpoint as files
 from trainers.files import model_file
-from trainers.fit.checkpointing import Saver
 from trainers.local_sgd.rounds import Rounds
 from trainers.state.sharded import Flat
 from trainers.watching.history import History
@@ -88,7 +86,7 @@ class Watching(Callback):
         self.equal.append(len(set(self.world.allgather(bits))) == 1)
 
 
-STREAMED = LocalSGD(8, fragments=2, delay=2, alpha=0.25)
+STREAMED = LocalSGD(8, fragments=2)
 SCHEDULES = pytest.mark.parametrize("average", [LocalSGD(8), STREAMED], ids=["whole", "streamed"])
 
 
@@ -131,31 +129,6 @@ def test_a_resumed_training_has_the_same_bits(
         trained("parts", 1, [at_batch(crash, 2, 3)] if flat.rank == SIZE - 1 else [])
     flat.agree([], "rank 0 has written")
     assert trained("parts", flat.rank, resume=True) == whole
-
-
-@several
-def test_a_checkpoint_that_rank_0_cant_write_ends_the_average_that_has_begun(
-    world: MPI.Intracomm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On all ranks, also where no thread takes averages and a rank that waits for one does its work."""
-    queue = Worker.queue
-
-    def without_threads(worker: Worker, name: str, threaded: bool = False, **options: Any) -> Any:
-        if threaded:
-            raise UnavailableError("no threads, on purpose")
-        return queue(worker, name, **options)
-
-    def finish(saver: Saver) -> None:
-        if world.rank == 0:
-            raise CheckpointError("the disk is full, on purpose")
-
-    monkeypatch.setattr(Worker, "queue", without_threads)
-    monkeypatch.setattr(Saver, "finish", finish)
-    with allreduce.Topology(world, timeout=5) as ranks:
-        trainer = MirroredTrainer(network(), "ring", ranks, average=LocalSGD(6, delay=2))
-        with pytest.raises(CheckpointError, match="the disk is full"):  # after 5 steps; an average begins after 4
-            fitted(trainer, checkpoint=str(folder))
-        trainer.close()
 
 
 @SCHEDULES

@@ -109,20 +109,6 @@ def test_a_fit_resumes_on_shards_with_the_same_columns_only(made: Path, flat: al
         trained(trainer, data, 3, checkpoint=checkpoint, resume=True)
 
 
-def test_rank_0_warns_of_one_large_shard(
-    folder: Path, world: MPI.Intracomm, flat: allreduce.Topology, caplog: pytest.LogCaptureFixture
-) -> None:
-    if world.rank == 0:
-        folder.mkdir()
-        for number, rows in enumerate((400, 5, 5, 5, 5)):
-            np.savez(folder / f"part-{number}.npz", x=np.ones((rows, 3)), y=np.arange(rows) % 2)
-    world.Barrier()
-    data = load(folder, "npz", flat)
-    with MirroredTrainer(network_of(data, (6,)), "native", flat) as trainer, caplog.at_level("WARNING", "trainers"):
-        trainer.fit(data.train, epochs=1, **SIZES)
-    assert caplog.text.count("of the rows, and the others wait") == (flat.size > 1 and flat.rank == 0)
-
-
 def test_an_evaluation_reads_all_shards_after_other_ranks_have_failed(
     made: Path, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 arrive, and deal parts of batches."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from allreduce import notices
 from allreduce.errors import CommunicationError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine, everywhere, together
@@ -34,7 +32,7 @@ from trainers.strategies.servers.mailbox import (
 from trainers.strategies.servers.options import Options
 from trainers.strategies.servers.server import Policy, Server, Shard
 from trainers.strategies.servers.service import HOW_FAR, ServerStrategy, wait_before_raising
-from trainers.strategies.servers.worker import WorkerRanks, divide, uneven_text
+from trainers.strategies.servers.worker import WorkerRanks
 
 EMPTY, DROPPED = -1, -2  # outcomes of a part that was not applied: no gradients, dropped
 
@@ -318,12 +316,10 @@ class AsynchronousServers(ServerStrategy):
     def _assign(self, group: RankGroup) -> None:
         self.servers = self._options.owners(group.size)
         ranks = [rank for rank in range(group.size) if rank not in self.servers]
-        nodes, size = group.topology.layout.nodes_of_ranks, self._options.ranks_per_worker
-        self.workers = divide(ranks, nodes, size)
+        size = self._options.ranks_per_worker
+        self.workers = tuple(tuple(ranks[first : first + size]) for first in range(0, len(ranks), size))
         self._first_workers = len(self.workers)
         self._own_numbers = list(range(self._first_workers))  # of the workers that remain, before any failed
-        if text := uneven_text(self.workers, nodes, size):
-            notices.once(group.rank, text)
 
     def follow(self, previous: tuple[int, ...]) -> None:
         numbered = zip(self._own_numbers, self.workers, strict=True)
@@ -336,9 +332,7 @@ class AsynchronousServers(ServerStrategy):
         group = self.group
         mine = next((ranks for ranks in self.workers if group.rank in ranks), self.servers)
         number = self.workers.index(mine) if mine in self.workers else len(self.workers)
-        layout = group.topology.layout
-        sizes = list(Counter(map(layout.node_of, mine)).values()) if layout.simulated else None
-        part = group.topology.split(number, sizes)
+        part = group.topology.split(number)
         if number == len(self.workers):
             together(group.comm, part.close)
             return

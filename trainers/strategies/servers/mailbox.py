@@ -22,13 +22,10 @@ UNIT = 64  # bytes; counts of messages are multiples of it, so that they fit a C
 class Header(NamedTuple):
     """The header of a message: int64 fields.
 
-    kind: the purpose of the message: one of the constants below that belong to its tag.
-    step: the step, or the number of the dealt part of a batch.
+    kind: one of the constants below that belong to the message's tag. step: the step, or the number of the dealt part.
     version: the number of updates in the parameters that the message carries, or that its gradients were computed with.
-    halt: nonzero if the sender asks to end the epoch: STOP, because a callback asked for it; FAILED, because it met an
-        error.
-    taken: the number of pushes that the first server had processed when it dealt the part. Other servers reply once
-        they have processed as many.
+    halt: nonzero asks to end the epoch: STOP, because a callback asked for it; FAILED, because of an error. taken: the
+    pushes that the first server had processed when it dealt the part; others reply once they have processed as many.
     """
 
     kind: int = 0

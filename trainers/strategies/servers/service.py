@@ -301,9 +301,6 @@ class ServerStrategy(Strategy, Owners):
         staleness, dropped, self.cut_short = root_value(self.group.comm, counts, what, self.servers[0])
         return {"staleness": staleness, "dropped": dropped}
 
-    def synchronize_state(self) -> None:
-        self._worker.fence()
-
     def snapshot(self, memory: dict[str, np.ndarray], wanted: bool) -> dict[str, np.ndarray]:
         complete(self)
         return together(self.group.comm, lambda: snapshot_of(self.replica, memory) if wanted else {})

@@ -1,6 +1,6 @@
 """A worker of several ranks: they divide its rows and average their gradients; one of them speaks with the servers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
@@ -10,47 +10,11 @@ from allreduce.topology import Topology
 from allreduce.transport.control import combine
 from allreduce.transport.wait import wait_for
 from trainers.backends import backend_for
-from trainers.state.owners import NodeMemory
 from trainers.stopwatch import Stopwatch
 from trainers.strategies.servers.mailbox import Header
 
 Workers = tuple[tuple[int, ...], ...]
 """The ranks of each worker, in order. The first rank of a worker is its leader."""
-
-
-def divide(ranks: Sequence[int], nodes: Sequence[int], size: int) -> Workers:
-    """Divide `ranks` into workers of `size` ranks each; at most one worker is smaller. Local.
-
-    Each node gets as many whole workers as fit. The ranks that remain form workers that span nodes. The workers are
-    sorted by their first ranks. nodes: the node of each rank of the group.
-    """
-    of_node: dict[int, list[int]] = {}
-    for rank in ranks:
-        of_node.setdefault(nodes[rank], []).append(rank)
-    rest: list[int] = []
-    workers: list[tuple[int, ...]] = []
-    for here in of_node.values():
-        whole = len(here) // size * size
-        workers += _cut(here[:whole], size)
-        rest += here[whole:]
-    return tuple(sorted(workers + _cut(rest, size)))
-
-
-def _cut(ranks: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    return [tuple(sorted(ranks[first : first + size])) for first in range(0, len(ranks), size)]
-
-
-def uneven_text(workers: Workers, nodes: Sequence[int], size: int) -> str:
-    """Return a notice about workers that are smaller than `size` or span nodes, as text; "" if there are none."""
-    small = [ranks for ranks in workers if len(ranks) < size]
-    wide = [ranks for ranks in workers if len({nodes[rank] for rank in ranks}) > 1]
-    texts = [f"{_named(ranks)} {'is' if len(ranks) == 1 else 'are'} a smaller worker" for ranks in small]
-    texts += [f"the worker of {_named(ranks)} spans nodes, which is slower" for ranks in wide]
-    return f"ranks_per_worker={size}: {'; '.join(texts)}" if texts else ""
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class WorkerRanks:
@@ -65,7 +29,6 @@ class WorkerRanks:
         self._clock, self._topology = clock, topology
         self._backend: AllReduce | None = None
         self._sum: Callable[[], object] = lambda: None  # sums `_gradients`
-        self._node: NodeMemory | None = None  # of the parameters
         self._gradients = self._parameters = np.empty(0)
         self.size, self.place = (1, 0) if topology is None else (topology.size, topology.rank)
         # two threads communicate at the same time
@@ -78,15 +41,13 @@ class WorkerRanks:
         return self.place == 0
 
     def allocate(self, backend: str, length: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Return memory for the flat gradients, which `reduce` sums without a copy, and for the flat parameters. On one
-        node the ranks share the memory of the parameters. backend: the name of the backend that sums."""
+        """Return memory for the flat gradients, which `reduce` sums without a copy, and for the flat parameters.
+        backend: the name of the backend that sums."""
         assert self._topology is not None
         self._backend = backend_for(backend, self._topology, "replicated")
         self._gradients = self._backend.allocate(length, dtype, device="cpu")
         self._sum = self._backend.bind(self._gradients, "sum")
-        owned, name = length if self.leads else 0, str(dtype)
-        self._node = NodeMemory(self._topology, self._comm, owned, length, {name: length}, "cpu")
-        self._parameters = self._node.arrays[name] if self._node.arrays else np.zeros(length, dtype)
+        self._parameters = np.zeros(length, dtype)
         return self._gradients, self._parameters
 
     def reduce(self) -> None:
@@ -97,20 +58,11 @@ class WorkerRanks:
             self._clock.stop()
 
     def share_parameters(self) -> None:
-        """Give all ranks the parameters that the leader has written into its memory."""
-        if self.size == 1:
-            return
-        self._clock.start()
-        if self._node is not None and self._node.arrays:
-            self._node.fence()
-        elif self._backend is not None:
+        """Give all ranks the leader's parameters."""
+        if self._backend is not None:
+            self._clock.start()
             self._backend.broadcast(self._parameters)
-        self._clock.stop()
-
-    def fence(self) -> None:
-        """Wait until all ranks have written to parameters that they share."""
-        if self._node is not None:
-            self._node.fence()
+            self._clock.stop()
 
     def announce(self, reply: Header) -> None:
         """Set `dealt` on all ranks to the servers' reply to the leader; other ranks' `reply` is ignored. For the second
@@ -159,4 +111,3 @@ class WorkerRanks:
         """Drop the memory; the topology that contains this one drops the rest. Local."""
         self._gradients = self._parameters = np.empty(0)
         self._sum = lambda: None
-        self._node = None

@@ -1,6 +1,5 @@
 """Accumulate: a rank's rows of a batch are computed in micro-batches."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -11,7 +10,7 @@ from allreduce.arrays.chunks import chunk
 from trainers.arguments import Flag, integer
 from trainers.data import row_count, sliced
 from trainers.options.average import Average, Exact
-from trainers.replica import Replica, parameter_slices, undo_batch
+from trainers.replica import Replica, undo_batch
 from trainers.strategies.transforms.transform import Applied, Compute, Rows, Transform
 
 
@@ -57,14 +56,11 @@ class MicroBatches(Applied):
     statistics become the mean of those of the micro-batches. most: the number of micro-batches, if there are as many
     rows."""
 
-    early = True
-
     def __init__(self, most: int) -> None:
         self._most = most
         self._sum: Any = None  # of the gradients of the micro-batches so far
 
     def compute(self, inner: Compute, rows: Rows) -> Any:
-        """As Applied.compute; `rows.ready` is called in the last micro-batch."""
         memory, replica, every = rows.memory, rows.replica, row_count(rows.data[0])
         count = min(self._most, every)
         if count < 2:
@@ -77,25 +73,8 @@ class MicroBatches(Applied):
                 undo_batch(replica)
                 self._sum = memory.copy() if self._sum is None else self._sum
                 self._sum[:] = memory  # which the replica overwrites
-            left = dict(enumerate(parameter_slices(replica))) if rows.ready and number + 1 == count else {}
-            told = self._adding(memory, left, rows.ready) if rows.ready and left else None
-            values = inner(Rows(sliced(rows.data, span), rows.share * part, memory, replica, told))
+            values = inner(Rows(sliced(rows.data, span), rows.share * part, memory, replica))
             if number:
-                for each in (*left.values(), slice(replica.parameter_count if told else 0, None)):
-                    memory[each] += self._sum[each]
+                memory += self._sum
             means = means + part * (values if gpu.is_gpu_array(values) else np.asarray(values, np.float64))
         return means
-
-    def _adding(self, memory: Any, left: dict[int, slice], ready: Callable[[int], None]) -> Callable[[int], None]:
-        """Return the `ready` of the last micro-batch: it adds the sum of the ones before to a parameter's gradients.
-
-        left: the slices of the parameters that were not told; the function removes its own.
-        """
-
-        def told(parameter: int) -> None:
-            if parameter in left:  # else the strategy refuses the second time
-                part = left.pop(parameter)
-                memory[part] += self._sum[part]
-            ready(parameter)
-
-        return told

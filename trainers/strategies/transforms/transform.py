@@ -36,21 +36,16 @@ class Applied:
     """A transform in one fit: it has what changes while the fit runs. Override the methods that the transform needs.
 
     All methods are local, and called in the order of the list: `start`, `begin`, `plan`, `end_step` on all ranks, the
-    others on the ranks that compute or update. Asynchronous servers, say, call `reduced` on workers, `updated` on
-    servers. An error of one ends the fit on all ranks; the step of an error in `reduced` or `updated` is then spoilt.
-    A MirroredOptimizer calls `begin` and `reduced` alone, and no rank updates after an error (with LocalSGD other ranks
-    do, to the end of the round).
+    others on the ranks that compute or update. An error of one ends the fit on all ranks. A MirroredOptimizer calls
+    `begin` and `reduced` alone.
 
-    meter: adds up a number of each step, of which the logs then have the mean; its name is its own. watchers: callbacks
-    of the fit. needs_squares: whether `reduced` gets the sum of the squares of all gradients, which may cost a message.
-    early: whether a `compute` of its own leaves the gradients alone of which it has told `rows.ready`. Without it,
-    gradients are summed after `compute`, not during it.
+    meter: adds up a number of each step, of which the logs have the mean. watchers: callbacks of the fit.
+    needs_squares: whether `reduced` gets the sum of the squares of all gradients, which may cost a message.
     """
 
     meter: NormMeter | None = None
     watchers: Sequence[Callback] = ()
     needs_squares = False
-    early = False
 
     def begin(self) -> None:
         """The fit begins; called again after a checkpoint has been loaded."""
@@ -68,8 +63,8 @@ class Applied:
     def compute(self, inner: Compute, rows: Rows) -> Any:
         """Compute the gradients of rows by `inner`, once or for parts of them; returns the metrics of all rows.
 
-        Here a rank has the gradients of all parameters, of its own rows. `rows.ready` tells that those of a parameter
-        do not change any more. Parameters must not move here: ranks may share their memory.
+        Here a rank has the gradients of all parameters, of its own rows; with a `compute` of a transform they are
+        summed after it, not during it. Parameters must not move here: ranks may share their memory.
         """
         return inner(rows)
 
