@@ -29,13 +29,11 @@ Key = tuple[tuple[int, ...], float]
 class OptimizerGroup:
     """All MirroredOptimizers of some ranks.
 
-    Members may have different topologies and backends, and ranks may use them in different orders (discriminator before
-    generator, for example). So their calls go through queues of ONE worker, on a topology that the group owns while it
-    has members: each one is a trainers.pytorch.assembly.Assembly.
+    Members may have different topologies and backends, and ranks may use them in different orders. So their calls go
+    through queues of ONE worker, on a topology that the group owns while it has members (Assembly objects).
 
-    Freeing communicators is collective, but Python's garbage collection drops an unclosed optimizer at different times
-    on different ranks. So the group keeps the resources of dropped optimizers. When the next optimizer is created,
-    which is collective, it frees the resources of those that all ranks have dropped.
+    Python drops an unclosed optimizer at different times on different ranks, and freeing communicators is collective:
+    the group keeps its resources until an optimizer is created after all ranks have dropped it.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -124,9 +122,7 @@ class OptimizerGroup:
     def regroup(self) -> RankLostError:
         """Create the members again on the remaining ranks, in a new group. Returns the error that reports the failure.
 
-        Collective over the remaining ranks, which have agreed that a rank has failed (Topology.finished). Replicated
-        parameters and state come from a rank that has done the most steps. Those of a sharded update come from the
-        pieces of all ranks and their backups (copies=2).
+        Collective over the remaining ranks, which have agreed that a rank has failed (Topology.finished).
         """
         members = {number: member for number, member in sorted(self.members.items()) if not member.closed}
         before = world_ranks(self.topology.world)  # asked now: the recovery frees this communicator

@@ -66,19 +66,15 @@ ResultT = TypeVar("ResultT")
 class Reducer:
     """The gradients of some parameters, in buckets of flat buffers, and their reduction.
 
-    trained: the parameters by name, in the order of the model. sparse: the ids of the parameters with sparse
-        gradients. Each has a bucket of its own, after the dense ones; all ranks get its averages (never SCATTERED).
-    options: of the MirroredOptimizer. update="sharded": reduce_scatter instead of all_reduce: each rank gets the
-        averages of the part of each bucket that it owns (SCATTERED), not of the whole bucket (AVERAGED).
-        With LocalSGD no gradients are averaged: there are no buckets and no hooks.
-    backend: allocates the buffers and reduces them. comm: used in the queue only.
+    trained: the parameters by name, in the order of the model. sparse: the ids of those with sparse gradients: each has
+        a bucket of its own, after the dense ones, and all ranks get its averages.
+    options: of the MirroredOptimizer. backend: allocates the buffers and reduces them. comm: used in the queue only.
     queue: runs the reductions, in one order on all ranks. during: whether it does so during backward.
     group, number: the optimizers on these ranks, and the number of this one.
     tensors: with update="sharded", whether a rank updates whole tensors, not slices.
 
-    state: LOCAL: this rank's gradients may not be averaged yet. SCATTERED: averages in this rank's part of each bucket,
-        meaningless values elsewhere. AVERAGED: averages everywhere. While SCATTERED, read only the slices
-        `bucket.share.parts` of dense buckets; `.grad` of a sparse parameter is averaged whole.
+    state: LOCAL: this rank's gradients may not be averaged yet. SCATTERED: dense averages in `bucket.share.parts`,
+        meaningless values elsewhere. AVERAGED: averages everywhere.
     """
 
     def __init__(
@@ -394,9 +390,8 @@ class Backward(Submissions):
     """The reduction of the gradients of one backward pass.
 
     `arrived` is called for each gradient, then `finish`; or `abandon`, when autograd raised. In any case every bucket
-    is submitted, in the same order on every rank, since other ranks wait for it. With the last bucket the ranks
-    exchange which parameters they have used and whether there was an error. All of them raise the same error, so a
-    backward pass fails on all ranks or on none.
+    is submitted, since other ranks wait for it. With the last one the ranks exchange errors and the parameters that
+    they have used, so a backward fails on all ranks or on none.
     """
 
     def __init__(self, reducer: Reducer, call: str) -> None:
