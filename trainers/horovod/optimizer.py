@@ -245,11 +245,6 @@ class Averaging:
             self._register(trained, [(each,) for each in trained])
 
     @property
-    def calls(self) -> int:
-        """The number of reductions in a step."""
-        return len(self._groups)
-
-    @property
     def under_way(self) -> bool:
         """Whether gradients are being averaged, or wait to be averaged."""
         return bool(self._handles) or self._complete
