@@ -84,6 +84,7 @@ class Replica(ABC):
         in the framework's own memory. The replica then has `arrays` and `put`.
     whole_tensors: the slices of the tensors, if a rank can update only whole ones; () if it can update any, or none.
     allocates: whether a step allocates and frees memory; the trainer then tells malloc to keep freed memory.
+    checks_batches: whether `check` is so cheap that it is called for each batch, where no data could be checked before.
     notices: texts that the trainer logs once, on rank 0, when it is made.
     unseeded: why the random numbers of `gradients` can't be seeded. "": Python, NumPy and PyTorch draw them.
     kernels: fast implementations. kernels.test(agree), called on all ranks, keeps those that are right on the CPUs of
@@ -150,6 +151,7 @@ class Replica(ABC):
     keeps_memory: bool = False
     whole_tensors: tuple[slice, ...] = ()
     allocates: bool = True
+    checks_batches: bool = False
     notices: tuple[str, ...] = ()
     unseeded: str = ""
     kernels: Any = None
@@ -309,14 +311,8 @@ class Replica(ABC):
         if state:
             raise ModelFileError(f"{type(self).__name__} has no local state, got {sorted(state)}")
 
-    def check(  # noqa: B027, a replica may take anything
-        self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False
-    ) -> None:
-        """Raise ArgumentError if the model does not accept such data; y is None for a prediction.
-
-        batch: whether these are the rows of one batch of many, none of which could be checked in advance; the check
-            should then be cheap.
-        """
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:  # noqa: B027, it may take all
+        """Raise ArgumentError if the model does not accept such data; y is None for a prediction."""
 
     @final
     def save(self, path: str) -> None:
@@ -559,13 +555,14 @@ def weight_of(replica: Replica, y: Tree) -> float:
 
 
 def check_rows(replica: Replica, data: Data, batch: bool = False) -> None:
-    """Raise ArgumentError if the replica does not accept these rows. batch: see Replica.check."""
+    """Raise ArgumentError if the replica does not accept these rows. batch: they are one batch of many."""
     if len(data) > 2 and not replica.takes_weights:
         kind = type(replica).__name__
         raise ArgumentError(
             f"this {kind} can't weigh rows: leave out sample_weight and class_weight, or use another one"
         )
-    replica.check(*data, batch=batch)
+    if replica.checks_batches or not batch:
+        replica.check(*data)
     if replica.loss_name and replica.divided and len(data) == 2 and not (batch and replica.compared):
         compare_losses(replica, *data)
 

@@ -159,9 +159,7 @@ class JaxReplica(FlatReplica):
         copied.load_state(self.state())
         return copied
 
-    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
-        if batch:
-            return
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
         model = self._model()
         with feeding("apply, loss or a metric", x, y):
             if y is None:

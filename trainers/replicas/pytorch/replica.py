@@ -323,9 +323,7 @@ class TorchReplica(FlatReplica):
         for name, each in here.items():
             each.copy_(torch.from_numpy(np.array(state[name])))
 
-    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
-        if batch:
-            return
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
         with self._evaluating(), torch.no_grad(), feeding(type(self.module).__name__, x, y):
             first = slice(1)
             self._check_frozen()
