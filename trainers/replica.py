@@ -49,80 +49,67 @@ class Replica(ABC):
 
     The trainer sets:
     memory: the flat parameters: the array that `bind` got; None if they are in the framework's own arrays.
-    still: before `update`, which leaves these parameters and their optimizer state as they are: no rank has a gradient
-        for them. One bool for each of the `optional` parameters.
-    ready: during `gradients`, if the replica is `early`: ready(number) tells that the gradients of parameter `number`
-        (in the order of `shapes`, from 0) are in the buffer, and do not change any more. Each parameter is told at most
-        once; the others are complete when `gradients` returns. `shapes` must have all.
-    undoable: if a batch may be repeated or left out, or is computed in micro-batches; the replica then keeps the data
-        of `undo`.
+    still: for each of the `optional` parameters, whether `update` leaves it and its optimizer state as they are.
+    ready: during `gradients`, if the replica is `early`: ready(number) tells, at most once, that the gradients of
+        parameter `number` (in the order of `shapes`, which must have all) are in the buffer, and do not change.
+    undoable: if batches may be repeated, left out or computed in micro-batches: the replica keeps the data of `undo`.
     divided: if the rows of a batch are computed in parts, by several ranks or as micro-batches.
     compared: whether it has compared the losses of `loss_name`.
     average: the moving average of the parameters, if there is one; see trainers.arrays.average.
-    cuts: where ranks' slices of the parameters begin. An update whose bits depend on the ends of an array (PyTorch's
-        fused kernels) is split there, so that nodes that divide unevenly compute the same bits.
+    cuts: where ranks' slices begin; an update whose bits depend on the ends of an array is split there.
     hold: the trainer that uses the replica.
 
     Of the loss:
     takes_weights: whether rows may have weights. If not, the methods get no argument `weights`, and may lack it.
-    loss_name: the name of the loss, if it may be no mean over the rows. The trainer then compares the losses of some
-        rows and of their halves, by `evaluate`, before it divides batches. "": it is a mean, or it `counts`.
+    loss_name: the name of the loss, if it may be no mean over the rows: the trainer then compares the losses of some
+        rows and of their halves. "": it is a mean, or it `counts`.
     counts: whether the loss may ignore rows, or weigh them by their targets; see `counted`.
 
     Of the model, to save, load and use it:
     config: the arguments from which this replica can be rebuilt, as JSON types, for `save`.
     essentials: names in `config` whose values a saved model must share to be restored here.
     features: the numbers in a row of x, if it must have just as many; otherwise None.
-    columns: the facts learned of the table with the rows (`datasets.load(...).columns`), None without a table. It is
-        saved with the model, so that `Trainer.predict` takes tables of the same kind.
+    columns: the facts learned of the table with the rows (`datasets.load(...).columns`), saved for `Trainer.predict`.
     probabilities: whether `predict` returns the probabilities of classes.
-    scores: the meaning of the outputs of `predict`, for an export: "probabilities" or "logits" of classes; "" if it is
-        unknown.
+    scores: the meaning of the outputs of `predict`: "probabilities" or "logits" of classes; "" if it is unknown.
 
     Of the framework; most replicas leave these as they are here:
     device: "cpu" or "cuda", where the gradients are.
     statistics: the number of averaged values that follow the gradients of the trained parameters.
-    optimizer_state: the state of the optimizer, if it is not in `others`: it has elementwise, pack, shapes, load and
-        elements, as trainers.replicas.flat.FlatOptimizer.
+    optimizer_state: the state of the optimizer, if it is not in `others`: a trainers.replicas.flat.FlatOptimizer.
     optional: the number of parameters, if a batch may leave some of them without a gradient; else 0.
-    unused: which of the `optional` parameters the last `gradients` left without a gradient: one bool for each.
+    unused: for each of the `optional` parameters, whether the last `gradients` left it without a gradient.
     early: whether `gradients` calls `ready` while it still computes, so that ranks may sum gradients meanwhile.
-    keeps_memory: whether the parameters may stay in the framework's memory, because that is faster, where no other rank
-        updates them: `bind` then gets None for the parameters, and the replica has `arrays` and `put`.
-    whole_tensors: the slices of the parameters that the tensors occupy, if a rank can update only whole tensors; () if
-        it can update any slice, or none.
+    keeps_memory: whether `bind` gets None for the parameters where no other rank updates them, because they are faster
+        in the framework's own memory. The replica then has `arrays` and `put`.
+    whole_tensors: the slices of the tensors, if a rank can update only whole ones; () if it can update any, or none.
     allocates: whether a step allocates and frees memory; the trainer then tells malloc to keep freed memory.
-    notices: texts that the trainer logs once, on rank 0, when it is made: what is slow here, for example.
-    unseeded: the reason why the random numbers that `gradients` draws can't be seeded. "": Python, NumPy and PyTorch
-        draw them.
-    kernels: fast implementations. Its method test(agree), called on all ranks, whose models are equal, keeps only those
-        that give right results on the CPUs of all ranks: agree(right) takes whether each does on this rank's CPU, and
-        returns whether each does on all ranks.
+    checks_batches: whether `check` is so cheap that it is called for each batch, where no data could be checked before.
+    notices: texts that the trainer logs once, on rank 0, when it is made.
+    unseeded: why the random numbers of `gradients` can't be seeded. "": Python, NumPy and PyTorch draw them.
+    kernels: fast implementations. kernels.test(agree), called on all ranks, keeps those that are right on the CPUs of
+        all ranks: agree takes whether each is right on this one, and returns whether it is on all.
 
     A replica whose parameters are not always in the memory of `bind` has these methods:
-    arrays(): the parameters as 1-D arrays on the device, one after the other; views where possible. They are one array
-        where they are in the memory of `bind`.
+    arrays(): the parameters as 1-D arrays on the device, in order; views where possible, one where they are in memory
+        of `bind`.
     put(spans, values): sets the parameters in these slices to a 1-D array of their values, one slice after the other.
 
     A replica may have these methods, which are None here:
     slice_error(): why `update` can't update any slice of the parameters, as text; "" if it can.
-    undo(): undoes the changes of the last `gradients` to anything but the gradients (statistics, random state). Does
-        nothing after `update` or `refresh`.
-    edit(change): calls `change()`, by which the user changes the model in place, and takes the change into the bound
-        memory. Not needed if the model's parameters are views of that memory.
+    undo(): undoes what the last `gradients` has changed but the gradients. Does nothing after `update` or `refresh`.
+    edit(change): calls `change()`, which changes the model in place, and takes the change into the bound memory, if the
+        parameters are no views of it.
     state_error(state): why this state is of another model, as text; "" if it may be loaded.
-    counted(y): the weight that the loss counts in rows with these targets, if the loss `counts`. The loss of a batch is
-        then the sum of the rows' weighted losses, divided by the weight of the whole batch, of all ranks. So
-        `gradients` and `evaluate` still divide by the number of rows, and the caller divides the sums by the mean
-        weight of a row. Rows that are all ignored have the weight 0, the loss 0, and gradients of zeros.
-    stage(rows): copies the rows of a later batch to the device; `gradients` and `check` take the result. Called in the
-        thread that fetches batches.
+    counted(y): the weight that the loss counts in rows with these targets, if the loss `counts`. `gradients` and
+        `evaluate` still divide by the number of rows, and the caller divides the sums by the mean weight of a row, of
+        all ranks. Rows that are all ignored have the weight 0, the loss 0, and gradients of zeros.
+    stage(rows): copies a later batch to the device, for `gradients` and `check`; in the thread that fetches batches.
     versions(): how often each bound parameter was edited in place, by name.
-    to_onnx(x): the computation of `predict` as an onnx.ModelProto, in float32, for a CPU. It has an input for each
-        array of x, and an output for each array that `predict` returns, in their order, with any names. The first axis
-        of all of them is free. x: some rows, at least two. Raises ExportError.
-    drawn_rows(count): random rows like the training's, the same at every call, to compare an export where no rows are
-        given.
+    to_onnx(x): the computation of `predict` as an onnx.ModelProto, in float32, for a CPU. Its inputs and outputs are
+        the arrays of x, at least two rows, and those of `predict`, in order, with a free first axis. Raises
+        ExportError.
+    drawn_rows(count): random rows like the training's, the same at every call, to compare an export.
 
     x and y are NumPy arrays whose first axis is the sample; the replica defines the other axes. A model of several
     inputs or outputs gets tuples or dicts of arrays (the user's). Do not change them.
@@ -164,6 +151,7 @@ class Replica(ABC):
     keeps_memory: bool = False
     whole_tensors: tuple[slice, ...] = ()
     allocates: bool = True
+    checks_batches: bool = False
     notices: tuple[str, ...] = ()
     unseeded: str = ""
     kernels: Any = None
@@ -323,14 +311,8 @@ class Replica(ABC):
         if state:
             raise ModelFileError(f"{type(self).__name__} has no local state, got {sorted(state)}")
 
-    def check(  # noqa: B027, a replica may take anything
-        self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False
-    ) -> None:
-        """Raise ArgumentError if the model does not accept such data; y is None for a prediction.
-
-        batch: whether these are the rows of one batch of many, none of which could be checked in advance; the check
-            should then be cheap.
-        """
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:  # noqa: B027, it may take all
+        """Raise ArgumentError if the model does not accept such data; y is None for a prediction."""
 
     @final
     def save(self, path: str) -> None:
@@ -573,13 +555,14 @@ def weight_of(replica: Replica, y: Tree) -> float:
 
 
 def check_rows(replica: Replica, data: Data, batch: bool = False) -> None:
-    """Raise ArgumentError if the replica does not accept these rows. batch: see Replica.check."""
+    """Raise ArgumentError if the replica does not accept these rows. batch: they are one batch of many."""
     if len(data) > 2 and not replica.takes_weights:
         kind = type(replica).__name__
         raise ArgumentError(
             f"this {kind} can't weigh rows: leave out sample_weight and class_weight, or use another one"
         )
-    replica.check(*data, batch=batch)
+    if replica.checks_batches or not batch:
+        replica.check(*data)
     if replica.loss_name and replica.divided and len(data) == 2 and not (batch and replica.compared):
         compare_losses(replica, *data)
 

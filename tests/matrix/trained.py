@@ -107,8 +107,8 @@ class Joined(NumpyNetwork):
     def evaluate(self, x: Any, *rest: Any) -> Any:
         return super().evaluate(joined(x), *rest)
 
-    def check(self, x: Any, *rest: Any, batch: bool = False) -> None:
-        super().check(joined(x), *rest, batch=batch)
+    def check(self, x: Any, *rest: Any) -> None:
+        super().check(joined(x), *rest)
 
 
 def numpy_replica(case: Case) -> Replica:

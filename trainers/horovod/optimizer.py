@@ -42,22 +42,20 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Return an optimizer of the same class, parameters and state, which averages gradients before each step.
 
-    named_parameters: model.named_parameters(), with at least the optimizer's parameters. Names are used in errors and
-        timelines, and let ranks compute the gradients in different orders.
-    compression: how gradients are sent. Compression.fp16 and bf16 cast them, as Horovod does.
+    named_parameters: model.named_parameters(), with at least the optimizer's parameters. Ranks may compute their
+        gradients in different orders.
+    compression: how gradients are sent: Compression.none, fp16 or bf16.
     backward_passes_per_step: the number of backward passes whose gradients are summed before they are averaged.
-    op: Average, Sum or Adasum. With Adasum every rank updates by its own gradients, and the changes of each parameter
-        are combined. Backward averages nothing then, so groups and sparse_as_dense have no effect, and the optimizers'
-        states differ between ranks.
+    op: Average, Sum or Adasum. With Adasum the ranks' own changes are combined, so their optimizers' states differ, and
+        groups and sparse_as_dense have no effect.
     gradient_predivide_factor: with Average, gradients are divided by it before the sum, and by size / factor after it.
-    groups: the number of groups of gradients that are averaged together, or lists of parameters; parameters in no list
-        are averaged one by one. By default neighbours are grouped up to 1 MiB, or HOROVOD_FUSION_THRESHOLD bytes of the
-        environment (0: each by itself).
+    groups: the number of groups of gradients that are averaged together, or lists of parameters. By default neighbours
+        are grouped up to 1 MiB, or HOROVOD_FUSION_THRESHOLD bytes of the environment (0: each by itself).
     sparse_as_dense: sparse gradients are averaged as dense ones.
     process_set: the ranks that average; on other ranks the optimizer is unchanged.
 
-    A group of gradients is averaged as soon as backward has all of it; in the first step, when backward has ended,
-    because the ranks first tell each other which gradients are sparse. Raises ArgumentError.
+    A group is averaged as soon as backward has all of it; in the first step, when backward has ended. Raises
+    ArgumentError.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ArgumentError("gradient_predivide_factor needs op=hvd.Average")
@@ -245,11 +243,6 @@ class Averaging:
         if self._op != Adasum:
             trained = _trained([param_group])
             self._register(trained, [(each,) for each in trained])
-
-    @property
-    def calls(self) -> int:
-        """The number of reductions in a step."""
-        return len(self._groups)
 
     @property
     def under_way(self) -> bool:

@@ -158,10 +158,9 @@ SECOND = (
 class DenseBucket:
     """Dense gradients that are contiguous in a flat buffer, averaged by one reduction. Creating it is collective.
 
-    layout: the bucket's. memory: its part of the buffer. gradients: the gradients of all parameters. share: the part
-    that this rank updates, if it gets the averages of this part only; None for all averages.
-    parameters: the indices of the bucket's parameters. share: its parts are the slices of which this rank gets the
-    averages. gather: gathers those of all ranks on every rank, if they are divided; collective.
+    layout: the bucket's. memory: its part of the buffer. gradients: those of all parameters.
+    share: the part that this rank updates and whose averages it gets; None for all.
+    parameters: the indices of the bucket's parameters. gather: gathers the averages of all ranks, if they are divided.
 
     In each step call `prepare`, and in the queue `weigh`, `check` (if gradients are checked) and `reduce`.
     """
@@ -225,10 +224,9 @@ class DenseBucket:
 class Marks:
     """Detects edits of scattered gradients that PyTorch's version counter misses (`p.grad.data`, `p.grad.numpy()`).
 
-    After a reduce_scatter the elements that a rank does not own have no meaning. So the rank writes a large number into
-    one such element of each parameter's gradient. An edit of the whole gradient changes the number. The number also
-    makes the norm so large that clipping always edits the gradient. Every gradient element is unowned on some rank, so
-    an edit on all ranks is noticed by at least one. On the CPU only: on a GPU the host would have to wait.
+    The rank writes a large number into an element of each parameter's gradient that it does not own. An edit of the
+    whole gradient changes it, and a norm with it always clips. Every element is unowned on some rank, which notices. On
+    the CPU only: on a GPU the host would have to wait.
 
     flats: the gradients by dtype. owned: the parts of each bucket of `plan` that this rank owns, in order.
     """

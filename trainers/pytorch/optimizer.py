@@ -35,28 +35,18 @@ class MirroredOptimizer(Optimizer):
             loss(model(x), y).backward()  # when it returns, .grad is the average over the ranks
             optimizer.step()
 
-    All ranks must make the same calls in the same order: creating, backward, `step`, `synchronize` and `close` are
-    collective, and so are `rows`, `load_state_dict`, `editing` and, when sharded, `state_dict`. When a rank leaves out
-    a step, and then makes another call of this optimizer, all ranks raise a DisagreementError with every rank's call.
-    Ranks that wait too long raise a CollectiveTimeoutError (`Topology(timeout=seconds)`). Only the order in which one
-    backward reaches several optimizers may differ between ranks.
-
-    If batches have different numbers of rows, call `rows(n)` before backward; the average is then the mean over all
-    rows. Where ranks have different numbers of batches, train inside of `with optimizer.join():`.
+    All ranks make the same calls in the same order: creating, backward, `step`, `synchronize` and `close` are
+    collective, and so are `rows`, `load_state_dict`, `editing` and, when sharded, `state_dict`. A rank that leaves out
+    a step, and then makes another call of this optimizer, gives a DisagreementError on all ranks. Ranks that wait too
+    long raise a CollectiveTimeoutError (`Topology(timeout=seconds)`). Only the order in which one backward reaches
+    several optimizers may differ between ranks.
 
     It is a torch.optim.Optimizer, so schedulers, GradScaler and clipping accept it. Parameters that no rank has used
     keep `.grad` None. If only some ranks have used a parameter, the gradients of the others count as zeros.
 
-    Gradients of an nn.Embedding(sparse=True), or EmbeddingBag, stay sparse if the optimizer accepts them: SGD,
-    SparseAdam and Adagrad without momentum and weight_decay (trainers.pytorch.TAKES_SPARSE). Other optimizers, and
-    weights that a dense layer uses too, get dense averages; a notice reports this once. Only the rows that a batch has
-    used go to the other ranks; `.grad` is a coalesced sparse tensor of all ranks' rows. Every rank updates all rows of
-    such a parameter, also with update="sharded".
-
-    With update="sharded", `.grad` is averaged only in this rank's slice between backward and step(), and has no meaning
-    elsewhere. Call `synchronize()` before clipping or GradScaler; otherwise step() raises a GradientError. step() sets
-    `.grad` to None. After `synchronize()` gradients may be changed in place or replaced (`p.grad = ...`), the same on
-    all ranks. The ranks of a node share the memory of the parameters: edit parameters inside of `editing()`.
+    With update="sharded", `.grad` is averaged only in this rank's slice between backward and step(): call
+    `synchronize()` before clipping or GradScaler. The ranks of a node share the memory of the parameters: edit
+    parameters inside of `editing()`.
 
     Raises on all ranks, before anything is changed: OptionError, DisagreementError (models that differ),
     UnavailableError, UnsupportedDtypeError.
@@ -126,9 +116,8 @@ class MirroredOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Make `.grad` of every parameter the average over the ranks, unless it is already. Collective.
 
-        Call it before clipping if a rank may not have called backward, and always with update="sharded".
-
-        With LocalSGD: end the round, so that all ranks have the averaged parameters; `.grad` stays this rank's.
+        Call it before clipping if a rank may not have called backward, and always with update="sharded". With LocalSGD
+        it ends the round, and `.grad` stays this rank's.
         """
         with self._parts.usable():
             self._parts.owners.synchronize()
@@ -136,11 +125,8 @@ class MirroredOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Average the gradients, and scale them so that their norm is at most `max_norm`. Collective.
 
-        Returns the norm of the averages of all parameters before that, the same on all ranks, also of sparse ones. Call
-        it between backward and step(), instead of `torch.nn.utils.clip_grad_norm_`. With update="sharded" it needs no
-        `synchronize()`: a rank adds up the squares of its slices, and a message of 8 bytes a rank adds up those of all.
-
-        With LocalSGD: it scales this rank's own gradients. Raises OptionError for a `max_norm` that is not > 0.
+        Returns the norm of all averages before that, the same on all ranks. Call it between backward and step(). With
+        LocalSGD it scales this rank's own gradients. Raises OptionError for a `max_norm` that is not > 0.
         """
         if not (is_number(max_norm) or max_norm == float("inf")) or max_norm <= 0:
             raise OptionError(f"max_norm must be a number > 0, got {max_norm!r}")
@@ -165,13 +151,11 @@ class MirroredOptimizer(Optimizer):
     def rows(self, number: float) -> None:
         """Set the number of rows of this rank's next step, before its backward. Collective.
 
-        The loss of a rank is the mean over its rows, so the average of the gradients is weighted by rows: ranks train
-        as one rank does on all rows, also when their batches differ in size. The number holds until step(). With
-        accumulation it is the number of rows of all parts. Any weight is allowed; 0 takes part and counts nothing. For
-        a loss that weighs or ignores rows give the weight that it has counted: `rows((y != -100).sum().item())`.
-        Costs one small message in the background; with equal numbers the result has the same bits as without this call.
-        An error in the numbers, and rates that differ between ranks, are raised by all ranks when they average. With
-        LocalSGD it is the weight of this step in the round, and the call is local; make it on all ranks or on none.
+        The average of the gradients is weighted by rows, so ranks train as one rank does on all rows. The number holds
+        until step(), for all parts of an accumulation. Any weight >= 0 is allowed, such as the one that a loss has
+        counted. An error in the numbers, and rates that differ between ranks, are raised by all ranks when they
+        average. With LocalSGD it is the weight of this step in the round, and the call is local; make it on all ranks
+        or on none.
         """
         with self._parts.usable():
             self._parts.owners.count_rows(number)
@@ -186,11 +170,9 @@ class MirroredOptimizer(Optimizer):
                 ...
 
         A rank that reaches the end of the block takes part in the others' steps, with no rows, until all ranks have
-        reached it. Then all ranks get the parameters and the state of one of the last ranks. Other objects of the loop
-        (a scheduler, a GradScaler, an AveragedModel) the others have to bring up to date. `step` takes no closure. With
-        update="sharded" every rank updates its slice until the end, and ranks that would update differently raise a
-        DisagreementError. Raises OptionError on all ranks if their learning rates differ (with LocalSGD each rank has
-        its own), or if there is a second MirroredOptimizer on these ranks.
+        reached it. Then all ranks get the parameters and the state of one of the last ranks. `step` takes no closure.
+        Raises OptionError on all ranks if their learning rates differ (with LocalSGD each rank has its own), or if
+        there is a second MirroredOptimizer on these ranks.
         """
         with self._parts.usable():
             reducer = self._parts.reducer
@@ -227,8 +209,8 @@ class MirroredOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state_dict of the plain optimizer, equal on all ranks. Collective when sharded.
 
-        With LocalSGD it is collective, ends the round, and is this rank's own, since the inner optimizer's state
-        differs between ranks. It also has the outer momentum; the plain optimizer loads it too.
+        With LocalSGD it is collective, ends the round, and is this rank's own, with the outer momentum; the plain
+        optimizer loads it too.
         """
         owners = self._parts.owners
         with nullcontext() if owners.kind == "replicated" else self._parts.usable():
@@ -236,9 +218,6 @@ class MirroredOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Load a state_dict of the plain optimizer: rank 0's, which all ranks get. Collective.
-
-        Load the model before it is passed to MirroredOptimizer, or inside of `editing()`. Create schedulers first,
-        because their constructors set the learning rate; then load the optimizer, then the schedulers.
 
         state_dict: may be None on other ranks than 0, so that only one needs to read the file. With LocalSGD a rank
             that passes its own `state_dict` loads that one; the outer momentum is rank 0's.

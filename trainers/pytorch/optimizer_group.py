@@ -2,21 +2,20 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.call.queue import Queue, Worker
 from allreduce.elastic.retry import Commit, recover, retry
-from allreduce.errors import ClosedError, OptionError, RankLostError, UnavailableError
+from allreduce.errors import OptionError, RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
-from allreduce.transport.control import all_values, combine, on_all_ranks
+from allreduce.transport.control import all_values, on_all_ranks
 from allreduce.transport.processes import world_ranks
 
 DROPPED = (
@@ -24,32 +23,26 @@ DROPPED = (
     "keep it in a variable as long as you train, or make a new one"
 )
 
-PATIENCE = 0.5  # seconds between checks for failures; longer than the worker's own
-
 Key = tuple[tuple[int, ...], float]
 
 
 class OptimizerGroup:
     """All MirroredOptimizers of some ranks.
 
-    Members may have different topologies and backends, and ranks may use them in different orders (discriminator before
-    generator, for example). So their calls go through queues of ONE worker, on a topology that the group owns while it
-    has members: each one is a trainers.pytorch.assembly.Assembly.
+    Members may have different topologies and backends, and ranks may use them in different orders. So their calls go
+    through queues of ONE worker, on a topology that the group owns while it has members (Assembly objects).
 
-    Freeing communicators is collective, but Python's garbage collection drops an unclosed optimizer at different times
-    on different ranks. So the group keeps the resources of dropped optimizers. When the next optimizer is created,
-    which is collective, it frees the resources of those that all ranks have dropped.
+    Python drops an unclosed optimizer at different times on different ranks, and freeing communicators is collective:
+    the group keeps its resources until an optimizer is created after all ranks have dropped it.
     """
 
     def __init__(self, topology: Topology) -> None:
         self.topology, self.key = topology, _key(topology)
         self._comm = topology.private()
-        self._queue = topology.service(Worker).queue("MirroredOptimizers")
         self._newest = self._count = 0
         self.members: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._queues: dict[int, Queue] = {}  # of the members
         self._replaced = False  # whether a rank has failed, and a group of the remaining ranks has replaced this one
-        self._failures = 0  # failed backward passes, and failed queues of members that have left
         self._resources: dict[int, ExitStack] = {}
 
     def enter(self, comm: MPI.Intracomm) -> int:
@@ -59,8 +52,6 @@ class OptimizerGroup:
         everyone = all_values(comm, list(self._resources), "learn which MirroredOptimizers are still used")
         for number in sorted(set(everyone[0]).intersection(*everyone[1:])):
             self._resources.pop(number).close()
-        self._queue.drop()  # it may hold calls that ranks no longer wait for
-        self._queue = self.topology.service(Worker).queue(f"MirroredOptimizers, {self._newest} so far")
         return self._newest
 
     def queue(self, number: int, topology: Topology, overlap: bool | str, on_gpu: bool) -> tuple[Queue, bool]:
@@ -77,46 +68,6 @@ class OptimizerGroup:
             queue, threaded = self.topology.service(Worker).queue(f"MirroredOptimizer {number}"), False
         self._queues[number] = queue
         return queue, threaded
-
-    @property
-    def failures(self) -> int:
-        """The number of backward passes and queues that have failed so far, each on all ranks."""
-        return self._failures + sum(map(_failed, self._queues.values()))
-
-    def failed(self) -> None:
-        """Count a backward that has failed on all ranks."""
-        self._failures += 1
-
-    def members_averaging_elsewhere(self, here: set[int], failures: int, failed: Callable[[], bool]) -> list[Any]:
-        """Return the members that average gradients on another rank now but not on this one. Collective.
-
-        here: the numbers of the members that average on this rank. failures: `failures` when the first of them began.
-        If a backward has failed meanwhile, the ranks' numbers differ, and they exchange `here` again. failed: failed()
-        tells whether a member in `here` has failed, so that other ranks may not make this call.
-        """
-        if self._count < 2:
-            return []
-        agreed = False
-        while not agreed:
-            if failed():
-                return []  # waiting for the average raises the error
-            active = np.zeros(self._newest + 3, np.int64)
-            active[[number - 1 for number in here]] = 1
-            active[-2:] = failures, -failures
-            exchange = partial(combine, self._comm, active, "learn which MirroredOptimizers average gradients", MPI.MAX)
-            future = self._queue.submit(exchange, "averages gradients")
-            while not future.done():
-                try:
-                    future.wait(PATIENCE)
-                except TimeoutError:
-                    if failed():
-                        return []
-            future.wait()
-            agreed = active[-2] == -active[-1]
-        others = [int(at) + 1 for at in np.flatnonzero(active[:-2]) if at + 1 not in here]
-        if any(number not in self.members for number in others):
-            raise ClosedError(DROPPED)
-        return [self.members[number] for number in others]
 
     def only_one(self) -> None:
         """Raise an OptionError on all ranks when there are several members. Runs in a member's queue.
@@ -140,11 +91,9 @@ class OptimizerGroup:
     def leave(self, number: int) -> None:
         """Remove a member. Frees the group's communicator and topology with the last one. Collective."""
         self._count -= 1
-        queue = self._queues.pop(number, None)
-        self._failures += queue is not None and _failed(queue)
+        self._queues.pop(number, None)
         if not self._count:
             _groups.pop(self.key, None)
-            self._queue.drop()
             self.topology.release(self._comm)
             self.topology.close()
 
@@ -173,9 +122,7 @@ class OptimizerGroup:
     def regroup(self) -> RankLostError:
         """Create the members again on the remaining ranks, in a new group. Returns the error that reports the failure.
 
-        Collective over the remaining ranks, which have agreed that a rank has failed (Topology.finished). Replicated
-        parameters and state come from a rank that has done the most steps. Those of a sharded update come from the
-        pieces of all ranks and their backups (copies=2).
+        Collective over the remaining ranks, which have agreed that a rank has failed (Topology.finished).
         """
         members = {number: member for number, member in sorted(self.members.items()) if not member.closed}
         before = world_ranks(self.topology.world)  # asked now: the recovery frees this communicator
@@ -236,11 +183,6 @@ def _overlap_pays(topology: Topology) -> bool:
     traffic and polling, and needs a core that does not compute.
     """
     return topology.nodes > 1 or topology.fewest_cores >= 2 * topology.most_sharing
-
-
-def _failed(queue: Queue) -> bool:
-    """Whether a call of the queue has failed on all ranks."""
-    return getattr(queue.broken, "ranks", None) is not None
 
 
 _groups: dict[Key, OptimizerGroup] = {}

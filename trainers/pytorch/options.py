@@ -46,43 +46,16 @@ class Options:
     """allreduce: a backend's name, or a backend, which the caller closes.
     topology: the ranks. By default those of a given backend, or all of MPI.COMM_WORLD.
     update: "replicated": every rank updates all parameters. "sharded", or a Sharded: every rank updates its own part,
-        which divides the update's time and the optimizer's memory by the number of ranks. Sharded(copies=2) needs ULFM
-        (mpirun --with-ft ulfm). Edits of parameters outside of `editing` and `load_state_dict` (call it after the
-        model's) are backed up with the next step.
-    average: None: the gradients of all ranks in every step.
-        LocalSGD(H): gradients are not averaged: every rank takes H steps of its own, without messages; the H-th `step`
-        averages the changes of the ranks' parameters. Ranks may pass different H: an average is weighted by the steps
-        that each rank has taken (or by `rows`), but all ranks must have the same number of rounds; `join()` allows for
-        different ones. In between, parameters differ: call `synchronize()`, which ends the round early, before you
-        evaluate or save the model; `state_dict`, `editing` and `close` do so too. Each rank saves its own `state_dict`,
-        which also holds the outer momentum. A step is collective only at the end of a round; then the ranks compare the
-        averaged parameters, and raise errors of any rank (CheckGradients; with SkipNotFinite a rank leaves out its
-        own step). A closure's loss is this rank's. After a failure the remaining ranks go back to the last average,
-        with rank 0's inner state. On the CPU, with update="replicated". `steps` counts this rank's.
-    compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "powersgd:4", or an object of
-        options (see allreduce.create). Parameters and sparse gradients are not compressed. The values that a rank has
-        not sent (its error feedback) are added to its next gradients. They differ between ranks, so state_dict() lacks
-        them: each rank may save `optimizer.backend.state()`, and load it by `optimizer.backend.load_state`. It
-        begins at zero where ranks or nodes have changed: after a failure, say. Use it for networks between nodes.
+        which divides the update's time and the optimizer's memory by the number of ranks.
+    average: None: the gradients of all ranks in every step. LocalSGD(H): every rank takes H steps of its own, and the
+        H-th `step` averages the changes of the parameters. Call `synchronize()` before you evaluate or save the model.
+    compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "powersgd:4", or an object of options
+        (see allreduce.create). Parameters and sparse gradients are not compressed.
     buckets: how the gradients are cut, and whether they are reduced during backward; see Buckets.
-    transforms: as in `fit`: a list of ClipNorm, SkipNotFinite, and those of your program that only change averaged
-        gradients (`Applied.reduced`); and of the checks CheckGradients and CheckDivergence (trainers.callbacks).
-        Transforms run in `step`, in the order of the list, on what the program has left in `.grad`; with a closure each
-        time it returns. They get the averages that exist: parameters without a gradient are left out, and of sparse
-        gradients they get the rows that a batch has used.
-        With update="sharded" a rank transforms its slices; with LocalSGD its own gradients. All ranks raise the error
-        of one, and none updates; with LocalSGD all raise it at the end of the round, and the other ranks have taken
-        their steps. `measured` has the numbers that they measure.
-        SkipNotFinite(): gradients are checked on every rank before they are averaged. If some are NaN, infinite, or too
-        large to be sent (65504 is the largest with compress="float16"), no rank takes that step (a step with a closure
-        raises), and the model's buffers (running statistics of batch norm, say) get their values from before the step.
-        Costs one reading of the gradients, a small message, and a copy of the buffers. CheckGradients(): all ranks
-        raise a NotFiniteError instead, which names the rank.
-        CheckDivergence(every=1000), the default: the ranks compare hashes of parameters, state and hyperparameters
-        after this number of steps; every=0: never. Replicas may differ after an edit of a gradient on one rank, a
-        scheduler that used a rank's loss, or nn.Embedding(max_norm=). The ranks of one node share the memory of sharded
-        parameters, which can't differ. If replicas differ, all ranks raise a DivergenceError with the ranks and the
-        parameter; with on_divergence="copy" all get the replica that most ranks have.
+    transforms: a list of ClipNorm, SkipNotFinite, and those of your program that only change averaged gradients
+        (`Applied.reduced`); and of CheckGradients and CheckDivergence(every=1000), the default. They run in `step`, in
+        the order of the list, on what the program has left in `.grad`. All ranks raise the error of one, and none
+        updates.
     trace: a file for Perfetto, written by `close`: compute, buckets, waits and updates of all ranks; or a Trace.
     """
 

@@ -43,7 +43,7 @@ ResultT = TypeVar("ResultT")
 
 
 class TorchOwners(Owners):
-    """All ranks update all parameters by averaged gradients.
+    """All ranks update all parameters by averaged gradients. It has the methods of MirroredOptimizer.
 
     plain: the user's optimizer, of `model`. trained: its parameters by name. reducer: averages their gradients.
     buffers: restores the model's buffers when a step is left out. transforms: change the averages in a step.
@@ -92,7 +92,6 @@ class TorchOwners(Owners):
     # A step
 
     def step(self, closure: Closure | None) -> Any:
-        """See MirroredOptimizer.step. Collective."""
         if closure is not None and self.reducer.joining:
             raise OptionError("step(closure) is not for join(): a rank that has no batches left has no closure to call")
         self.reducer.in_closure = closure is not None
@@ -199,11 +198,9 @@ class TorchOwners(Owners):
     # Gradients
 
     def synchronize(self) -> None:
-        """See MirroredOptimizer.synchronize. Collective."""
         self.reduce()
 
     def clip(self, max_norm: float) -> float:
-        """See MirroredOptimizer.clip_grad_norm_. Collective."""
         self.reduce()
         clipping = Clipping(max_norm)
         if (error := self._changed_by(AppliedTransforms([clipping]))) is not None:
@@ -242,7 +239,6 @@ class TorchOwners(Owners):
         return None
 
     def count_rows(self, number: float) -> None:
-        """See MirroredOptimizer.rows. Collective."""
         self.reducer.count_rows(number)
 
     def join_others(self) -> None:
@@ -295,7 +291,6 @@ class TorchOwners(Owners):
         return self.gather_state(self.plain.state_dict())
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """See MirroredOptimizer.load_state_dict. Collective."""
         reducer = self.reducer
         load = partial(load_root_state, reducer.comm, self.plain, state)
         reducer.run_in_queue("loads the optimizer's state", load)

@@ -6,7 +6,6 @@ once, divided among the ranks. `trainers.state.sharded` divides; here are PyTorc
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -69,7 +68,6 @@ class ShardedOptimizer(TorchOwners):
         self._move_in()
         most = largest_block(device, tensors)
         self._held = held_by(reducer.plan, [share.parts for share in shares], self.shards.cuts, most)
-        self._runs = self._joined()
         self.blocks = Blocks(plain, reducer.parameters, self._held, flats, reducer.flats, tensors=tensors)
         self.optimizer = self.blocks.optimizer
         self._error: Exception | None = None  # of a transform in this step
@@ -95,14 +93,6 @@ class ShardedOptimizer(TorchOwners):
         self._placed.enter(copies=self._writes)
         self.shards.fence()
         self.shards.accept_edits()
-
-    def _joined(self) -> list[range]:
-        """Return the numbers of `_held` in runs whose elements follow one another in a part of each rank. Local."""
-        firsts = accumulate((bucket.stop - bucket.start for bucket in self.reducer.plan), initial=0)
-        cuts = {first + cut for first, inside in zip(firsts, self.shards.cuts, strict=False) for cut in inside}
-        joined = {after.start for before, after in pairwise(self._held) if before.stop == after.start} - cuts
-        begins = [number for number, each in enumerate(self._held) if each.start not in joined]
-        return [range(*ends) for ends in pairwise([*begins, len(self._held)])]
 
     def _fused_option(self, at: int, begun: bool) -> dict[str, Any]:
         """Return {"fused": True} if the user named no implementation, the fused one works, and all states exist.
@@ -228,7 +218,8 @@ class ShardedOptimizer(TorchOwners):
     def keep(self, step: int) -> None:
         """Back up this rank's slices as the state after `step` steps. Runs in the queue."""
         if self.shards.backup is not None:
-            self.shards.backup.keep(step, lambda memory: [self._piece(each, True, memory) for each in self._runs])
+            numbers = range(len(self._held))
+            self.shards.backup.keep(step, lambda memory: [self._piece(each, True, memory) for each in numbers])
 
     def update_blocks(self, used: np.ndarray) -> None:
         """Update this rank's blocks. Local.
@@ -265,27 +256,23 @@ class ShardedOptimizer(TorchOwners):
         Besides the result a rank needs memory for the state of one parameter: pieces are packed and sent one by one.
         """
         pieces = [Piece(0, 0, each.start, each.stop, {}, {}) for each in self._held]
-        whole = self._assembled(self.reducer.comm, pieces, lambda number: self._piece([number], with_parameters=False))
+        whole = self._assembled(self.reducer.comm, pieces, partial(self._piece, with_parameters=False))
         assert whole is not None
         return self._filled(state, whole[1])
 
-    def _piece(self, numbers: Sequence[int], with_parameters: bool, memory: Arrays | None = None) -> Piece:
-        """Pack these `_held`, which follow one another, into a piece: of each the parameter, and [offset, values] of
-        each block. Local.
+    def _piece(self, number: int, with_parameters: bool, memory: Arrays | None = None) -> Piece:
+        """Pack one of `_held` into a piece: the parameter, and [offset, values] of each block. Local.
 
         with_parameters: the values are the optimizer's state and the parameters, else the state alone. memory: where
             the bytes are kept; see trainers.replica.snapshot_of.
         """
-        packed, start, stop = [], self._held[numbers[0]].start, self._held[numbers[-1]].stop
-        for held, own in ((self._held[number], self.blocks.parts[number]) for number in numbers):
-            entries = []
-            for block, part in zip(held.blocks, own, strict=True):
-                parameter = {PARAMETER: part.detach()} if with_parameters else {}
-                offset = held.offset + block.start - held.blocks[0].start
-                entries.append([offset, parameter | self.optimizer.state.get(part, {})])
-            packed.append([held.parameter, entries])
-        data = pack(packed, memory=memory, name=f"{DATA} from {start}")
-        return Piece(0, 0, start, stop, {}, {DATA: data})
+        held, entries = self._held[number], []
+        for block, part in zip(held.blocks, self.blocks.parts[number], strict=True):
+            parameter = {PARAMETER: part.detach()} if with_parameters else {}
+            offset = held.offset + block.start - held.blocks[0].start
+            entries.append([offset, parameter | self.optimizer.state.get(part, {})])
+        data = pack([held.parameter, entries], memory=memory, name=f"{DATA} from {held.start}")
+        return Piece(0, 0, held.start, held.stop, {}, {DATA: data})
 
     @torch.no_grad()
     def _assembled(self, comm: MPI.Intracomm, pieces: list[Piece], piece: Callable[[int], Piece]) -> FullState | None:
@@ -300,7 +287,8 @@ class ShardedOptimizer(TorchOwners):
         parameters = self.reducer.parameters
         state: list[dict[str, Any]] = [{} for _ in parameters]
         for found in fetch_pieces(comm, selection, piece):
-            for at, offset, values in ((at, *block) for at, blocks in unpack(found.rest[DATA])[0] for block in blocks):
+            at, blocks = unpack(found.rest[DATA])[0]
+            for offset, values in blocks:
                 if self._tensors:
                     state[at] = {key: as_state(value, parameters[at]) for key, value in values.items()}
                 else:

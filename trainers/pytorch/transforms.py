@@ -1,7 +1,7 @@
 """The transforms of a MirroredOptimizer: those of a fit that only change averaged gradients."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from allreduce.errors import OptionError
 from trainers.options.average import Average
@@ -22,16 +22,6 @@ INSTEAD = {
     Schedule: "a scheduler of torch.optim.lr_scheduler",
 }
 UNUSED = ("plan", "begin_step", "end_step", "compute", "updated")  # methods of Applied that need a fit
-
-
-class NoReplica:
-    """Stands for the replica that a MirroredOptimizer does not have."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise OptionError(f"it uses replica.{name}, and a MirroredOptimizer has no replica")
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        self.__getattr__(name)
 
 
 def list_error(given: Any) -> str:
@@ -62,11 +52,11 @@ def started(given: Iterable[Any], average: Average | None) -> AppliedTransforms:
 
 
 def _started(transform: Transform, average: Average | None) -> Applied:
-    refused = f"transforms: a MirroredOptimizer can't use {transform!r}"
+    refused = f"transforms: a MirroredOptimizer, which has no replica, can't use {transform!r}"
     for kind, instead in INSTEAD.items():
         if isinstance(transform, kind):
             raise OptionError(f"{refused}: the program itself computes gradients and counts steps; use {instead}")
-    replica: Any = NoReplica()
+    replica: Any = None
     try:
         wrong = transform.error(replica, average)
         applied = transform.start(replica)
@@ -74,7 +64,7 @@ def _started(transform: Transform, average: Average | None) -> Applied:
             wrong = wrong or f"start must return an Applied, got {applied!r}"
         elif not wrong:
             applied.begin()
-    except OptionError as error:
+    except (OptionError, AttributeError) as error:  # AttributeError: it uses the replica
         raise OptionError(f"{refused}: {error}") from error
     if wrong:
         raise OptionError(f"{refused}: {wrong}")

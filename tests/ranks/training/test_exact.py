@@ -173,7 +173,7 @@ class MeanNetwork(NumpyNetwork):
     def _input(self, x: np.ndarray) -> Any:
         return super()._input(x.mean(axis=1, keepdims=True))
 
-    def check(self, x: Any, y: Any, weights: Any = None, *, batch: bool = False) -> None:
+    def check(self, x: np.ndarray, y: np.ndarray | None) -> None:
         """Takes rows of any length."""
 
 

@@ -32,8 +32,8 @@ class Joined(NumpyNetwork):
     def predict(self, x: Any) -> np.ndarray:
         return super().predict(joined(x))
 
-    def check(self, x: Any, y: Any, weights: Any = None, *, batch: bool = False) -> None:
-        super().check(joined(x), y, weights, batch=batch)
+    def check(self, x: Any, y: Any, weights: Any = None) -> None:
+        super().check(joined(x), y, weights)
 
 
 def joined(x: Any) -> np.ndarray:

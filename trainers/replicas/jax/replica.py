@@ -37,9 +37,8 @@ class JaxReplica(FlatReplica):
     optimizer: an optax.GradientTransformation. If ranks divide the update (update="sharded", servers, spare replicas),
         it must be elementwise, as optax.adam is and optax.clip_by_global_norm is not.
     metrics: name -> metric(output, y), a mean over the rows; shown with the loss.
-    precision: "bfloat16": `apply` gets the parameters and floating x as bfloat16, in training, evaluation and
-        prediction; its outputs are converted to float32 before the loss and the metrics. Parameters, gradients and the
-        optimizer stay float32, so a saved model can be loaded with either precision. None: the parameters' dtype.
+    precision: "bfloat16": `apply` gets the parameters and floating x as bfloat16; parameters, gradients and the
+        optimizer stay float32. None: the parameters' dtype.
 
     Attribute `params`: a copy of the current parameters, as a tree like the one given. Assign a tree to change them.
 
@@ -160,9 +159,7 @@ class JaxReplica(FlatReplica):
         copied.load_state(self.state())
         return copied
 
-    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
-        if batch:
-            return
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
         model = self._model()
         with feeding("apply, loss or a metric", x, y):
             if y is None:

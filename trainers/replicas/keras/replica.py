@@ -211,9 +211,7 @@ class KerasReplica(FlatReplica):
         copied.load_local_state(self.local_state())
         return copied
 
-    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
-        if batch:
-            return
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
         if y is not None and {id(each) for each in self.model.trainable_variables} != {
             id(each) for each in self._trained
         }:

@@ -61,7 +61,7 @@ class CategoryNetwork(NumpyNetwork):
 
     # Methods of Replica
 
-    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
         self._check_single(x, y)
         columns = self.features
         if x.ndim != 2 or x.shape[1] != columns or x.dtype.kind not in "iuf":

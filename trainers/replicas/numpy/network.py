@@ -92,7 +92,7 @@ class NumpyNetwork(FlatReplica):
 
     essentials: tuple[str, ...] = ("activation", "loss")
     allocates = False
-    takes_weights = True
+    takes_weights = checks_batches = True
     _own_names: Mapping[str, Any] = {}  # of a subclass: what `essentials` adds, as JSON types
 
     def __init__(
@@ -275,7 +275,7 @@ class NumpyNetwork(FlatReplica):
         options = self.optimizer.config()
         return {"sizes": self.sizes, **self._names, "optimizer": name, "optimizer_options": options}
 
-    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
         self._check_single(x, y)
         features = int(np.prod(x.shape[1:]))
         if x.dtype.kind not in "iufb" or x.ndim == 0 or features != self.sizes[0]:

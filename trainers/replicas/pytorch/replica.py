@@ -39,26 +39,21 @@ class TorchReplica(FlatReplica):
     module: a torch.nn.Module whose trained parameters have one dtype, on the CPU or on one GPU.
     loss: loss(module(x), y), the MEAN over the rows. To weigh rows, a loss of torch.nn or torch.nn.functional is called
         with reduction="none", any other one for each row (torch.vmap).
-    optimizer: a torch.optim.Optimizer on the module's parameters, whose state has the shapes of the parameters (SGD,
-        Adam, AdamW, ...; not LBFGS, not Adafactor).
-    metrics: name -> metric(module(x), y), a mean over the rows; shown with the loss. nn.CrossEntropyLoss adds
-        "accuracy" by default.
-    precision: "bfloat16": the module computes under torch.autocast, in training, evaluation and prediction; its outputs
-        are converted to float32 before the loss and the metrics. Parameters, gradients and the optimizer stay float32,
-        so a saved model can be loaded with either precision. None: no autocast.
-    shard: how MirroredTrainer(update="sharded") divides the update: "elements": equal slices, for optimizers that
-        update each element independently of the others. "tensors": whole tensors, consecutive ones for each rank, for
-        optimizers that update each tensor independently (Muon). "auto": elements for trainers.pytorch.ELEMENTWISE;
-        tensors for TENSORWISE; other classes are refused.
+    optimizer: on the module's parameters; its state has their shapes (SGD, AdamW, ...; not LBFGS, not Adafactor).
+    metrics: name -> metric(module(x), y), a mean over the rows. nn.CrossEntropyLoss adds "accuracy" by default.
+    precision: "bfloat16": the module computes under torch.autocast; parameters, gradients and the optimizer stay
+        float32. None: no autocast.
+    shard: how MirroredTrainer(update="sharded") divides the update: "elements": equal slices. "tensors": whole,
+        consecutive tensors for each rank. "auto": elements for trainers.pytorch.ELEMENTWISE, tensors for TENSORWISE;
+        other classes are refused.
 
     The module is called as module(x); as module(a, b) if x is a tuple (a, b), and as module(image=a, text=b) if x is a
     dict {"image": a, "text": b}. Each array is converted to the dtype of the parameters; integers to int64 if the
     module has an nn.Embedding. y is converted to int64 if it holds integers, else to the dtype of the parameters.
 
-    The running means and variances of batch norm are averaged over the ranks, by rows, with the gradients;
-    other buffers are local to each rank in training; when the trainer mirrors or saves, rank 0's are used. Parameters
-    that a batch does not use have a gradient of zeros, not None. With update="sharded" parameters are contiguous
-    (channels_last is given up). Raises ArgumentError.
+    The running means and variances of batch norm are averaged over the ranks, by rows, with the gradients; other
+    buffers are local to each rank in training. Parameters that a batch does not use have a gradient of zeros, not None.
+    With update="sharded" parameters are contiguous (channels_last is given up). Raises ArgumentError.
     """
 
     takes_weights = True
@@ -328,9 +323,7 @@ class TorchReplica(FlatReplica):
         for name, each in here.items():
             each.copy_(torch.from_numpy(np.array(state[name])))
 
-    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None, *, batch: bool = False) -> None:
-        if batch:
-            return
+    def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
         with self._evaluating(), torch.no_grad(), feeding(type(self.module).__name__, x, y):
             first = slice(1)
             self._check_frozen()
