@@ -87,8 +87,6 @@ class Replica(ABC):
     checks_batches: whether `check` is so cheap that it is called for each batch, where no data could be checked before.
     notices: texts that the trainer logs once, on rank 0, when it is made.
     unseeded: why the random numbers of `gradients` can't be seeded. "": Python, NumPy and PyTorch draw them.
-    kernels: fast implementations. kernels.test(agree), called on all ranks, keeps those that are right on the CPUs of
-        all ranks: agree takes whether each is right on this one, and returns whether it is on all.
 
     A replica whose parameters are not always in the memory of `bind` has these methods:
     arrays(): the parameters as 1-D arrays on the device, in order; views where possible, one where they are in memory
@@ -154,7 +152,6 @@ class Replica(ABC):
     checks_batches: bool = False
     notices: tuple[str, ...] = ()
     unseeded: str = ""
-    kernels: Any = None
     arrays, put = flat_arrays, set_flat
     slice_error: Callable[[], str] | None = None
     undo: Callable[[], None] | None = None

@@ -18,7 +18,7 @@ from allreduce import notices
 from allreduce.arrays import gpu
 from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError, UnavailableError
-from allreduce.transport.control import all_values, each_on_all, raise_together
+from allreduce.transport.control import all_values, raise_together
 from trainers.arrays import squares
 from trainers.checks import check_equal
 from trainers.pytorch.options import Options
@@ -69,8 +69,6 @@ class TorchOwners(Owners):
         self.plain, self.model, self.trained, self.options = plain, model, trained, options
         self.reducer, self.buffers, self.transforms = reducer, buffers, transforms
         reducer.rates = partial(rates_of, plain)
-        self.kernels = fused.Kernels(plain)
-        self._test_kernels()
         self.skipped: int = 0 if before is None else before.skipped
         self.lost: bool = before is not None and before.lost
         self.recovered: Any = None if before is None else before.recovered
@@ -80,13 +78,9 @@ class TorchOwners(Owners):
         """The number of steps that the optimizer has done."""
         return self.reducer.steps
 
-    def _test_kernels(self) -> None:
-        """Learn which fused kernels of `plain` are correct on all ranks, whose CPUs may differ. Collective."""
-        self.kernels.test(partial(each_on_all, self.reducer.comm, what="test fused kernels"))
-
     def replace_kernels(self) -> None:
-        """Set `fused` to None in the plain optimizer's groups whose kernel is not correct. Local."""
-        if text := self.kernels.replace_broken():
+        """Set `fused` to None in the plain optimizer's groups whose kernel is wrong. Local."""
+        if text := fused.replace_wrong(self.plain):
             notices.once(self.reducer.comm.rank, text)
 
     # A step
@@ -291,10 +285,8 @@ class TorchOwners(Owners):
         return self.gather_state(self.plain.state_dict())
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        reducer = self.reducer
-        load = partial(load_root_state, reducer.comm, self.plain, state)
-        reducer.run_in_queue("loads the optimizer's state", load)
-        reducer.run_in_queue("tries fused kernels", self._test_kernels)
+        load = partial(load_root_state, self.reducer.comm, self.plain, state)
+        self.reducer.run_in_queue("loads the optimizer's state", load)
 
     # Recovery, end
 

@@ -95,7 +95,7 @@ class ShardedOptimizer(TorchOwners):
         self.shards.accept_edits()
 
     def _fused_option(self, at: int, begun: bool) -> dict[str, Any]:
-        """Return {"fused": True} if the user named no implementation, the fused one works, and all states exist.
+        """Return {"fused": True} if the user named no implementation, the fused one is right, and all states exist.
 
         at: the number of the group. begun: whether the states exist on all ranks. All ranks must select alike, because
         the two implementations differ in the last bits.
@@ -108,7 +108,7 @@ class ShardedOptimizer(TorchOwners):
         free &= not self._tensors  # which get the bits of the replicated update
         if not (type(self.plain) in fused.KINDS and free and plain and numbers and on_host):
             return {}
-        begun &= all(self.kernels.correct(group, dtype) for dtype in self._dtypes[at])
+        begun &= not any(fused.is_wrong(self.plain, dtype) for dtype in self._dtypes[at])
         states = [self.optimizer.state.get(part) for part in parts if part.grad is not None]
         begun &= all(state and all(value is not None for value in state.values()) for state in states)
         return {"fused": begun or None}

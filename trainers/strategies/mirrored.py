@@ -14,7 +14,7 @@ from allreduce.elastic.standby import JOINED
 from allreduce.errors import RankLostError
 from allreduce.process import malloc
 from allreduce.topology import Topology
-from allreduce.transport.control import all_values, each_on_all, together
+from allreduce.transport.control import all_values, together
 from trainers.backends import backend_for, bind_own, compress_error
 from trainers.errors import ArgumentError
 from trainers.group import RankGroup
@@ -139,8 +139,6 @@ class Mirrored(Strategy):
 
     def _divide(self) -> None:
         """Divide the state among the ranks, which all have the same one, if it is to be divided. Collective."""
-        if self.replica.kernels:
-            self.replica.kernels.test(partial(each_on_all, self.group.comm, what="test fused kernels"))
         if self._update_name == "sharded" and self.group.size > 1:
             self.core.owners = self._divided(self.core)
 

@@ -40,7 +40,7 @@ from tests.ranks.pytorch.trained import (
 )
 from tests.trace_schema import check_trace
 from trainers.pytorch import Buckets, MirroredOptimizer, sharded
-from trainers.replicas.pytorch import fused, values
+from trainers.replicas.pytorch import values
 
 
 @both_updates
@@ -97,54 +97,24 @@ def test_fused_kernels_move_every_dtype(
     assert abs(models[0].weight.float().mean().item() - 1) > 0.1
 
 
-@pytest.mark.parametrize("right", [False, True])
-def test_a_fused_kernel_is_used_where_all_ranks_have_it(
-    monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology, right: bool
-) -> None:
-    """Wrong on one rank: then no rank uses the kernel, because replicas must stay equal in bits."""
-    monkeypatch.setattr(fused, "_tried", {})
-    monkeypatch.setattr(fused, "_try", lambda *_: right or world.rank != 0)
-    model = network()
-    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update="sharded") as optimizer:
-        train(model, optimizer, mine, steps=3)
-        assert optimizer._parts.owners.optimizer.param_groups[0]["fused"] is (right or None)
-
-
-@both_updates
-def test_a_fused_kernel_that_was_asked_for_and_is_wrong_somewhere(
-    monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology, update: str
-) -> None:
-    """Wrong on one rank, with another CPU: all ranks use the plain implementation, also for options that are loaded
-    later."""
-    monkeypatch.setattr(fused, "_tried", {})
-    monkeypatch.setattr(fused, "_try", lambda *_: world.rank != 0)
-    model = network()
-    plain = torch.optim.AdamW(model.parameters(), fused=True)
-    with mirrored(plain, model, topology=flat, update=update) as optimizer:
-        train(model, optimizer, mine, steps=2)
-        assert world.allgather(plain.param_groups[0]["fused"]) == [None] * SIZE
-        state = optimizer.state_dict()
-        monkeypatch.setattr(fused, "_try", lambda *_: True)
-        state["param_groups"][0].update(fused=True, maximize=True)
-        optimizer.load_state_dict(state)
-        train(model, optimizer, mine, steps=2)
-        assert world.allgather(plain.param_groups[0]["fused"]) == [True] * SIZE
-        plain.param_groups[0].update(weight_decay=0.0)  # which was tried nowhere
-        train(model, optimizer, mine, steps=2)
-        assert world.allgather(plain.param_groups[0]["fused"]) == [None] * SIZE
-
-
-@both_updates
-def test_an_optimizer_without_kernels_to_try(
-    monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm, flat: allreduce.Topology, update: str
-) -> None:
-    """As on a GPU, where no kernel is tried: the ranks agree on nothing."""
-    monkeypatch.setattr(fused, "_dtypes_of", lambda group: [])
-    model = network()
-    with mirrored(OPTIMIZERS["adamw"](model.parameters()), model, topology=flat, update=update) as optimizer:
-        train(model, optimizer, mine, steps=2)
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert_mirrored(world, model)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_fused_kernels_are_used_where_they_are_right(flat: allreduce.Topology, kind: str, dtype: torch.dtype) -> None:
+    """A sharded update selects them by itself, and a program may ask for them, also by a state that is loaded."""
+    right = (kind, dtype) != ("momentum", torch.bfloat16)
+    model = network().to(dtype)
+    with mirrored(KERNELS[kind](model.parameters()), model, topology=flat, update="sharded") as optimizer:
+        owners = optimizer._parts.owners
+        for asked in (None, True):
+            state = optimizer.state_dict()
+            state["param_groups"][0]["fused"] = asked
+            optimizer.load_state_dict(state)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(4, 12, dtype=dtype)).sum().backward()
+                optimizer.step()
+            assert owners.optimizer.param_groups[0]["fused"] is (right or None)
+            assert owners.plain.param_groups[0]["fused"] is (asked if right else None)
 
 
 @both_updates

@@ -25,7 +25,7 @@ from trainers import CentralStorageTrainer, Exact, Loader, LocalSGD, MirroredTra
 from trainers.arrays import average
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.replica import attach
-from trainers.replicas.pytorch import TorchReplica, fused
+from trainers.replicas.pytorch import TorchReplica
 from trainers.watching.model_checkpoint import ModelCheckpoint
 
 
@@ -73,22 +73,22 @@ def test_state_of_groups_and_schedules(flat: allreduce.Topology) -> None:
         assert torch.equal(here, there)
 
 
+class SixteenBits(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.bfloat16()).float()
+
+
 @pytest.mark.filterwarnings("ignore:SGD.fused=True. of PyTorch")
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "central"])
-def test_a_fused_kernel_that_fails_on_one_rank_is_used_on_none(
-    kind: str, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks' CPUs may differ. Replicas that updated by unlike kernels would drift apart. Each rank has trained
-    alone before, with its kernel."""
-    x, y = data(40)
-    mine = replica(kind="SGD")
-    with allreduce.Topology(MPI.COMM_SELF) as alone:
-        for topology, right in ((alone, True), (flat, flat.rank != flat.size - 1)):
-            monkeypatch.setattr(fused, "is_correct", lambda *_, right=right: right)
-            mine.optimizer.param_groups[0]["fused"] = True
-            with STRATEGIES["replicated" if topology is alone else kind](mine, topology=topology) as trainer:
-                trainer.fit(x, y, 1, 20, progress=False)
-    assert mine.optimizer.param_groups[0]["fused"] is None
+def test_a_fused_kernel_that_is_wrong_is_not_used(kind: str, flat: allreduce.Topology) -> None:
+    module = SixteenBits(6, 200, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1, fused=True)
+    made, (x, y) = TorchReplica(module, nn.CrossEntropyLoss(), optimizer), data(40)
+    before = module.weight.detach().clone()
+    with STRATEGIES[kind](made, topology=flat) as trainer:
+        trainer.fit(x, y, 1, 40, progress=False)
+        assert (module.weight != before).any(1).sum() > 150  # the first ones too
+    assert optimizer.param_groups[0]["fused"] is None
 
 
 @pytest.mark.parametrize("kind", [*UPDATES, *MORE_UPDATES, "rprop"])

@@ -27,7 +27,7 @@ from trainers.replicas.pytorch.division import (
     division_of,
     optimizer_like,
 )
-from trainers.replicas.pytorch.fused import Kernels
+from trainers.replicas.pytorch.fused import replace_wrong
 from trainers.replicas.pytorch.tensors import from_array, host_view
 
 TRIED = (2, 3)  # shape of the parameters in the trial step
@@ -48,7 +48,6 @@ class TorchOptimizer(FlatOptimizer):
         elementwise = sorted(f"optimizer.{key}" for key, value in tried.items() if value.shape == TRIED)
         super().__init__(Layout(each.shape for each in trained), [PRESENT, *sorted(self._devices)], elementwise)
         self._user, self._trained, self._shard = optimizer, trained, shard
-        self.kernels = Kernels(optimizer)
         self._parameters: Tensor | None = None
         self._take_all()
 
@@ -98,7 +97,7 @@ class TorchOptimizer(FlatOptimizer):
 
     def step(self, part: Slices | None, still: np.ndarray) -> None:
         """Update all parameters, or a part of the bound memory, but not the parameters that are `still`."""
-        if text := self.kernels.replace_broken():
+        if text := replace_wrong(self._user):
             warnings.warn(text, stacklevel=2)
         if part is None:
             self.extend()

@@ -95,7 +95,6 @@ class TorchReplica(FlatReplica):
         self.statistics = sum(each.numel() for each in self._statistics)
         self.gradient_length = self._length + self.statistics
         self._buffers = Buffers(module)
-        self.kernels = self.optimizer_state.kernels
         self.unseeded = NO_MOMENTUM if any(each.momentum is None for each in batch_norms(module)) else ""
         self.scores = "logits" if isinstance(loss, nn.CrossEntropyLoss) else ""
         self.shapes = {name: tuple(each.shape) for name, each in self._named.items()}
