@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from allreduce import kernels, notices
+from allreduce import notices
 from allreduce.algorithm import Algorithm, Context
 from allreduce.arrays import dtypes, gpu, ops, trees
 from allreduce.arrays import rows as sparse_rows
@@ -45,8 +45,9 @@ NDARRAY = np.ndarray  # one look-up in each call, not two
 PLACE = "place"  # in the state of a compression, beside the arrays
 OTHER_PLACE = (
     "the error feedback of the compression (the part of the gradients that it had not sent yet) is of other ranks or "
-    "nodes: it begins at zero"
+    "nodes, or of another backend or version: it begins at zero"
 )
+SLOW_HALF = "sums of 16-bit floats take 2 to 10 times as long: a rank lacks the C library (see allreduce doctor)"
 MOST_KNOWN = 4096  # signatures, and trees, that are kept
 OUT_OF_STEP = (CollectiveTimeoutError, RankLeftError, RankLostError)  # after these errors the ranks can't agree
 
@@ -186,8 +187,8 @@ class AllReduce:
         """Load a result of `state` of an equal backend with equal arrays; state that it lacks becomes zero. Local; on
         all ranks before their next call.
 
-        Each rank compresses other elements, so the error feedback of another rank, or of a job with other ranks or
-        nodes, is not loaded: it becomes zero, which rank 0 says once.
+        Each rank compresses other elements, so the error feedback of another rank or backend, or of a job with other
+        ranks or nodes, is not loaded: it becomes zero, which rank 0 says once.
 
         array: load the state of this array only. Raises OptionError for another backend's, and changes nothing.
         """
@@ -195,14 +196,14 @@ class AllReduce:
             name = next(iter(state))
             raise OptionError(f"{self!r} has no state {name!r}: it is of another backend or compression")
         loaded = {name: held for name, held in state.items() if name != PLACE}
-        if loaded and state.get(PLACE) != self._place():
+        if loaded and not np.array_equal(state.get(PLACE, -1), self._place()):
             loaded = {name: held for name, held in loaded.items() if not name.endswith("/residual")}
             notices.once(self.rank, OTHER_PLACE)
         self._allocations.load_state(loaded, array)
 
     def _place(self) -> int:
-        """Return a number of this rank and the nodes of all ranks, which decide the elements that it compresses."""
-        return zlib.crc32(repr((self.rank, self.topology.layout.members)).encode())
+        """Return a number of what decides the elements that this rank compresses. Local."""
+        return zlib.crc32(repr((self.name, str(self.compression), self.rank, self.topology.layout.members)).encode())
 
     def reset(self, array: Any = None) -> None:
         """Set the error feedback of a compression, of one array or of all, to zero, as in a new backend. Local; on all
@@ -553,8 +554,8 @@ class AllReduce:
                 f"{self.name} does not reduce {dtype}: MPI libraries' sums of 16-bit floats are unreliable; "
                 'use "auto", "shared" or "ring", which sum them in float32'
             )
-        if dtypes.is_half(dtype) and kernels.status() != "C":
-            notices.once(self.rank, f"sums of {dtype} take up to ten times as long by {kernels.status()}")
+        if dtypes.is_half(dtype) and self.size > 1 and not self.topology.by_c:
+            notices.once(self.rank, SLOW_HALF)
 
     # Ends
 

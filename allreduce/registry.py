@@ -46,7 +46,7 @@ def create(
         On one node the ranks compare each call in shared memory in any case.
     compress: sums of float32 and float64 are sent with fewer bits: "bfloat16", "float16", "int8",
         "powersgd:4" (the rank of the matrices), or an object of options (allreduce.Half, Quantized, PowerSGD). On
-        several nodes "hierarchical_copy" and "auto" compress only the messages between nodes, by the first four. See
+        several nodes "hierarchical_copy" and "auto" compress only the messages between nodes, except by PowerSGD. See
         allreduce.arrays.compression.
     exact: True: sums and means of floats have bits that depend on nothing but the data: not on the order, the number of
         ranks or nodes, the algorithm or its options. See allreduce.algorithms.compressed.exact.Exact.

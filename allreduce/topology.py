@@ -246,8 +246,9 @@ class Topology:
         involve the other parts.
 
         on_error: what an uncaught exception ends: the whole "job", or only the programs of this "part" while it is
-            open. Equal on the ranks of a part. With "part", other parts continue, and the job's exit code shows the
-            failure. An endless wait inside MPI, an exception in a thread, and Ctrl-C still end the job.
+            open. Equal on the ranks of a part. With "part", ranks of the part that wait for the failed one raise
+            RankLeftError, other parts continue, and the job's exit code shows the failure. An endless wait inside MPI,
+            an exception in a thread, and Ctrl-C still end the job.
         """
         self.agree([], "Topology.split", _bad_split(colour, on_error))
         comm = self.private(colour=colour)

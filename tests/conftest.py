@@ -186,7 +186,7 @@ def in_one_job(
     """
     given, found = folder / "cases", folder / "outcomes"
     given.write_text(json.dumps(programs, default=str))
-    found.mkdir()
+    found.mkdir()  # new, so that no outcome of a former job is there
 
     def outcome(number: int, rank: int) -> dict[str, Any]:
         paths = [found / f"{number}.{rank}.{kind}" for kind in ("out", "err", "code")]

@@ -301,8 +301,9 @@ def judge_gpus(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         yield alike("devices", having, _kind, SLOWEST)
     elif present:
         text = f"{present.host} has {plural(present.facts['present'], 'GPU')}, and no rank can use one: {told}"
-        hidden = f"{VISIBLE}={present.facts['visible']}: unset it, or start the container with --gpus all"
-        yield warning("devices", text, hidden)
+        visible = present.facts["visible"]
+        hidden = f"{VISIBLE}={visible}: unset it, or start the container with --gpus all"
+        yield warning("devices", text, gpu.EXTRA if visible is None else hidden)
     else:
         yield ok("devices", "none: training runs on CPUs")
     shared = grouped(having, lambda rank: rank.facts["device"]["identity"]).values()
@@ -311,7 +312,8 @@ def judge_gpus(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         yield warning("duplicates", f"one GPU is shared by {some(twice)}", advice)
     if having and lacking:
         advice = f"ask the scheduler for GPUs on every host (--gpus-per-node), and look at {VISIBLE} there"
-        yield warning("missing", f"{named(lacking)}: {told}", advice)
+        without = not all(rank.facts["device"] for rank in lacking)
+        yield warning("missing", f"{named(lacking)}: {told}", advice if without else gpu.EXTRA)
     yield _cuda_aware(having or ranks)
 
 

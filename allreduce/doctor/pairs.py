@@ -23,6 +23,7 @@ USUAL = 0.25  # the quantile of its times that is reported, because some round t
 ANSWER_SECONDS = 15.0  # a rank that takes longer to answer counts as unreachable
 LARGE_SECONDS, LARGE_TURNS = 0.03, 4  # for the large message: seconds, and round trips at most
 SWEEPS = 2  # measurements of each pair, of which the better values count: a chance delay rarely repeats
+FEW = 8  # ranks of a node, and nodes, of which all pairs are measured
 LEAST_ALIKE = 3  # with fewer pairs of a kind, none counts as slow
 SLOWER = 3.0  # a slow pair's bandwidth is below the median of its kind by this factor
 LATER = 5.0  # a slow pair's latency exceeds the median of its kind by this factor, and by
@@ -130,16 +131,21 @@ def plan(nodes: Sequence[int]) -> list[list[Pair]]:
     """Return rounds of pairs, in which each rank is in at most one pair. nodes: the node of each rank.
 
     Each rank meets the next one of its node. The first ranks of the nodes meet those at distances 1, 2, 4, ...: about
-    2 log2 of the nodes, so that a slow link is found in a job of any size.
+    2 log2 of the nodes, so that a slow link is found in a job of any size. Up to FEW ranks, or nodes, all meet: one
+    slow rank must not make most of the pairs slow.
     """
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
-    rounds = [[pair for ranks in members.values() for pair in _half(ranks, 1, parity)] for parity in (0, 1)]
-    leaders, distance = [ranks[0] for ranks in members.values()], 1
-    while distance < len(leaders):
-        rounds += [_half(leaders, distance, parity) for parity in (0, 1)]
-        distance *= 2
+    inside, leaders = list(members.values()), [ranks[0] for ranks in members.values()]
+    rounds = []
+    for distance in range(1, FEW):
+        meeting = [ranks for ranks in inside if distance == 1 or len(ranks) <= FEW]
+        rounds += [[pair for ranks in meeting for pair in _half(ranks, distance, parity)] for parity in (0, 1)]
+    far = (
+        range(1, len(leaders)) if len(leaders) <= FEW else [1 << bit for bit in range((len(leaders) - 1).bit_length())]
+    )
+    rounds += [_half(leaders, distance, parity) for distance in far for parity in (0, 1)]
     return [pairs for pairs in rounds if pairs]
 
 

@@ -3,10 +3,10 @@ fixed point (fixed_point.c); the rendezvous of a node's ranks (meeting.c). commu
 allreduce/process/start.py.
 
 `pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, every function
-here returns False or None, and its caller does the same by NumPy and Python, or has refused to work without the
-library; so it does with arrays that are not contiguous or not aligned. Arrays are 1-D; those of another dtype or length
-than C would read raise TypeError. An output may be one of the inputs, and must not overlap another array. All functions
-are local; those on arrays work outside the GIL.
+here returns False or None, also of arrays that are not contiguous or not aligned. The caller then does the same by
+NumPy and Python; exact sums and codes of 8 bits have no other way, and raise an error. Arrays are 1-D; those of another
+dtype or length than C would read raise TypeError. An output may be one of the inputs, and must not overlap another
+array. All functions are local; those on arrays work outside the GIL.
 """
 
 import ctypes

@@ -33,7 +33,7 @@ class Allocation:
 
     parts: the parameters of a model in it. residual: the error feedback of each element, made at its first use. calls:
     the number of calls with a slice, by its first element. factors: of the matrices of PowerSGD, by first element, rows
-    and columns. settled: the slices (first element, length) that were reduced since the state was loaded.
+    and columns. agreed: the slices (first element, length) of whose factors the ranks have agreed since.
     """
 
     begin: int
@@ -48,7 +48,7 @@ class Allocation:
     residual: np.ndarray | None = None
     calls: dict[int, int] = field(default_factory=dict)
     factors: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
-    settled: set[tuple[int, int]] = field(default_factory=set)
+    agreed: set[tuple[int, int]] = field(default_factory=set)
     cut: dict[tuple[int, int], list[Part]] = field(default_factory=dict)  # the parts inside of slices
 
     @property
@@ -63,7 +63,7 @@ class Allocation:
         described = tuple(sorted([*kept, *moved], key=lambda part: part.start))
         if described != self.parts:
             self.parts, self.signature = described, zlib.crc32(repr(described).encode())
-            for held in (self.cut, self.factors, self.settled):
+            for held in (self.cut, self.factors, self.agreed):
                 held.clear()
 
     def views(self, offset: int, array: np.ndarray) -> list[np.ndarray]:
@@ -248,7 +248,7 @@ class Allocations:
         """Set the error feedback of one array, or of all, to zero; forget the call counts and the factors. Local."""
         for entry in self._kept(array):
             entry.residual = None
-            for held in (entry.calls, entry.factors, entry.settled):
+            for held in (entry.calls, entry.factors, entry.agreed):
                 held.clear()
 
 

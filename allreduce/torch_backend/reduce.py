@@ -99,7 +99,8 @@ def resolve(op: Any, dtype: torch.dtype, sparse: bool = False) -> Reduction:
 class Options:
     """Options of the process group, for `init_process_group("allreduce", pg_options=Options("ring"))` and `new_group`.
 
-    backend: one of `allreduce.NAMES`; by default that in ALLREDUCE_BACKEND, else "auto", also in `new_group`.
+    backend: one of `allreduce.NAMES`; by default that in ALLREDUCE_BACKEND, else "auto". `new_group` does not
+        take over those of the world.
     settings: further arguments of `allreduce.create`. check and trace also apply to reduce_scatter, for which "auto"
         uses "ring" on several nodes. "auto" has measure=False by default: a program gives the same bits in each run.
     overlap: False runs every operation in the calling thread; only messages and monitored_barrier have timeouts then.

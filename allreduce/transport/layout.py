@@ -53,12 +53,6 @@ class NodeLayout:
         """True when nodes differ in size, so that only their leaders can pair up across nodes."""
         return len(set(self.node_sizes)) > 1
 
-    @property
-    def nodes_of_ranks(self) -> tuple[int, ...]:
-        """The index of each rank's node, by rank."""
-        found = {rank: index for index, ranks in enumerate(self.members) for rank in ranks}
-        return tuple(found[rank] for rank in range(self.size))
-
     def node_of(self, rank: int) -> int:
         """Return the index of a rank's node."""
         return next(index for index, ranks in enumerate(self.members) if rank in ranks)

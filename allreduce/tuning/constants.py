@@ -90,6 +90,7 @@ def loads(text: str, machine: MachineKind) -> Entries:
 
 def _entry(node_sizes: list[int], simulated: bool, constants: dict[str, float]) -> tuple[Key, Machine]:
     sizes = [type(size) is int and 0 < size < MOST_RANKS for size in node_sizes]
+    constants = dict(constants)  # it may be anything
     times = [type(value) in (int, float) and 0 <= value < LONGEST for value in constants.values()]
     if not sizes or len(times) < len(FIELDS) or not all(sizes + times) or type(simulated) is not bool:
         raise ValueError(f"{node_sizes=}, {simulated=}, {constants=}")

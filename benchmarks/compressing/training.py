@@ -128,11 +128,12 @@ class Method:
     streamed: bool = False
 
     def evaluated_every(self, steps: int) -> int:
-        """Return the number of steps between evaluations. steps: of methods whose replicas are equal, or streamed."""
+        """Return the number of steps between evaluations. steps: of methods whose replicas are equal, or
+        streamed, which average a fragment before each evaluation."""
         return steps if self.interval is None or self.streamed else self.interval
 
     def options(self, every: int) -> dict[str, Any]:
-        """Return the options of MirroredOptimizer. every: the steps between evaluations, when nothing is being sent."""
+        """Return the options of MirroredOptimizer. every: the steps between evaluations."""
         found: dict[str, Any] = {
             "compress": compression(self.compress or PLAIN, WARMUP if self.interval is None else 0)
         }
@@ -160,8 +161,8 @@ def parse(name: str, every: int) -> Method:
             found = replace(found, compress=_known(name, part, found.peer))
     if found.streamed and (found.interval is None or found.interval % every):
         raise OptionError(
-            f"method {name!r}: streamed fragments need sync:N or diloco:N with a multiple of --every {every}, because "
-            "the evaluations are made when no fragment is being sent"
+            f"method {name!r}: streamed fragments need sync:N or diloco:N with a multiple of --every {every}: a "
+            "fragment is averaged before each evaluation"
         )
     if found.peer and found.interval and found.compress:
         raise OptionError(f"method {name!r}: PyTorch's post-local SGD has no compression; leave one of them out")

@@ -156,7 +156,11 @@ def test_gpus() -> None:
     assert "pinned" in found.text
     ranks = cluster(1, 1)
     ranks[1].facts["gpus"] |= {"present": 2, "visible": ""}
-    assert "host1 has 2 GPUs, and no rank can use one: " in only(judged("gpus", ranks)).text
+    hidden = only(judged("gpus", ranks))
+    assert "host1 has 2 GPUs, and no rank can use one: " in hidden.text
+    assert "CUDA_VISIBLE_DEVICES=: unset it" in hidden.advice
+    ranks[1].facts["gpus"]["visible"] = None  # CuPy is missing, as where PyTorch alone is installed
+    assert "extra" in only(judged("gpus", ranks)).advice
 
 
 def test_without_its_libraries_the_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

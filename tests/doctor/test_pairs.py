@@ -1,5 +1,6 @@
 """The times between pairs of ranks: how the doctor measures them, and its findings."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from mpi4py import MPI
 
 from allreduce.doctor import network, pairs
 from allreduce.doctor.findings import PROBLEM, WARNING
-from allreduce.doctor.pairs import PairTimes, Results
+from allreduce.doctor.pairs import FEW, PairTimes, Results
 from tests.doctor.doctor_ranks import NEEDS, cluster, measured, only
 
 
@@ -25,7 +26,9 @@ def test_64_ranks_with_one_slow_pair_name_it() -> None:
 def test_half_of_the_pairs_are_slow_beside_the_other_half() -> None:
     ranks = cluster(1, 1, 1, 1)
     bad_host = {f"r{min(2, rank)}_{max(2, rank)}": (50e-6, 0.0129e9) for rank in (0, 1, 3)}
-    findings = list(pairs.judge(ranks, NEEDS, measured(ranks, **bad_host), None))
+    results = measured(ranks, **bad_host)
+    assert sorted(pair[:2] for pair in results.measured) == sorted(chain(*pairs.plan([0, 1, 2, 3])))
+    findings = list(pairs.judge(ranks, NEEDS, results, None))
     assert "0.12 GB/s (median of 6 pairs)" in findings[0].text
     assert "ranks 0 and 2 (host0 - host2)" in only(findings).text
 
@@ -57,10 +60,16 @@ def test_each_rank_meets_its_neighbour_and_each_node_others_near_and_far(sizes: 
         assert len(busy) == len(set(busy))
     planned = [pair for pairs_of_round in rounds for pair in pairs_of_round]
     wanted = [(rank, rank + 1) for rank, node in enumerate(nodes) if rank < last[node]]
-    for distance in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+    wanted += [
+        (rank, other)
+        for rank, node in enumerate(nodes)
+        for other in range(rank + 2, last[node] + 1)
+        if sizes[node] <= FEW
+    ]
+    for distance in range(1, FEW) if len(sizes) <= FEW else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
         wanted += [(first[node], first[node + distance]) for node in range(len(sizes) - distance)]
     assert sorted(planned) == sorted(wanted)
-    assert len(rounds) <= 2 + 2 * len(sizes).bit_length()
+    assert len(rounds) <= 4 * FEW + 2 * len(sizes).bit_length()
 
 
 def test_no_answer_and_a_slow_link_and_slow_memory() -> None:

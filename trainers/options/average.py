@@ -39,7 +39,8 @@ class Exact(Checked):
 
     They are equal on any number of ranks, with every backend, for either `update`, after failures and resumes, with
     equal processors, versions of libraries, and threads of a rank. Gradients are computed for each micro-batch, and
-    summed exactly. Memory: 8 bytes a parameter, and the gradients of all micro-batches of a rank.
+    summed exactly. Memory: 8 bytes a parameter, and the gradients of all micro-batches of a rank. It needs the
+    library in C: without it a trainer raises UnavailableError.
 
     micro_batch: rows of a micro-batch, which decides the bits. Larger ones are faster, and leave ranks without work if
         a batch has fewer micro-batches than there are ranks.

@@ -84,7 +84,7 @@ class LowRank(Compressed):
     def place(self, buffer: Any) -> tuple[int, int] | None:
         """As in the base class. The place differs if the state was reset on some ranks only, so that all notice it."""
         place, where = super().place(buffer), self.find(buffer)
-        if place is None or where is None or (where.start, where.length) not in where.entry.settled:
+        if place is None or where is None or (where.start, where.length) not in where.entry.agreed:
             return place
         return place[0] + (1 << 64), place[1]
 
@@ -93,7 +93,7 @@ class LowRank(Compressed):
         plan = low_rank.plan(tuple(parts), buffer.size, options.matrix_approximation_rank, options.min_compression_rate)
         if not plan.matrices:
             self._say_uncompressed(where, parts)
-        elif where is not None and (where.start, where.length) not in where.entry.settled:
+        elif where is not None and (where.start, where.length) not in where.entry.agreed:
             self._agree(where, plan.matrices)
         calls = where.count_call() if where and plan.matrices else 0
         if not plan.matrices or (where and calls < options.start_powerSGD_iter):
@@ -129,7 +129,7 @@ class LowRank(Compressed):
         Ranks may have loaded different states: of a checkpoint and, on a rank that joined, none.
         """
         entry = where.entry
-        entry.settled.add((where.start, where.length))
+        entry.agreed.add((where.start, where.length))
         keys = [_key(where, each) for each in matrices]
         held = [entry.factors[key] for key in keys if key in entry.factors]
         check = zlib.crc32(b"".join(factor.tobytes() for factor in held))
@@ -214,12 +214,11 @@ class LowRank(Compressed):
             residual[tile.where] -= sent
 
     def _say_uncompressed(self, where: Slice | None, parts: Sequence[Part]) -> None:
-        rank, matrices = self.options.matrix_approximation_rank, [part for part in parts if len(part.shape) > 1]
+        known = parts if where is None else where.entry.parts  # of the whole model, not of one bucket
+        rank, matrices = self.options.matrix_approximation_rank, [part for part in known if len(part.shape) > 1]
         if matrices and all(rank > min(low_rank.shape(part)) for part in matrices):
-            above = (
-                f'compress="{self.options}": the rank {rank} is above the rows or columns of all matrices of an array'
-            )
-            notices.once(self.rank, f"{above}, which is sent uncompressed: use a smaller rank")
+            above = f'compress="{self.options}": the rank {rank} is above the rows or columns of all matrices'
+            notices.once(self.rank, f"{above}, which are sent uncompressed: use a smaller rank")
         described = where is not None and where.entry.parts
         if not described and all(len(part.shape) < 2 and part.stop - part.start > NOTICED for part in parts):
             notices.once(
