@@ -13,7 +13,6 @@ from trainers.errors import DataError
 
 ENDINGS = {".csv": ",", ".tsv": "\t"}  # the character between the cells
 BLOCK = 1 << 13  # rows that are read at a time, to bound the memory
-LONGEST_LINE = 1 << 24  # bytes
 MOST_COLUMNS = 1 << 14
 LONGEST_SHOWN = 60  # characters of a cell in an error
 
@@ -111,9 +110,7 @@ class TableFile:
     def _lines(self, file: IO[bytes], most: int) -> Iterator[str]:
         """Yield the lines of a file that may hold `most` bytes."""
         encoding, read = "utf-8-sig", 0  # some programs write a byte order mark before the text
-        while line := file.readline(LONGEST_LINE):
-            if len(line) == LONGEST_LINE:
-                raise DataError(f"{self.path} has a line of more than {LONGEST_LINE} bytes; is it a table?")
+        while line := file.readline(most + 1 - read):
             read += len(line)
             if read > most:
                 break
