@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trainers import datasets
-from trainers.datasets import table
+from trainers.datasets import rows, table
 from trainers.errors import ArgumentError, DataError, ModelFileError
 from trainers.files import model_file
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -63,7 +63,7 @@ def test_errors_are_cut_and_keep_their_end(kind: type[Exception]) -> None:
 
 
 CSV = {
-    "one long line": (ZEROS * 64, "unpacks to more than"),
+    "one long line": (ZEROS * 64, "line 1 has more than"),
     "no line at all": (gzip.compress(b"\n" * (1 << 18)), "unpacks to more than"),
     "short lines": (gzip.compress(b"1,1\n" * (1 << 16)), "unpacks to more than"),
     "many names": (gzip.compress("".join(f"1,a{label}\n" for label in range(1 << 12)).encode()), "different labels"),
@@ -73,6 +73,7 @@ CSV = {
 @pytest.mark.parametrize("fault", CSV)
 def test_csv_bomb(tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_file, "LEAST_LIMIT", 1 << 17)
+    monkeypatch.setattr(rows, "LONGEST_LINE", 1 << 16)
     monkeypatch.setattr(table, "MOST_VALUES", 1 << 10)
     path, (content, complaint) = tmp_path / "set.csv.gz", CSV[fault]
     path.write_bytes(content)

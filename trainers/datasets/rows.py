@@ -1,29 +1,30 @@
-"""Tables with a header (.csv, .tsv, gzipped or not), read a few rows at a time."""
+"""Tables with a header (.csv, .tsv, gzipped or not), read a few lines at a time."""
 
 import csv
-import io
-import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
-from itertools import islice
-from typing import IO, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any, NamedTuple
 
 from trainers.datasets import files
 from trainers.errors import DataError
 
 ENDINGS = {".csv": ",", ".tsv": "\t"}  # the character between the cells
-BLOCK = 1 << 13  # rows that are read at a time, to bound the memory
+BLOCK = 1 << 20  # bytes that are parsed at a time, to bound the memory
+LONGEST_LINE = 1 << 24  # bytes
 MOST_COLUMNS = 1 << 14
 LONGEST_SHOWN = 60  # characters of a cell in an error
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # before the text in files of some programs
 
 Cells = Sequence[str]
 
 
 class Block(NamedTuple):
-    """Consecutive rows. columns: the cells of each column. lines: the number of the line where each row begins."""
+    """Consecutive rows. columns: the cells of each column. lines: the number of each row's line in the file."""
 
     columns: list[Cells]
     lines: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.lines)
 
 
 def is_table(path: str) -> bool:
@@ -31,38 +32,56 @@ def is_table(path: str) -> bool:
 
 
 class TableFile:
-    """A table whose first row has the names of the columns. Every other row has as many cells.
+    """A table whose first line has the names of the columns. Every other line is a row with as many cells.
 
-    names: of the columns. size: of the file in bytes.
+    names: of the columns. begin, end: the bytes where the rows begin and end; of a gzipped table, unpacked bytes.
 
-    A cell in quotation marks may have line breaks. Empty lines are skipped; in a .tsv a line of tabs is a row of
-    missing values. Raises DataError, with the path and the line.
+    A cell may be in quotation marks, but no row goes on in the next line, so a piece of rows is parsed without those
+    before it. Blank lines are skipped; in a .tsv a line of tabs is a row of missing values. Raises DataError, with
+    the path and the line.
     """
 
     def __init__(self, path: str, is_header: Callable[[list[str]], bool] | None = None) -> None:
-        """is_header: for a table that may lack the row with names: returns whether the cells of the first row are
+        """is_header: for a table that may lack the line with names: returns whether the cells of the first line are
         names, which are then not checked."""
         self.path = path
         self._delimiter = next(mark for end, mark in ENDINGS.items() if path.removesuffix(".gz").endswith(end))
-        with files.opened(path):
-            self.size = os.path.getsize(path)
-        with closing(self._rows()) as rows:
-            line, cells = next(rows, (0, []))
-        if not cells:
-            raise DataError(f"{path} is empty: expected a line with the names of the columns")
-        if is_header is None:
-            self.names, self._begin = self._names(line, cells), 1
-        else:
-            self.names = tuple(f"column {place + 1}" for place in range(len(cells)))
-            self._begin = int(is_header(cells))  # rows before those with values
+        self._blanks = " \t\r\v\f".replace(self._delimiter, "")  # the characters of a blank line
+        with files.opened(path) as (file, most):
+            start = len(BYTE_ORDER_MARK) if file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK else 0
+            file.seek(start)
+            number, line = 0, b""
+            while not line.strip():
+                line = file.readline(LONGEST_LINE + 1)
+                if not line:
+                    raise DataError(f"{path} is empty: expected a line with the names of the columns")
+                number += 1
+                if file.tell() > most:
+                    raise files.too_large_error(path, most)
+            if len(line) > LONGEST_LINE:
+                raise DataError(f"{path}, line {number} has more than {LONGEST_LINE} bytes; is it a table?")
+            first: list[str] = []
+            if is_header is not None:
+                first = [cell.strip(' "') for cell in self._decoded(line, number).strip().split(self._delimiter)]
+            bare = is_header is not None and not is_header(first)
+            if bare:
+                file.seek(start)
+            self.begin = file.tell()
+            self.end = self.begin + files.remaining(file, most)
+            if self.end > most:
+                raise files.too_large_error(path, most)
+        self._header = 0 if bare else number  # the number of its line
+        unnamed = tuple(f"column {place + 1}" for place in range(len(first)))
+        self.names = self._names(line) if is_header is None else unnamed
 
-    def _names(self, line: int, cells: list[str]) -> tuple[str, ...]:
-        names = [name.strip() for name in cells]
-        where = f"{self.path}, line {line}"
+    def _names(self, line: bytes) -> tuple[str, ...]:
+        text = self._decoded(line, self._header).rstrip("\r\n")
+        names = [name.strip() for name in self._parsed([text], [self._header])[0]]
+        where = f"{self.path}, line {self._header}"
         if len(names) > MOST_COLUMNS:
             raise DataError(f"{where} has more than {MOST_COLUMNS} columns; is it a table?")
         if len(names) == 1:
-            other = next((mark for mark in ";|,\t" if mark != self._delimiter and mark in names[0]), None)
+            other = next((mark for mark in ";|,\t" if mark != self._delimiter and mark in text), None)
             hint = f"; the cells seem to be separated by {other!r}, not by {self._delimiter!r}" if other else ""
             raise DataError(f"{where} has one column; expected the names of several columns{hint}")
         if all(map(is_number, names)):
@@ -76,50 +95,85 @@ class TableFile:
 
     def blocks(self) -> Iterator[Block]:
         """Yield all rows, some at a time."""
-        width = len(self.names)
-        rows = islice(self._rows(), self._begin, None)
-        while block := list(islice(rows, BLOCK)):
-            for line, cells in block:
-                if len(cells) != width:
-                    found = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
-                    raise DataError(
-                        f"{self.path}, line {line} has {found}, and the first line has {width}; is the file truncated, "
-                        "or a cell with a comma not in quotation marks?"
-                    )
-            lines, values = zip(*block, strict=True)
-            yield Block(list(zip(*values, strict=True)), lines)
+        for piece, number in self.pieces():
+            block = self.block(piece, number)
+            if len(block):
+                yield block
 
-    def _rows(self) -> Generator[tuple[int, list[str]]]:
-        """Yield the number of the line where each row begins, and its cells."""
-        with files.opened(self.path) as (file, most):
-            lines = self._lines(io.BufferedReader(file), most)  # type: ignore[type-var]  # reads lines faster
-            rows = csv.reader(lines, delimiter=self._delimiter, skipinitialspace=True, strict=True)
-            line = 1
+    def pieces(self) -> Iterator[tuple[bytes, int]]:
+        """Yield whole lines, about BLOCK bytes at a time, and the number of the line before them: for `block`."""
+        place, number = self.begin, self._header
+        with files.opened(self.path) as (file, _):
+            file.seek(place)
+            while place < self.end:
+                piece = file.read(min(BLOCK, self.end - place))
+                if not piece:
+                    raise DataError(f"{self.path} became shorter while it was read")
+                if not piece.endswith(b"\n"):
+                    piece += self._line_of(file)
+                yield piece, number
+                place += len(piece)
+                number += piece.count(b"\n")
+
+    def block(self, piece: bytes, number: int) -> Block:
+        """Return the rows of a piece, perhaps none. number: of the line before it."""
+        texts = self._decoded(piece, number + 1).split("\n")
+        if not texts[-1]:
+            texts.pop()
+        numbers: Sequence[int] = range(number + 1, number + 1 + len(texts))
+        if not all(map(str.strip, texts)):
+            kept = [(line, text) for line, text in zip(numbers, texts, strict=True) if text.strip(self._blanks)]
+            numbers, texts = [line for line, _ in kept], [text for _, text in kept]
+        return self._block([text.removesuffix("\r") for text in texts], numbers) if texts else Block([], [])
+
+    def _block(self, texts: list[str], numbers: Sequence[int]) -> Block:
+        width, mark = len(self.names), self._delimiter
+        if {text.count(mark) for text in texts} == {width - 1}:
+            whole = mark.join(texts)
+            if '"' not in whole and "\r" not in whole:  # many times faster than the parser
+                cells = whole.split(mark)
+                return Block([cells[column::width] for column in range(width)], numbers)
+        rows = self._parsed(texts, numbers)
+        if {*map(len, rows)} != {width}:
+            row, cells = next((row, cells) for row, cells in enumerate(rows) if len(cells) != width)
+            found = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
+            raise DataError(
+                f"{self.path}, line {numbers[row]} has {found}, and the first line has {width}; is the file "
+                "truncated, or a cell with a comma not in quotation marks?"
+            )
+        return Block(list(zip(*rows, strict=True)), numbers)
+
+    def _parsed(self, texts: list[str], numbers: Sequence[int]) -> list[list[str]]:
+        options: dict[str, Any] = {"delimiter": self._delimiter, "skipinitialspace": True, "strict": True}
+        try:
+            rows = list(csv.reader(texts, **options))
+            if len(rows) == len(texts):
+                return rows
+        except csv.Error:
+            pass  # the search for the line raises it again
+        for text, number in zip(texts, numbers, strict=True):
             try:
-                for cells in rows:
-                    if cells:
-                        yield line, cells
-                    line = rows.line_num + 1
-            except UnicodeDecodeError as error:
-                where, byte = f"{self.path}, line {rows.line_num + 1}", error.object[error.start]
-                text = f"{where} is not UTF-8 text (byte 0x{byte:02x}); save the table as UTF-8"
-                raise DataError(text) from error
+                list(csv.reader([text], **options))
             except csv.Error as error:
-                raise DataError(f"{self.path}, line {line}: {error}; is a quotation mark not closed?") from error
+                unclosed = "a quotation mark is not closed; every row must be one line"
+                reason = unclosed if "end of data" in str(error) else error
+                raise DataError(f"{self.path}, line {number}: {reason}") from error
+        raise DataError(f"{self.path}, line {numbers[0]} or after: the quotation marks do not match")
 
-    def _lines(self, file: IO[bytes], most: int) -> Iterator[str]:
-        """Yield the lines of a file that may hold `most` bytes."""
-        encoding, read = "utf-8-sig", 0  # some programs write a byte order mark before the text
-        while line := file.readline(most + 1 - read):
-            read += len(line)
-            if read > most:
-                break
-            yield line.decode(encoding)
-            encoding = "utf-8"
-        if os.path.getsize(self.path) != self.size:
-            raise DataError(f"{self.path} changed while it was read")
-        if read > most:
-            raise files.too_large_error(self.path, most)
+    def _decoded(self, piece: bytes, line: int) -> str:
+        try:
+            return piece.decode()
+        except UnicodeDecodeError as error:
+            line += piece[: error.start].count(b"\n")
+            raise DataError(
+                f"{self.path}, line {line} is not UTF-8 text (byte 0x{piece[error.start]:02x}); save the table as UTF-8"
+            ) from error
+
+    def _line_of(self, file: IO[Any]) -> bytes:
+        line: bytes = file.readline(LONGEST_LINE)
+        if len(line) == LONGEST_LINE:
+            raise DataError(f"{self.path} has a line of more than {LONGEST_LINE} bytes; is it a table?")
+        return line
 
 
 def is_number(cell: str) -> bool:

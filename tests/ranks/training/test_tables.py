@@ -48,7 +48,7 @@ def test_predictions_of_a_table(
     table: str, folder: Path, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As CSV and as JSON lines, of several tables, with and without a label."""
-    monkeypatch.setattr("trainers.datasets.rows.BLOCK", 7)
+    monkeypatch.setattr("trainers.datasets.rows.BLOCK", 300)
     data = datasets.load(table, "income")
     rows = people(61, seed=5)
     if flat.rank == 0:

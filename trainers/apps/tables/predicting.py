@@ -190,11 +190,11 @@ def _on_first(comm: MPI.Intracomm, path: str, action: Callable[[], ResultT]) -> 
 
 
 def _predicted(model: Predictor, pieces: Iterator[Callable[[], Any]]) -> np.ndarray | None:
-    """Predict the rows of this rank's next piece; returns None if there is none."""
+    """Predict the rows of this rank's next piece, perhaps none; returns None if there is no piece."""
     piece = next(pieces, None)
-    if piece is None:
-        return None
-    x = piece()
+    x = None if piece is None else piece()
+    if x is None or not row_count(x):
+        return None if piece is None else np.empty(0)
     model.check(x, None)
     outputs = [model.predict(sliced(x, part)) for part in segments(slice(0, row_count(x)), ROWS)]
     if not isinstance(outputs[0], np.ndarray):

@@ -14,7 +14,7 @@ from trainers.data import Tree, row_count, sliced
 from trainers.datasets import files
 from trainers.datasets.columns import Columns
 from trainers.datasets.learning import place
-from trainers.datasets.rows import Block, TableFile, is_number, is_table
+from trainers.datasets.rows import TableFile, is_number, is_table
 from trainers.datasets.shards import is_pattern, matching
 from trainers.datasets.table import features
 from trainers.errors import DataError
@@ -26,14 +26,14 @@ FORMATS = ".csv, .tsv, .npy or .npz"
 
 
 class Stream(ABC):
-    """Rows in pieces. size: bytes of a table's file, or rows of arrays: what the ranks compare."""
+    """Rows in pieces. size: bytes of a table, or rows of arrays: what the ranks compare."""
 
     size: int
 
     @abstractmethod
     def pieces(self) -> Iterator[Callable[[], Any]]:
-        """Yield a function for each piece, which returns x of its rows and may raise DataError. Each rank reads all
-        pieces, and makes x of its share. Raises DataError."""
+        """Yield a function for each piece, which returns x of its rows, perhaps of none, and may raise DataError. Each
+        rank reads all pieces, which is quick, and makes rows of its share. Raises DataError."""
 
 
 class Arrays(Stream):
@@ -62,7 +62,7 @@ class TableStream(Stream):
 
     def __init__(self, path: str, columns: Columns | None, features: int | None, unknown: dict[str, int]) -> None:
         self._table = TableFile(path, None if columns is not None else _has_a_word)
-        self.size = self._table.size
+        self.size = self._table.end - self._table.begin
         self._columns, self._unknown = columns, unknown
         width = len(self._table.names)
         if columns is not None:
@@ -74,11 +74,14 @@ class TableStream(Stream):
                 f"{path} has {width} columns; the model takes {features} numbers a row, and perhaps a label"
             )
 
-    def pieces(self) -> Iterator[Callable[[], np.ndarray]]:
-        for block in self._table.blocks():
-            yield partial(self._encoded, block)
+    def pieces(self) -> Iterator[Callable[[], np.ndarray | None]]:
+        for piece, number in self._table.pieces():
+            yield partial(self._encoded, piece, number)
 
-    def _encoded(self, block: Block) -> np.ndarray:
+    def _encoded(self, piece: bytes, number: int) -> np.ndarray | None:
+        block = self._table.block(piece, number)
+        if not len(block):
+            return None
         cells = [block.columns[column] for column in self._places]
         if self._columns is None:
             return np.ascontiguousarray(features(self._table.path, cells, block.lines))
