@@ -18,7 +18,7 @@ class MirroredTrainer(Trainer[Mirrored]):
     All replicas become copies of rank 0's replica when the trainer is created, and again when a fit begins.
 
     Attributes: `allreduce`, the backend. `buffer`, the 1-D array that is reduced in every step: the gradients, then the
-    metrics and flags (which are apart from gradients of 16 bits, and from buckets).
+    metrics and flags. Beside gradients of 16 bits these are a float32 array of their own, beside buckets a message.
 
     With update="sharded" the ranks of a node share ONE copy of the parameters: change them in place by `edit`, once. An
     edit of a PyTorch module without it raises an error in the next step; of `p.data` or NumPy arrays it does not.

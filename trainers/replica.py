@@ -309,7 +309,8 @@ class Replica(ABC):
             raise ModelFileError(f"{type(self).__name__} has no local state, got {sorted(state)}")
 
     def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:  # noqa: B027, it may take all
-        """Raise ArgumentError if the model does not accept such data; y is None for a prediction."""
+        """Raise ArgumentError if the model does not accept such data; y is None for a prediction. Batches of a stream
+        are checked only with `checks_batches`."""
 
     @final
     def save(self, path: str) -> None:

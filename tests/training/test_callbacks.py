@@ -165,6 +165,9 @@ def test_csv_logger(tmp_path: Path) -> None:
     assert path.read_text() == "epoch;loss\n0;0.5\n"
     fit(CSVLogger(tmp_path / "other.csv"), losses(1), Trainer(rank=1, size=2))
     assert not (tmp_path / "other.csv").exists()
+    path.write_text("epoch,loss\n0,0.5\n1,0.2")  # a line that a killed writer left is not gone on with
+    fit(CSVLogger(path, append=True), [{"loss": 0.25}])
+    assert path.read_text() == "epoch,loss\n0,0.5\n1,0.2\n0,0.25\n"
     for wrong, text in ((tmp_path, ""), (tmp_path / "missing" / "log.csv", ""), ("/dev/full", ": No space left")):
         with pytest.raises(ArgumentError, match="can't be written" + text):
             fit(CSVLogger(wrong), losses(1))

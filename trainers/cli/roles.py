@@ -19,7 +19,7 @@ from mpi4py import MPI
 from allreduce.topology import Topology
 from allreduce.transport.control import together
 from allreduce.transport.wait import waiting
-from trainers.arguments import integer, is_integer
+from trainers.arguments import FLAG, integer, is_integer
 from trainers.errors import RoleError
 
 CHIEF, WORKER, SERVER, EVALUATOR = "chief", "worker", "ps", "evaluator"
@@ -78,6 +78,8 @@ def training(topology: Topology, roles: Roles, ranks_per_node: int | Sequence[in
 def by_rank(ranks: int, servers: int = 0, evaluator: bool = False, chief: int = 0) -> Roles:
     """Return the roles of `ranks` ranks. Raises RoleError if an argument is invalid or no rank is left as a worker."""
     if text := integer(0).error("servers", servers):
+        raise RoleError(text)
+    if text := FLAG.error("evaluator", evaluator):
         raise RoleError(text)
     if not is_integer(chief, 0, ranks - 1):
         raise RoleError(f"chief must be a rank of this job, 0 to {ranks - 1}, got {chief!r}")

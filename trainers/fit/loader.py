@@ -216,7 +216,9 @@ class LoaderBatches(BatchSource):
         self.how_resumed = ""
         if target is not None and target.state is not None:
             self.how_resumed = "the loaders continue from their states"
-        elif target.skip if target is not None else not self._idle and (step or (total and self.limit)):
+        elif not self._reader.once and (
+            target.skip if target is not None else not self._idle and (step or (total and self.limit))
+        ):
             self.how_resumed = "the loaders are read again up to there"
         if target is not None or (self._epoch, epoch, step) != (0, 0, 0) or self._read > 1:
             self._kept.clear()

@@ -17,7 +17,8 @@ class Loader(Checked):
         computes nothing. Without `rows` a data set with len() and rows by number, or arrays (x, y).
     rows: "divided": each rank its own; a rank whose loader ends first brings no rows until all have ended. "whole": the
         same batches on all ranks; each rank takes its share. The training is that of one rank with all rows.
-        `set_epoch` of the loader, its sampler or its data set is called before each pass.
+        `set_epoch` of the loader, its sampler or its data set is called before each pass. The loader cuts and shuffles
+        batches, so `fit` refuses batch_size and shuffle.
     steps: the number of batches in an epoch or an evaluation, for a loader that is endless or is read on from one epoch
         to the next. None: one pass.
     collate: makes (x, y), or (x, y, weights), of new arrays, from a batch, or from a list of a data set's rows, which

@@ -106,8 +106,8 @@ class Recovery:
     # Construction of the trainer
 
     def make(self, topology: Topology | None, owner: Closeable) -> RankGroup:
-        """Compare the arguments of all ranks and connect the strategy; returns the group. Collective. Raises
-        RankLostError if a rank fails meanwhile.
+        """Compare the arguments of all ranks and connect the strategy; returns the group. Collective. With
+        on_failure="continue" all remaining ranks raise RankLostError if one fails meanwhile.
 
         topology: given by the user, or None for all ranks. owner: the trainer.
         """
@@ -115,7 +115,11 @@ class Recovery:
         self.owns_topology = topology is None
         ranks = topology or (Topology.of_survivors() if self._continues else Topology())
         try:
-            group = attempt(ranks, partial(self._connected, owner, ranks)).result()
+            outcome = attempt(ranks, partial(self._connected, owner, ranks))
+            agrees = self._continues and not isinstance(ranks, JoiningRank)  # whom the others admit in a fit
+            if agrees and not ranks.finished(outcome.failure is None):
+                raise outcome.failure or RankLostError("a rank failed while the trainer was made")
+            group = outcome.result()
         except Exception as error:
             if not everywhere(error, ranks.world):
                 strategy.closed = True

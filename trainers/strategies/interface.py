@@ -68,15 +68,15 @@ class Strategy:
 
     replica: this rank's replica. name: the trainer's class name. parts: into which every batch is divided. part: that
         this rank computes, or None. steps: the number of steps that the ranks have taken together. measured: 1-D array
-        on the replica's device: after a step the metrics of all ranks, then the sums of FLAGS over the ranks.
+        on the replica's device, of 32 bits or more: after a step the metrics of all ranks, then the sums of FLAGS.
     stop_training: a callback has asked to end the fit. cut_short: the last epoch ended before its last step. rule:
         computes gradients and updates. recoverable: ranks survive the failure of another one, so each must be able to
         return its pieces of the state at any time.
 
     Class attributes: synchronous: all ranks take every step together. rates_follow_batches: a rank has the learning
         rates of a step when it begins a batch of it. mirrors: "step" or "epoch", after which all ranks have equal
-        parameters. divides_state: a rank may lack a part of the state until `close`. rebuildable: on the remaining
-        ranks.
+        parameters. divides_state: a rank may lack a part of the state until `close`. rebuildable: it can be made again
+        on the ranks that remain after a failure.
     """
 
     synchronous = True

@@ -33,6 +33,8 @@ class CSVLogger(FileCallback):
         with writing(self.filename):
             self._columns = self._header() if append else []
             self._file = open(self.filename, "a" if append else "w", newline="", encoding="utf-8")  # noqa: SIM115
+            if self._columns and not self._ends_in_a_line():
+                self._file.write("\n")
 
     def _write_epoch(self, epoch: int, logs: Logs) -> None:
         assert self._file is not None
@@ -59,3 +61,9 @@ class CSVLogger(FileCallback):
             return []
         with open(self.filename, newline="", encoding="utf-8") as file:
             return next(csv.reader([file.readline(1 << 16)], delimiter=self.separator), [])
+
+    def _ends_in_a_line(self) -> bool:
+        """Whether the file ends with a newline: a killed writer may have left part of a line."""
+        with open(self.filename, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"

@@ -15,7 +15,8 @@ from trainers.watching.history import VALIDATION
 
 
 class TensorBoard(FileCallback):
-    """Shows the training in TensorBoard: `tensorboard --logdir logs`. Only rank 0 writes.
+    """Shows the training in TensorBoard: `tensorboard --logdir logs`. Only rank 0 writes; of the epoch at whose end it
+    fails, the numbers may be missing.
 
     log_dir: gets the folders "train" and, with validation data, "validation", as Keras writes them.
     update_freq: "epoch"; "batch", or a number of steps, to write loss and metrics of batches too, for which the host
