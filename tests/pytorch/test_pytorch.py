@@ -8,16 +8,14 @@ import pytest
 from tests.conftest import JobRunner, in_one_job
 
 HEAD = """
-import sys
 import time
 import tests.without_dynamo
 import torch
-from allreduce.errors import CollectiveTimeoutError
 from trainers.pytorch import MirroredOptimizer
 
-def make(**options):
+def make():
     model = torch.nn.Linear(3, 2)
-    return model, MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+    return model, MirroredOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 """
 # Programs in which a rank would wait for ever, by seconds to a time-out and what the error says.
 HANGS = {
@@ -43,40 +41,6 @@ for optimizer in made if made[0].topology.rank else reversed(made):
 """,
         "3",
         ["closes the optimizer, after 0 steps and 0 averages of MirroredOptimizer"],
-    ),
-    "a backward reaches another optimizer on each rank": (
-        """
-made = [make() for _ in range(2)]
-try:
-    made[made[0][1].topology.rank][0](torch.ones(2, 3)).sum().backward()
-except CollectiveTimeoutError as error:
-    print(error, file=sys.stderr, flush=True)
-    time.sleep(1)  # until the other rank has printed its error
-    raise
-""",
-        "3",
-        [
-            f"waited 3 s for other ranks in: averages gradients, after 0 steps and 0 averages, bucket 1 of 1 of {each}"
-            for each in ("MirroredOptimizer 1", "MirroredOptimizer 2")
-        ],
-    ),
-    "a backward reaches a sharded optimizer on one rank": (
-        """
-made = [make(update="sharded") for _ in range(2)]
-rank = made[0][1].topology.rank
-try:
-    sum(model(torch.ones(2, 3)).sum() for model, _ in made[: 1 + rank]).backward()
-    made[0][1].step()
-except CollectiveTimeoutError as error:
-    print(error, file=sys.stderr, flush=True)
-    time.sleep(1)
-    raise
-""",
-        "3",
-        [
-            "waited 3 s for other ranks in: updates parameters with lr 0.1, after 0 steps and 1 averages",
-            "waited 3 s for other ranks in: averages gradients, after 0 steps and 0 averages",
-        ],
     ),
     # tests/ranks/pytorch/test_life.py has one whose rank continues the training
     "a rank drops its optimizer": (

@@ -2,26 +2,29 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from allreduce import notices
 from allreduce.call.queue import Queue, Worker
 from allreduce.elastic.retry import Commit, recover, retry
-from allreduce.errors import OptionError, RankLostError, UnavailableError
+from allreduce.errors import ClosedError, OptionError, RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport import ulfm
-from allreduce.transport.control import all_values, on_all_ranks
+from allreduce.transport.control import all_values, combine, on_all_ranks
 from allreduce.transport.processes import world_ranks
 
 DROPPED = (
     "the MirroredOptimizer of this model was dropped without close(), so its gradients are not averaged any more; "
     "keep it in a variable as long as you train, or make a new one"
 )
+
+PATIENCE = 0.5  # seconds between checks for failures; longer than the worker's own
 
 Key = tuple[tuple[int, ...], float]
 
@@ -39,10 +42,12 @@ class OptimizerGroup:
     def __init__(self, topology: Topology) -> None:
         self.topology, self.key = topology, _key(topology)
         self._comm = topology.private()
+        self._queue = topology.service(Worker).queue("MirroredOptimizers")
         self._newest = self._count = 0
         self.members: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._queues: dict[int, Queue] = {}  # of the members
         self._replaced = False  # whether a rank has failed, and a group of the remaining ranks has replaced this one
+        self._failures = 0  # failed backward passes, and failed queues of members that have left
         self._resources: dict[int, ExitStack] = {}
 
     def enter(self, comm: MPI.Intracomm) -> int:
@@ -52,6 +57,8 @@ class OptimizerGroup:
         everyone = all_values(comm, list(self._resources), "learn which MirroredOptimizers are still used")
         for number in sorted(set(everyone[0]).intersection(*everyone[1:])):
             self._resources.pop(number).close()
+        self._queue.drop()  # it may hold calls that ranks no longer wait for
+        self._queue = self.topology.service(Worker).queue(f"MirroredOptimizers, {self._newest} so far")
         return self._newest
 
     def queue(self, number: int, topology: Topology, overlap: bool | str, on_gpu: bool) -> tuple[Queue, bool]:
@@ -68,6 +75,46 @@ class OptimizerGroup:
             queue, threaded = self.topology.service(Worker).queue(f"MirroredOptimizer {number}"), False
         self._queues[number] = queue
         return queue, threaded
+
+    @property
+    def failures(self) -> int:
+        """The number of backward passes and queues that have failed so far, each on all ranks."""
+        return self._failures + sum(map(_failed, self._queues.values()))
+
+    def failed(self) -> None:
+        """Count a backward that has failed on all ranks."""
+        self._failures += 1
+
+    def members_averaging_elsewhere(self, here: set[int], failures: int, failed: Callable[[], bool]) -> list[Any]:
+        """Return the members that average gradients on another rank now but not on this one. Collective.
+
+        here: the numbers of the members that average on this rank. failures: `failures` when the first of them began.
+        If a backward has failed meanwhile, the ranks' numbers differ, and they exchange `here` again. failed: failed()
+        tells whether a member in `here` has failed, so that other ranks may not make this call.
+        """
+        if self._count < 2:
+            return []
+        agreed = False
+        while not agreed:
+            if failed():
+                return []  # waiting for the average raises the error
+            active = np.zeros(self._newest + 3, np.int64)
+            active[[number - 1 for number in here]] = 1
+            active[-2:] = failures, -failures
+            exchange = partial(combine, self._comm, active, "learn which MirroredOptimizers average gradients", MPI.MAX)
+            future = self._queue.submit(exchange, "averages gradients")
+            while not future.done():
+                try:
+                    future.wait(PATIENCE)
+                except TimeoutError:
+                    if failed():
+                        return []
+            future.wait()
+            agreed = active[-2] == -active[-1]
+        others = [int(at) + 1 for at in np.flatnonzero(active[:-2]) if at + 1 not in here]
+        if any(number not in self.members for number in others):
+            raise ClosedError(DROPPED)
+        return [self.members[number] for number in others]
 
     def only_one(self) -> None:
         """Raise an OptionError on all ranks when there are several members. Runs in a member's queue.
@@ -91,9 +138,11 @@ class OptimizerGroup:
     def leave(self, number: int) -> None:
         """Remove a member. Frees the group's communicator and topology with the last one. Collective."""
         self._count -= 1
-        self._queues.pop(number, None)
+        queue = self._queues.pop(number, None)
+        self._failures += queue is not None and _failed(queue)
         if not self._count:
             _groups.pop(self.key, None)
+            self._queue.drop()
             self.topology.release(self._comm)
             self.topology.close()
 
@@ -183,6 +232,11 @@ def _overlap_pays(topology: Topology) -> bool:
     traffic and polling, and needs a core that does not compute.
     """
     return topology.nodes > 1 or topology.fewest_cores >= 2 * topology.most_sharing
+
+
+def _failed(queue: Queue) -> bool:
+    """Whether a call of the queue has failed on all ranks."""
+    return getattr(queue.broken, "ranks", None) is not None
 
 
 _groups: dict[Key, OptimizerGroup] = {}

@@ -25,7 +25,7 @@ from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
 from allreduce.call.queue import Future, Queue
 from allreduce.transport import ulfm
-from allreduce.transport.control import raise_together
+from allreduce.transport.control import everywhere, raise_together, together
 from trainers.checks import GradientCheck, SameData
 from trainers.options.buckets import plan_buckets
 from trainers.pytorch.buckets import (
@@ -223,7 +223,9 @@ class Reducer:
         """Average the gradients unless a backward has done so. Collective."""
         self.abandon()
         if self.state == LOCAL:
-            self.finish(self._begin())
+            backward = self._begin()
+            launch_all([backward])
+            self.finish(backward)
 
     def gather(self) -> None:
         """Go from SCATTERED to AVERAGED. Runs in the queue."""
@@ -231,6 +233,13 @@ class Reducer:
             assert bucket.gather is not None
             bucket.gather()
         self._become(AVERAGED)
+
+    def start_average(self) -> Callable[[], None]:
+        """Start the average that other ranks have begun; returns a function that finishes it. Collective."""
+        self.abandon()
+        backward = self._begin()
+        backward.launch(rest=True)
+        return partial(self.finish, backward)
 
     def abandon(self) -> None:
         """Finish the average of a backward that has failed, if other ranks wait for it. Collective in that case."""
@@ -396,10 +405,12 @@ class Backward(Submissions):
         self.reducer, self._call = reducer, call
         self._crossings = [reducer.device.crossing() for _ in reducer.buckets]
         self._error: Exception | None = None
+        self.failures = reducer.group.failures
         self._flags = np.zeros(1 + len(self.bucket_of), np.uint8)
         self.used = self._flags[1:]  # after `_exchange_flags`: for each parameter, whether any rank has a gradient
         self.unused: list[int] = []  # parameters without a gradient on this rank
         self.task = -1  # autograd's number of this backward pass
+        self.launched_all = False  # `launch_all` has been called
         self._ending: weakref.ref | None = None  # the callback at the end of autograd, which only autograd keeps alive
 
     def begin(self) -> None:
@@ -449,10 +460,15 @@ class Backward(Submissions):
         reducer, comm = self.reducer, self.reducer.comm
         self.used[:] = 1
         self.used[self.unused] = 0
-        combined(comm, self._flags, self._error, "exchange errors and used parameters of backward")
-        if reducer.check is not None:
-            overflowed = lambda number: reducer.buckets[number].overflowed(comm)  # noqa: E731
-            reducer.check.finish(comm, overflowed, may_leave_out=not reducer.in_closure)
+        try:
+            combined(comm, self._flags, self._error, "exchange errors and used parameters of backward")
+            if reducer.check is not None:
+                overflowed = lambda number: reducer.buckets[number].overflowed(comm)  # noqa: E731
+                reducer.check.finish(comm, overflowed, may_leave_out=not reducer.in_closure)
+        except Exception as error:
+            if everywhere(error, comm):
+                reducer.group.failed()
+            raise
 
     def _ended(self) -> None:
         """Called when autograd ends: all optimizers of this backward submit all buckets before any of them waits.
@@ -460,9 +476,8 @@ class Backward(Submissions):
         The order of the optimizers may differ between ranks; waiting in the first would delay the others.
         """
         with self.reducer.group.surviving():
-            for other in _running:
-                if other.task == self.task:
-                    other.launch(rest=True)
+            if not self.launched_all:
+                launch_all([other for other in _running if other.task == self.task])
             self.reducer.finish(self)
 
     def finished(self) -> None:
@@ -483,5 +498,32 @@ class Backward(Submissions):
         except GradientError:  # this rank has had its error already
             return
 
+    def failed(self) -> bool:
+        """Whether a reduction has failed."""
+        return any(each.done() and each.error is not None for each in self.futures)
+
 
 _running: weakref.WeakSet[Backward] = weakref.WeakSet()
+
+
+def launch_all(backwards: list[Backward]) -> None:
+    """Submit all buckets of these optimizers, and take part in averages that only other ranks have begun. Collective.
+
+    The optimizers of those averages have no gradients on this rank and contribute zeros. If they waited until their own
+    step(), ranks could wait for each other in different optimizers.
+    """
+    for backward in backwards:
+        backward.launch(rest=True)
+        backward.launched_all = True
+    for group in dict.fromkeys(each.reducer.group for each in backwards):
+        own = [each for each in backwards if each.reducer.group is group]
+        for finish in _start_missing(group, own):
+            finish()
+
+
+def _start_missing(group: OptimizerGroup, own: list[Backward]) -> list[Callable[[], object]]:
+    """Start the averages that only other ranks have begun; returns functions that finish them. Collective."""
+    here = {each.reducer.number for each in own}
+    failures = min(each.failures for each in own)
+    others = group.members_averaging_elsewhere(here, failures, lambda: any(each.failed() for each in own))
+    return [each.reducer.start_average() for each in others]

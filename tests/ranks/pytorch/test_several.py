@@ -51,13 +51,13 @@ def wrapped(
     return made
 
 
-def train(models: list[nn.Module], optimizers: list[MirroredOptimizer], update: str) -> None:
-    """Train, with the optimizers in a different order on every second rank. With a replicated update a model is left
-    out on a rank in each step: the others' backward waits for the step of this rank."""
+def train(models: list[nn.Module], optimizers: list[MirroredOptimizer]) -> None:
+    """Train, with the optimizers in a different order on every second rank, and a model left out on a rank in each
+    step."""
     rank = MPI.COMM_WORLD.rank
     for step, (x, y) in enumerate(zip(*data(STEPS), strict=True)):
         order = (0, 1) if (rank + step) % 2 else (1, 0)
-        left_out = step // 2 % 2 if update == "replicated" and SIZE > 1 and rank == step % SIZE else None
+        left_out = step // 2 % 2 if SIZE > 1 and rank == step % SIZE else None
         for optimizer in optimizers:
             optimizer.zero_grad()
         chosen = [models[number] for number in order if number != left_out]
@@ -68,12 +68,12 @@ def train(models: list[nn.Module], optimizers: list[MirroredOptimizer], update: 
 
 
 @functools.cache
-def trained_as_one(flat: allreduce.Topology, update: str) -> list[nn.Module]:
+def trained_as_one(flat: allreduce.Topology) -> list[nn.Module]:
     """Return the result of one optimizer for both models."""
     models = [network(1), network(2)]
     both = nn.ModuleList(models)
     with MirroredOptimizer(adamw(both), both, topology=flat, buckets=Buckets(False)) as one:
-        train(models, [one], update)
+        train(models, [one])
     return models
 
 
@@ -86,10 +86,32 @@ def test_two_optimizers_are_as_one(
     models = [network(1), network(2)]
     with contextlib.ExitStack() as stack:
         two = wrapped(stack, models, sharing, flat, update=update, buckets=Buckets(overlap, **SMALL_BUCKETS))
-        train(models, two, update)
-        for model, reference in zip(models, trained_as_one(flat, update), strict=True):
+        train(models, two)
+        for model, reference in zip(models, trained_as_one(flat), strict=True):
             assert_mirrored(world, model)
             assert_close(model, reference, 1e-6 if SIZE < 3 else 1e-3)
+
+
+@both_updates
+@both_overlaps
+def test_a_model_that_is_left_out_gets_its_average_in_the_same_backward(
+    world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str
+) -> None:
+    """Rank 0 does not use the second model, and steps the first one earlier: no rank waits for its step."""
+    models = [network(1), network(2)]
+    with contextlib.ExitStack() as stack:
+        optimizers = wrapped(stack, models, "one topology", flat, update=update, buckets=Buckets(overlap))
+        for _ in range(3):
+            used = models[:1] if world.rank == 0 and SIZE > 1 else models
+            sum(model[4].bias.sum() for model in used).backward()
+            for optimizer, share in zip(optimizers, (1, (SIZE - 1) / SIZE if SIZE > 1 else 1), strict=True):
+                optimizer.synchronize()
+                assert optimizer.model[4].bias.grad.tolist() == pytest.approx([share] * 3)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for model in models:
+            assert_mirrored(world, model)
 
 
 @both_overlaps
