@@ -25,7 +25,7 @@ from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
 from allreduce.call.queue import Future, Queue
 from allreduce.transport import ulfm
-from allreduce.transport.control import everywhere, raise_together, together
+from allreduce.transport.control import everywhere, raise_together
 from trainers.checks import GradientCheck, SameData
 from trainers.options.buckets import plan_buckets
 from trainers.pytorch.buckets import (
