@@ -25,8 +25,8 @@ class Sharded(Checked):
     shard: of MirroredOptimizer (a TorchReplica has a `shard` of its own). "elements": a rank updates an equal slice,
         for optimizers that update each element independently. "tensors": whole tensors, for those that update each
         tensor independently (Muon). "auto": elements for the classes in trainers.pytorch.ELEMENTWISE, tensors for those
-        in TENSORWISE; other classes are refused. By elements, SGD, Adam and AdamW use PyTorch's fused implementation,
-        whose last bits may differ, unless they were made with fused= or foreach=.
+        in TENSORWISE and for other classes that pass a trial on small tensors. By elements, SGD, Adam and AdamW use
+        PyTorch's fused implementation, whose last bits may differ, unless they were made with fused= or foreach=.
     """
 
     copies: Annotated[int, Check("1, or 2 to have another rank keep each part too", lambda value: value in (1, 2))] = 1

@@ -53,7 +53,16 @@ def test_memory_that_one_node_can_not_have(
         assert all(map(torch.allclose, model.parameters(), plain.parameters()))
 
 
-TOGETHER = "LBFGS can't be used where ranks divide the update: it reads all parameters together"
+TOGETHER = 'LBFGS can\'t be used with update="sharded": it reads all parameters together'
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in the groups, which all ranks share."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
 
 
 def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any], type[Exception], str]]:
@@ -86,9 +95,13 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
             lambda: (torch.optim.Adafactor(model.parameters()), model), {"update": Sharded(shard="elements")}, option,
             'it reads whole tensors. Use shard="tensors"',
         ),
-        "unknown": (
+        "trial": (
             lambda: (Clipped(model.parameters(), lr=0.1), model), {"update": "sharded"}, option,
-            "it is not known to update each element, or each tensor, independently of the others",
+            "in a trial it changed tensors otherwise when it had only some",
+        ),
+        "groups": (
+            lambda: (Counting(model.parameters(), lr=0.1), model), {"update": "sharded"}, option,
+            "changes param_groups",
         ),
         "fragments": (fine, {"average": LocalSGD(9999, fragments=9999)}, option, "this model has only"),
         "local, sharded": (fine, {"average": LocalSGD(4), "update": "sharded"}, option, 'use update="replicated"'),

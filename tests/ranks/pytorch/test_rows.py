@@ -31,7 +31,6 @@ from tests.ranks.pytorch.trained import (
     train,
 )
 from tests.ranks.together import raised, raised_everywhere
-from trainers import Sharded
 from trainers.callbacks import CheckDivergence
 from trainers.pytorch import Buckets, GradientError
 
@@ -200,7 +199,7 @@ def test_join(world: MPI.Intracomm, flat: allreduce.Topology, told: bool, overla
                     optimizer.rows(len(mine(x)))
                 functional.cross_entropy(model(mine(x)), mine(y)).backward()
                 optimizer.step()
-        assert optimizer.steps == 1 + SIZE
+        assert optimizer.report().steps == 1 + SIZE
         assert_mirrored(world, model)
         assert_close(model, reference)
         train(model, optimizer, mine, steps=2)  # goes on as ever
@@ -299,8 +298,7 @@ def test_an_optimizer_without_a_learning_rate(update: str, world: MPI.Intracomm,
     model = network()
     plain = Sign(model.parameters(), lr=0.1)
     plain.param_groups[0]["lr"] = None
-    ways = Sharded(shard="tensors") if update == "sharded" else update
-    with mirrored(plain, model, topology=flat, update=ways) as optimizer:
+    with mirrored(plain, model, topology=flat, update=update) as optimizer:
         for _ in range(2):
             optimizer.zero_grad()
             optimizer.rows(1 + world.rank)

@@ -17,13 +17,14 @@ from trainers.options.average import SHARDS
 from trainers.options.buckets import Bucket, Slot
 from trainers.replica import Slices, slices_of
 from trainers.replicas.flat import FlatOptimizer, Layout
-from trainers.replicas.pytorch.blocks import SCALARS, Blocks, held_by, largest_block
+from trainers.replicas.pytorch.blocks import Blocks, held_by, largest_block
 from trainers.replicas.pytorch.division import (
     AUTO,
     ELEMENTS,
     ELEMENTWISE,
     TENSORS,
     TENSORWISE,
+    Trial,
     division_of,
     optimizer_like,
 )
@@ -81,19 +82,10 @@ class TorchOptimizer(FlatOptimizer):
         division, why = self._division
         if why or division == ELEMENTS:
             return ()
-        kind, numbers = type(self._user), self._numbers - SCALARS
-        if kind not in TENSORWISE | ELEMENTWISE and numbers:
-            raise ArgumentError(
-                f"{kind.__name__} can't be divided by TorchReplica: its state {min(numbers)!r} is a number of each "
-                "tensor, and a rank needs it of all tensors. If it does not depend on the gradients, add the class to "
-                "trainers.pytorch.TENSORWISE"
-            )
+        if type(self._user) not in TENSORWISE | ELEMENTWISE and (name := Trial(self._user).uneven()):
+            text = f"its state {name!r} is a number that depends on the gradients, so a rank needs it of all tensors"
+            raise ArgumentError(f"{type(self._user).__name__} can't be divided by TorchReplica: {text}")
         return tuple(self.layout.parts)
-
-    @property
-    def _numbers(self) -> set[str]:
-        """The names of the state's entries with one number for each parameter, such as its steps."""
-        return {name.removeprefix("optimizer.") for name in self._devices.keys() - set(self.elementwise)}
 
     def step(self, part: Slices | None, still: np.ndarray) -> None:
         """Update all parameters, or a part of the bound memory, but not the parameters that are `still`."""
@@ -126,7 +118,8 @@ class TorchOptimizer(FlatOptimizer):
         most = largest_block(self._parameters.device.type, tensors)
         held = held_by([Bucket(dtype, 0, self.layout.length, slots)], [slices_of(part)], [self._cuts], most)
         memory = {dtype: self._parameters}, {dtype: self._gradients}
-        self._blocks = Blocks(self._user, self._trained, held, *memory, tensors=tensors, numbers=self._numbers)
+        numbers = {name.removeprefix("optimizer.") for name in self._devices.keys() - set(self.elementwise)}
+        self._blocks = Blocks(self._user, self._trained, held, *memory, tensors=tensors, numbers=numbers)
         self._blocks.load()
         self._own, self._firsts = self._blocks.optimizer, self._blocks.firsts
         self.part, self._parts = part, [*chain(*self._blocks.parts)]

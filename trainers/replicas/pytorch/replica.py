@@ -45,7 +45,7 @@ class TorchReplica(FlatReplica):
         float32. None: no autocast.
     shard: how MirroredTrainer(update="sharded") divides the update: "elements": equal slices. "tensors": whole,
         consecutive tensors for each rank. "auto": elements for trainers.pytorch.ELEMENTWISE, tensors for TENSORWISE;
-        other classes are refused.
+        for other classes too, if a trial shows that they treat tensors one by one.
 
     The module is called as module(x); as module(a, b) if x is a tuple (a, b), and as module(image=a, text=b) if x is a
     dict {"image": a, "text": b}. Each array is converted to the dtype of the parameters; integers to int64 if the
