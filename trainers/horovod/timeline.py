@@ -32,9 +32,10 @@ def start(file_path: str, rank: int) -> None:
 
 def note(name: str, begin: float) -> None:
     """Record a call that has ended now, if there is a recording. begin: of time.perf_counter()."""
-    if _recording is not None:
+    recording = _recording  # another thread may stop it
+    if recording is not None:
         span = {"ts": round(begin * 1e6, 3), "dur": round((time.perf_counter() - begin) * 1e6, 3)}
-        _recording[1].append({"name": name, "ph": "X", "pid": 0, "tid": 0, **span})
+        recording[1].append({"name": name, "ph": "X", "pid": 0, "tid": 0, **span})
 
 
 def stop() -> None:

@@ -64,7 +64,9 @@ def _started(transform: Transform, average: Average | None) -> Applied:
             wrong = wrong or f"start must return an Applied, got {applied!r}"
         elif not wrong:
             applied.begin()
-    except (OptionError, AttributeError) as error:  # AttributeError: it uses the replica
+    except (OptionError, AttributeError) as error:
+        if isinstance(error, AttributeError) and error.obj is not None:  # not of the replica
+            raise
         raise OptionError(f"{refused}: {error}") from error
     if wrong:
         raise OptionError(f"{refused}: {wrong}")

@@ -211,6 +211,20 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused(loss: Any, loader: bool, fl
                     trainer.fit(**given, epochs=1, progress=False, **options)
 
 
+def test_losses_of_rows_that_have_another_mean_are_refused(flat: allreduce.Topology) -> None:
+    """Of single rows this loss is a sum over the outputs, and of all rows a mean."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        squares = (output - functional.one_hot(target.clamp(0), 3)) ** 2
+        return squares.sum(1) if reduction == "none" else squares.mean()
+
+    x, y = rows(True)
+    with MirroredTrainer(made(loss), "ring", flat) as trainer:
+        trainer.fit(x, y, 1, 40, progress=False)
+        with pytest.raises(ArgumentError, match="the mean over single rows is"):
+            trainer.fit(x, y, 1, 40, sample_weight=np.ones(len(x), "float32"), progress=False)
+
+
 def test_a_replica_without_a_loss_predicts(flat: allreduce.Topology) -> None:
     x, _ = rows(False)
     with MirroredTrainer(made(None), "ring", flat) as trainer:

@@ -12,7 +12,7 @@ from trainers.arguments import require
 from trainers.arrays.average import Spans
 from trainers.data import Data, Tree, as_arrays, mapped, row_count, sliced
 from trainers.errors import ArgumentError, ModelFileError, needing
-from trainers.replica import ALL, Slices, clipped, compare_losses, feeding, slices_of
+from trainers.replica import ALL, Slices, clipped, feeding, slices_of
 
 with needing(
     'TorchReplica needs PyTorch, which can\'t be imported ({}): pip install ".[torch]" in the checkout', ImportError
@@ -45,7 +45,7 @@ class TorchReplica(FlatReplica):
         float32. None: no autocast.
     shard: how MirroredTrainer(update="sharded") divides the update: "elements": equal slices. "tensors": whole,
         consecutive tensors for each rank. "auto": elements for trainers.pytorch.ELEMENTWISE, tensors for TENSORWISE;
-        for other classes too, if a trial shows that they treat tensors one by one.
+        and other classes by whole tensors, if a trial shows that they treat these one by one.
 
     The module is called as module(x); as module(a, b) if x is a tuple (a, b), and as module(image=a, text=b) if x is a
     dict {"image": a, "text": b}. Each array is converted to the dtype of the parameters; integers to int64 if the
@@ -324,18 +324,16 @@ class TorchReplica(FlatReplica):
 
     def check(self, x: Tree, y: Tree | None, weights: np.ndarray | None = None) -> None:
         with self._evaluating(), torch.no_grad(), feeding(type(self.module).__name__, x, y):
-            first = slice(1)
+            rows = slice(1 if weights is None else row_losses.CHECKED)
             self._check_frozen()
-            output = self._output(sliced(x, first))
+            output = self._output(sliced(x, rows))
             if y is not None:
                 if self.counts and isinstance(y, np.ndarray) and isinstance(output, Tensor) and output.dim() > 1:
                     row_losses.check_labels(self.loss, y, output.shape[1])
-                target, own = self._target(sliced(y, first)), None if weights is None else weights[first]
-                list(map(float, self._values(self._mean_loss(output, target, own), output, target)))
-        if y is not None and weights is not None:
-            row_losses.check_weights(self.loss)
-            if self.loss_name:
-                compare_losses(self, x, y)
+                target = self._target(sliced(y, rows))
+                list(map(float, self._values(self._mean_loss(output, target, None), output, target)))
+                if weights is not None and (not self.counts or row_losses.class_weights(self.loss) is not None):
+                    row_losses.check_mean(self.loss, output, target)
 
     # Inside
 

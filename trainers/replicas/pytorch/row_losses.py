@@ -14,6 +14,8 @@ from trainers.data import mapped
 from trainers.errors import ArgumentError
 
 Loss = Callable[[Any, Any], Tensor]
+CHECKED = 8  # rows whose losses are compared with the mean loss
+CLOSE = 1e-2  # the largest relative difference
 IGNORED = -100  # PyTorch's default ignore_index
 
 
@@ -104,12 +106,14 @@ def check_labels(loss: Any, y: np.ndarray, classes: int) -> None:
         )
 
 
-def check_weights(loss: Any) -> None:
-    """Raise ArgumentError if a loss which `counts` has weights of classes: the rows can't have others."""
-    if counts(loss) and class_weights(loss) is not None:
+def check_mean(loss: Loss, output: Any, target: Any) -> None:
+    """Raise ArgumentError unless the loss of these rows is the mean of the losses of each."""
+    rows = of_rows(loss)(output, target).float()
+    mean, found = float(loss(output, target)), float(rows.mean())
+    if abs(mean - found) > CLOSE * max(abs(mean), float(rows.abs().mean())):
         raise ArgumentError(
-            f"{name_of(loss)}(weight=...) divides by the sum of its weights, so its rows can't have others "
-            "(sample_weight, class_weight): give fit class_weight= instead"
+            f"{_ADVICE}; {name_of(loss)} of the first rows is {mean:.6g}, and the mean over single rows is {found:.6g} "
+            "(CrossEntropyLoss(weight=...) divides by the sum of its weights: give fit class_weight= instead)"
         )
 
 
