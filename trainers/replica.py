@@ -51,7 +51,8 @@ class Replica(ABC):
     memory: the flat parameters: the array that `bind` got; None if they are in the framework's own arrays.
     still: for each of the `optional` parameters, whether `update` leaves it and its optimizer state as they are.
     ready: during `gradients`, if the replica is `early`: ready(number) tells, at most once, that the gradients of
-        parameter `number` (in the order of `shapes`, which must have all) are in the buffer, and do not change.
+        parameter `number` (in the order of `shapes`, which must have all) are in the buffer, and do not change. Those
+        of the others are there when `gradients` returns.
     undoable: if batches may be repeated, left out or computed in micro-batches: the replica keeps the data of `undo`.
     divided: if the rows of a batch are computed in parts, by several ranks or as micro-batches.
     compared: whether it has compared the losses of `loss_name`.
@@ -99,9 +100,10 @@ class Replica(ABC):
     edit(change): calls `change()`, which changes the model in place, and takes the change into the bound memory, if the
         parameters are no views of it.
     state_error(state): why this state is of another model, as text; "" if it may be loaded.
-    counted(y): the weight that the loss counts in rows with these targets, if the loss `counts`. `gradients` and
-        `evaluate` still divide by the number of rows, and the caller divides the sums by the mean weight of a row, of
-        all ranks. Rows that are all ignored have the weight 0, the loss 0, and gradients of zeros.
+    counted(y): the weight that the loss counts in rows with these targets, if the loss `counts`. The loss of a batch is
+        the sum of the rows' weighted losses, divided by the weight of the whole batch, of all ranks: `gradients` and
+        `evaluate` divide by the number of rows, and the caller divides the sums by the mean weight of a row. Rows that
+        are all ignored have the weight 0, the loss 0, and gradients of zeros.
     stage(rows): copies a later batch to the device, for `gradients` and `check`; in the thread that fetches batches.
     versions(): how often each bound parameter was edited in place, by name.
     to_onnx(x): the computation of `predict` as an onnx.ModelProto, in float32, for a CPU. Its inputs and outputs are

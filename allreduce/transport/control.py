@@ -153,12 +153,7 @@ def combine(comm: MPI.Comm, numbers: np.ndarray, what: str, op: MPI.Op = MPI.SUM
 
 def on_all(comm: MPI.Comm, true: bool, what: str) -> bool:
     """Return whether `true` is True on all ranks. Collective."""
-    return each_on_all(comm, [true], what)[0]
-
-
-def each_on_all(comm: MPI.Comm, trues: Sequence[bool], what: str) -> list[bool]:
-    """Return of each value whether it is True on all ranks. Collective."""
-    return [bool(each) for each in combine(comm, np.array(trues, np.uint8), what, MPI.MIN)]
+    return bool(combine(comm, np.array([true], np.uint8), what, MPI.MIN)[0])
 
 
 def _portable(error: Exception | None) -> tuple[str, str, str] | None:

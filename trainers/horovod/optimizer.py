@@ -42,15 +42,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Return an optimizer of the same class, parameters and state, which averages gradients before each step.
 
-    named_parameters: model.named_parameters(), with at least the optimizer's parameters. Ranks may compute their
-        gradients in different orders.
+    named_parameters: model.named_parameters(), with at least the optimizer's parameters. The names are those in errors
+        and the timeline, and let ranks compute gradients in different orders.
     compression: how gradients are sent: Compression.none, fp16 or bf16.
     backward_passes_per_step: the number of backward passes whose gradients are summed before they are averaged.
     op: Average, Sum or Adasum. With Adasum the ranks' own changes are combined, so their optimizers' states differ, and
         groups and sparse_as_dense have no effect.
     gradient_predivide_factor: with Average, gradients are divided by it before the sum, and by size / factor after it.
-    groups: the number of groups of gradients that are averaged together, or lists of parameters. By default neighbours
-        are grouped up to 1 MiB, or HOROVOD_FUSION_THRESHOLD bytes of the environment (0: each by itself).
+    groups: the number of groups of gradients that are averaged together, or lists of parameters; those in no list are
+        averaged one by one. By default neighbours are grouped up to 1 MiB, or HOROVOD_FUSION_THRESHOLD bytes of the
+        environment (0: each by itself).
     sparse_as_dense: sparse gradients are averaged as dense ones.
     process_set: the ranks that average; on other ranks the optimizer is unchanged.
 

@@ -74,7 +74,7 @@ class Rounds:
     run: run(work, name) runs the work after all earlier work, in one order on all ranks, and returns at its end.
 
     start, delta: as in the module's docstring; momentum: of the outer optimizer, or None. Arrays of all elements.
-    done: the number of outer steps, the same on all ranks. bytes: that this rank has averaged. active: the number of
+    done: the number of outer steps, the same on all ranks. active: the number of
     ranks that took part in the last average with `active=True`. error: an error of this rank; the next average raises
     it on all ranks instead. steps: the mean over the ranks of the inner steps that were averaged.
     begun: whether steps were counted since all ranks had the same parameters.
@@ -98,7 +98,7 @@ class Rounds:
         self.fragments = [
             self._fragment(chunk(length, options.fragments, at), length - averaged) for at in range(options.fragments)
         ]
-        self.done = self.active = self.bytes = 0
+        self.done = self.active = 0
         self.steps = 0.0
         self.error: Exception | None = None
         self._position = self._next = 0  # inner steps since the last outer step; the next fragment
@@ -189,7 +189,6 @@ class Rounds:
                 delta *= factor
             part = self._memory.part(fragment.span.start, fragment.span.stop)
             part.run_on_array(partial(self._backend, part.array, "mean"))
-            self.bytes += part.array.nbytes
 
     # State
 
