@@ -108,7 +108,7 @@ class ShardedOptimizer(TorchOwners):
         free &= not self._tensors  # which get the bits of the replicated update
         if not (type(self.plain) in fused.KINDS and free and plain and numbers and on_host):
             return {}
-        begun &= not any(fused.is_wrong(self.plain, dtype) for dtype in self._dtypes[at])
+        begun &= self._dtypes[at] <= fused.RIGHT
         states = [self.optimizer.state.get(part) for part in parts if part.grad is not None]
         begun &= all(state and all(value is not None for value in state.values()) for state in states)
         return {"fused": begun or None}
