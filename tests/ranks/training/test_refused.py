@@ -14,9 +14,9 @@ import allreduce
 from allreduce.errors import DisagreementError
 from tests.ranks.together import raised_everywhere
 from tests.ranks.training.fits import FEATURES, SIZE, STRATEGIES, Rows, data, trainer_of
-from trainers import Checkpoint, Loader, MirroredTrainer, NumpyNetwork
+from trainers import Checkpoint, Loader
 from trainers.callbacks import Callback, EarlyStopping
-from trainers.errors import ArgumentError, DataError, ModelFileError
+from trainers.errors import ArgumentError, ModelFileError
 
 JOBS = "quick 2, openmpi 1 2 3, mpich 2"
 
@@ -158,14 +158,3 @@ def test_calls_that_are_refused_on_all_ranks(
         assert "'nothing'" in raised_everywhere(world, ArgumentError, partial(fit, trainer, callbacks=missing))
         assert len(set(trainer.parameters_sha256())) == 1  # after an epoch
         fit(trainer)
-
-
-def test_a_fit_with_checkpoints_reads_its_rows_before_it_begins(flat: allreduce.Topology, folder: Path) -> None:
-    """Also in a fit of no epochs: a sample of the rows tells later fits whether they have the same data."""
-    with MirroredTrainer(NumpyNetwork([FEATURES, CLASSES]), "ring", flat) as trainer:
-        before = trainer.parameters_sha256()
-        with pytest.raises(DataError, match="this row is damaged"):
-            trainer.fit(Rows(X, Y, 3), epochs=0, progress=False, checkpoint=str(folder))
-        assert not list(folder.glob("*"))
-        assert trainer.parameters_sha256() == before
-        trainer.fit(Rows(X, Y, 3), epochs=0, progress=False)  # without checkpoints no row is read
