@@ -447,7 +447,11 @@ def test_standby_ranks_have_to_be_of_use() -> None:
     for args, assigned, text in (
         ([*on, "--ranks-per-node", "2"], three, "--standby 1 can't be used with --ranks-per-node"),
         ([*on, "--chief", "1"], Roles(1, (0, 2)), "--on-failure continue can't be used with an evaluator or --chief"),
-        ([*on[2:], "--evaluator"], Roles(0, (1,), (), 2), "--on-failure continue can't be used with an evaluator"),
+        (
+            [*on[2:], "--evaluator", "--checkpoint", "run"],
+            Roles(0, (1,), (), 2),
+            "--on-failure continue can't be used with an evaluator",
+        ),
     ):
         with pytest.raises(ArgumentError, match=text):
             main.check(parse(args, True), assigned)

@@ -199,7 +199,7 @@ def test_join(world: MPI.Intracomm, flat: allreduce.Topology, told: bool, overla
                     optimizer.rows(len(mine(x)))
                 functional.cross_entropy(model(mine(x)), mine(y)).backward()
                 optimizer.step()
-        assert optimizer.report().steps == 1 + SIZE
+        assert optimizer.steps == 1 + SIZE
         assert_mirrored(world, model)
         assert_close(model, reference)
         train(model, optimizer, mine, steps=2)  # goes on as ever
