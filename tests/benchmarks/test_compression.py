@@ -39,7 +39,7 @@ REFUSED = {
 def test_calls_are_measured_or_refused(tmp_path: Path) -> None:
     given = [f"--size 64K --iters 2 --methods {','.join(METHODS)} --json speed.json", *REFUSED]
     lines = [("benchmarks.compression", line.split(), str(tmp_path)) for line in given]
-    measured, *others = in_one_job(2, lines, tmp_path)
+    measured, *others = in_one_job(2, lines, tmp_path, timeout=180)
     assert [rank["code"] for rank in measured] == [0, 0], measured
     found = json.loads((tmp_path / "speed.json").read_text())
     costs = {cost["method"]: cost for cost in found["costs"]}
