@@ -34,9 +34,10 @@ class Exact(Compressed):
     Elements share an exponent in blocks of BLOCK, which begin at the parameters that `describe` names, else at the
     start of the array. So buckets have the bits of the whole array if they begin where parameters or blocks do.
 
-    A call costs all-reduces of a byte for each block (float64: 4) and of 8 bytes an element, which are also the memory
-    that it takes; where all ranks reach the others' arrays, one pass without integers in memory. "max" and "min" give
-    +0 for zeros, and one NaN; "prod" of floats raises UnsupportedOpError. Each rank's rows of `sparse` are one term.
+    A call costs two all-reduces: of a byte for each block (float64: 4), and of 8 bytes an element, in memory that is
+    kept. Where all ranks reach the others' arrays, it is one pass, and takes no memory. "max" and "min" give +0 for
+    zeros of either sign, and one bit pattern for NaN; "prod" of floats raises UnsupportedOpError. In `sparse` the rows
+    of a rank are one term.
     """
 
     sums_terms = True

@@ -4,7 +4,7 @@ import torch
 from torch.optim import Optimizer
 
 KINDS: set[type[Optimizer]] = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW}  # those with a fused kernel
-RIGHT = {torch.float32, torch.float64}  # dtypes for which their kernels on the CPU are right in all versions
+RIGHT = {torch.float32, torch.float64}  # all their kernels on the CPU are right; SGD's of 16 bits is not
 REPLACED = (
     "SGD(fused=True) of PyTorch leaves {} parameters on a CPU unchanged, except for the last elements of a tensor; the "
     "plain implementation is used"

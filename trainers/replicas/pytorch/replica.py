@@ -44,8 +44,8 @@ class TorchReplica(FlatReplica):
     precision: "bfloat16": the module computes under torch.autocast; parameters, gradients and the optimizer stay
         float32. None: no autocast.
     shard: how MirroredTrainer(update="sharded") divides the update: "elements": equal slices. "tensors": whole,
-        consecutive tensors for each rank. "auto": elements for trainers.pytorch.ELEMENTWISE, tensors for TENSORWISE;
-        and other classes by whole tensors, if a trial shows that they treat these one by one.
+        consecutive tensors for each rank. "auto": elements for trainers.pytorch.ELEMENTWISE; tensors for TENSORWISE,
+        and for other classes if a trial shows that they treat tensors one by one.
 
     The module is called as module(x); as module(a, b) if x is a tuple (a, b), and as module(image=a, text=b) if x is a
     dict {"image": a, "text": b}. Each array is converted to the dtype of the parameters; integers to int64 if the
