@@ -116,7 +116,7 @@ class Executor:
         # the error that ended a call on some ranks only; later calls are refused
         self.broken: BaseException | None = None
         self.stopped = False  # the user is closed, or `broken`, or a copy in a forked child
-        self.observers: list[Observer] = []  # besides the flight record
+        self.observers: list[Observer] = []  # besides dump.record
         _executors.add(self)
         self.wait = topology.wait_record()
         self.sleeps = False

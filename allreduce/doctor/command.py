@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from allreduce.doctor import flight, host, network, pairs
+from allreduce.doctor import host, network, pairs
 from allreduce.doctor.findings import Finding, Needs, Rank, exit_code, grouped, named, problem, report
 from allreduce.errors import OptionError
 from allreduce.files import replacing, writable
@@ -32,10 +32,6 @@ Run it as the training will be run, under the same launcher, with as many ranks 
   mpirun -n 4 python -m allreduce doctor
   srun -N 2 --ntasks-per-node 8 python -m allreduce doctor --parameters 350M --json doctor.json
 Without a launcher (python -m allreduce doctor) it checks this machine only.
-
-  python -m allreduce doctor flight FOLDER
-compares the last calls that the ranks of a job have written to FOLDER (ALLREDUCE_DUMP=FOLDER mpirun ...): which rank
-differs first. Its exit code is 2 if a rank differs or has written no dump.
 
 A finding is ok, a warning (training works, but something makes it slow or fragile) or a problem (something does not
 work). A finding that is not ok has advice below it. The exit code is that of the worst finding: 0 all is ok, 1 there
@@ -71,7 +67,6 @@ class Examination(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("flight", nargs="*", metavar="flight FOLDER", help="compare flight records; see below")
     parser.add_argument(
         "--parameters", type=parameters, metavar="N",
         help="parameters of the model to be trained, such as 350M, for the checks of /dev/shm and memory (default: "
@@ -87,11 +82,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace, topology: Topology) -> int:
     """Examine, report on rank 0, and return the exit code, the same on all ranks. Collective."""
 
-    def on_first(step: Callable[..., Any], *arguments: Any) -> int:
-        return together(topology.world, lambda: step(*arguments) if topology.rank == 0 else None) or 0
+    def on_first(step: Callable[..., object], *arguments: Any) -> None:
+        together(topology.world, lambda: step(*arguments) if topology.rank == 0 else None)
 
-    if chosen.flight:
-        return max(all_values(topology.private(), on_first(_flight, chosen.flight), "compare flight records"))
     on_first(check_target, chosen.json)
     title, shown = f"allreduce doctor: {topology}", sys.stderr if chosen.json == STANDARD_OUTPUT else sys.stdout
     on_first(partial(print, title, file=shown, flush=True))  # the examination takes some seconds
@@ -102,15 +95,6 @@ def run(chosen: argparse.Namespace, topology: Topology) -> int:
     code = exit_code(found.findings)
     if found.results.unreachable:  # messages to these ranks are pending, so MPI_Finalize would not return
         abort.end_job("some ranks don't answer\n", code)
-    return code
-
-
-def _flight(arguments: Sequence[str]) -> int:
-    """Compare the flight records in a folder, print the report, and return the exit code."""
-    if len(arguments) != 2 or arguments[0] != "flight":
-        raise OptionError(f"doctor takes `flight FOLDER` or options only, got {' '.join(arguments)!r}")
-    text, code = flight.report(flight.read(arguments[1]))
-    print(text, end="", flush=True)
     return code
 
 

@@ -4,14 +4,12 @@
   that reports the wait or ends the job asks the others for their dumps by a status message.
 - A thread of each rank writes it, whatever the program does meanwhile. If that thread can't run, because C code holds
   the GIL, a timer of faulthandler, which needs no GIL, writes the stacks.
-- `python -m allreduce doctor flight FOLDER` compares the last calls of all ranks.
 - At SIGUSR1 a rank also prints where it waits and its stacks, with or without a folder, and continues. faulthandler
   prints the stack of the main thread at once; a thread, which a byte from Python's own signal handler wakes, prints the
   rest. It holds the GIL, because stacks that change while they are read would crash the program.
 """
 
 import faulthandler
-import json
 import os
 import signal
 import socket
@@ -20,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import IO, NamedTuple, TextIO
+from typing import IO, TextIO
 
 from allreduce.health import abort
 from allreduce.notices import log
@@ -37,28 +35,17 @@ MOST_BYTES = 1 << 24  # of a file; a longer one is begun again
 AGAIN_SECONDS = 1.0  # minimum interval between two dumps: many ranks may ask at about the same time
 WRITE_SECONDS = 1.0  # how long a rank that ends the job waits for the dumps of the others
 
-# (user, count, call, begin, end): WaitRecord.user, WaitRecord.count, the call (its text is compared between ranks), and
-# times of time.perf_counter(); end is 0.0 for a call that failed
+# (user, count, call, begin, end): WaitRecord.user, WaitRecord.count, the call, and times of time.perf_counter(); end is
+# 0.0 for a call that failed
 Entry = tuple[str, int, object, float, float]
 calls: deque[Entry] = deque(maxlen=KEPT)
 record = calls.append
-_BEGAN = time.time()
 _files: dict[str, IO[str] | None] = {}  # by folder
 _times = {"dumped": -AGAIN_SECONDS, "armed": -AGAIN_SECONDS}
 _sockets: list[int] = []  # both ends of a pair, open until exit
 
 
 sources: list[Callable[[], Iterable[WaitRecord]]] = []  # return the records of waits that a dump shows
-
-
-class RecordedCall(NamedTuple):
-    """A call in a file. begin, end: seconds since 1970; end is None for a call that failed or that still runs."""
-
-    user: str
-    number: int
-    call: str
-    begin: float
-    end: float | None
 
 
 # The file
@@ -92,31 +79,25 @@ def write(why: str, last: bool = False) -> None:
         file.write(f"{time.ctime()}: {where}: {error_line(why)}\n  {status()}\n")
         file.flush()
         faulthandler.dump_traceback(file)
-        file.write(f"{json.dumps(_last_calls(why))}\n\n")
+        file.write(f"The last calls of rank {rank}:\n{_last_calls()}\n")
         file.flush()
     except (OSError, ValueError) as error:  # a full disk, say, or a file that is closed at exit; the wait continues
         faulthandler.cancel_dump_traceback_later()
         _disable(error)
 
 
-def _last_calls(why: str) -> dict[str, object]:
-    """Return the last calls of this rank, and those that run, as the doctor compares them."""
+def _last_calls() -> str:
+    """Return the last calls of this rank, and those that run, in lines. The call of a user (WaitRecord.user) that has
+    one number is the same call on all its ranks."""
     running = [(wait.user, wait.count, getattr(call, "call", call), wait.begun, 0.0) for wait, call in _running()]
-    rank, size = processes.here()
     since_1970 = time.time() - time.perf_counter()
-    return {
-        "rank": rank,
-        "size": size,
-        "host": socket.gethostname(),
-        "began": _BEGAN,
-        "time": time.time(),
-        "why": error_line(why),
-        "full": len(calls) == KEPT,
-        "calls": [
-            RecordedCall(user, count, str(call), begin + since_1970, end + since_1970 if end else None)
-            for user, count, call, begin, end in [*calls, *running]
-        ],
-    }
+    lines = []
+    for user, count, call, begin, end in [*calls, *running]:
+        began = begin + since_1970
+        ended = f"{1e3 * (end - begin):.3f} ms" if end else "did not end"
+        at = f"{time.strftime('%H:%M:%S', time.gmtime(began))}.{int(began % 1 * 1e6):06d} UTC"
+        lines.append(f"  {at}, {ended}: call {count} of {user}: {call}\n")
+    return "".join(lines)
 
 
 def error_line(text: str) -> str:

@@ -78,7 +78,6 @@ SKIPPED = {
     "mpirun -n 4 --oversubscribe python -m trainers --epochs 300": "to be killed by hand; test_lost_ranks.py does it",
     "mpirun -n 3 --oversubscribe python -m trainers --epochs 300": "resumes what was killed; test_checkpoint.py too",
     "pip install": "installs",
-    "python -m allreduce doctor flight": "takes the files of a job that failed; health/test_dump.py runs it",
     "python -m http.server": "a server; test_browser.py has one",
     "python -m benchmarks.serving": "minutes; apps/test_serving.py runs its parts",
     "python -m benchmarks.timeline slow_rank.json": "takes the file of the page's program; the same as trace.json's",

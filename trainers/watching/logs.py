@@ -25,8 +25,8 @@ def log_to(folder: str | os.PathLike[str], level: int = logging.INFO) -> str:
     the process. An existing file is continued, so a restarted job keeps its logs. Stderr stays the same.
 
     Unless ALLREDUCE_DUMP is set, the rank also writes its stacks and last calls there when a wait is reported or times
-    out, or the job is aborted: `python -m allreduce doctor flight FOLDER` reads them. A second call for the same folder
-    does nothing. Raises ArgumentError if the file can't be written.
+    out, or the job is aborted. A second call for the same folder does nothing. Raises ArgumentError if the file can't
+    be written.
     """
     rank, size = processes.here()
     path = os.path.join(os.path.abspath(folder), f"rank-{rank}.log")
