@@ -236,10 +236,10 @@ class TwoPhase(Algorithm):
     def scatter(self, buffer: np.ndarray, op: Op) -> None:
         """As `reduce_scatter`, for dtypes that are summed without another dtype: no 16-bit floats."""
 
-    def in_everyones_array(self, buffer: np.ndarray, run: Callable[[list[np.ndarray]], bool]) -> bool:
+    def in_everyones_array(self, buffer: np.ndarray, run: Callable[[list[np.ndarray]], object]) -> bool:
         """Call `run` with all ranks' arrays like `buffer`, if each rank can read and write them and has the C library.
 
-        `run` begins when all ranks are in this call, and this returns when it has ended on all ranks. Returns its
-        result, the same on all ranks; False if it was not called.
+        `run` begins when all ranks are in this call, and this returns when it has ended on all ranks. Returns whether
+        it was called, the same on all ranks.
         """
         return False

@@ -192,7 +192,7 @@ class Auto(TwoPhase):
     def owned(self, length: int, rank: int | None = None) -> slice:
         return self._main.owned(length, rank)
 
-    def in_everyones_array(self, buffer: np.ndarray, run: Callable[[list[np.ndarray]], bool]) -> bool:
+    def in_everyones_array(self, buffer: np.ndarray, run: Callable[[list[np.ndarray]], object]) -> bool:
         return self._main.in_everyones_array(buffer, run)
 
     def allocate(self, length: int, dtype: np.dtype, device: str | None) -> Any:

@@ -1,16 +1,13 @@
 """Casts to and from 16-bit floats, and sums of them, which are formed in float32 and rounded once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from allreduce import kernels
-from allreduce.arrays.chunks import segments
 from allreduce.arrays.dtypes import TYPES
 from allreduce.arrays.ops import Op
 from allreduce.arrays.workspace import Workspace
-
-CACHED = 64 * 1024  # elements that NumPy works on at a time
 
 
 def cast(source: np.ndarray, out: np.ndarray) -> None:
@@ -30,12 +27,6 @@ def widened(buffer: np.ndarray, workspace: Workspace) -> np.ndarray:
     wide = workspace.array("wide", buffer.size, accumulator)
     np.copyto(wide, buffer)
     return wide
-
-
-def combine_arrays(parts: Sequence[np.ndarray], out: np.ndarray, op: Op, workspace: Workspace) -> None:
-    """Do as `combine`, in pieces that stay in the cache: it needs all parts at once. Local."""
-    for piece in segments(slice(0, out.size), CACHED):
-        combine([part[piece] for part in parts], out[piece], op, workspace)
 
 
 def combine(parts: Iterable[np.ndarray], out: np.ndarray, op: Op, workspace: Workspace) -> None:

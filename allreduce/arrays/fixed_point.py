@@ -18,33 +18,13 @@ here the ranks agree on an exponent first, so one bin is enough.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
 from allreduce import kernels
-from allreduce.arrays import dtypes
+from allreduce.kernels import FORMATS, Format
 
 BLOCK = 256  # elements that share an exponent, unless a part of the model ends before
-MOST_TERMS = kernels.MOST_TERMS  # beyond, the quantum would be too coarse for float32
-
-
-class Format(NamedTuple):
-    """How elements of a dtype are read, and their sums are held."""
-
-    wide: np.dtype  # the dtype in which elements are read
-    not_finite: int  # the exponent bits of infinities and NaN
-    bias: int  # an element with the exponent bits b is below 2^(b - bias)
-    least: int  # exponent of the smallest subnormal
-    exponents: np.dtype  # for a block's exponent bits
-    carrier: np.dtype  # for integers
-    bits: int  # of sums
-
-
-_FLOATS = np.dtype(np.float32), np.dtype(np.float64)
-SINGLE = Format(_FLOATS[0], 0xFF, 126, -149, np.dtype(np.uint8), _FLOATS[1], 52)
-DOUBLE = Format(_FLOATS[1], 0x7FF, 1022, -1074, np.dtype(np.int32), np.dtype(np.int64), 62)
-FORMATS = {_FLOATS[0]: SINGLE, dtypes.FLOAT16: SINGLE, dtypes.BFLOAT16: SINGLE, _FLOATS[1]: DOUBLE}  # by dtype
 
 
 @lru_cache(maxsize=64)  # made once for equal arguments
@@ -66,7 +46,7 @@ def exponents(terms: Sequence[np.ndarray], edges: np.ndarray, form: Format) -> n
     """
     found = np.zeros(edges.size - 1, form.exponents)
     if len(terms):
-        kernels.require(kernels.exponents(terms, edges, found))
+        kernels.exponents(terms, edges, found)
     return found
 
 
@@ -108,7 +88,7 @@ def add(
     powers = -quantum(largest, count, form)
     half = powers // 2 * (powers >= form.bias)  # two factors, because 2^1024 is no float64
     factors, rests = np.ldexp(1.0, powers - half), np.ldexp(1.0, half)
-    kernels.require(kernels.add_integers(terms, edges, factors, rests, out))
+    kernels.add_integers(terms, edges, factors, rests, out)
 
 
 def finish(
@@ -130,16 +110,16 @@ def finish(
     first, last = np.searchsorted(edges, [part.start, part.stop - 1], "right") - 1
     inside = np.clip(edges[first : last + 2], part.start, part.stop)
     factors, divisor = np.ldexp(1.0, quantum(largest[first : last + 1], count, form)), count if mean else 1
-    kernels.require(kernels.finish(integers, inside, factors, divisor, out))
+    kernels.finish(integers, inside, factors, divisor, out)
 
 
 def sum_blocks(
     terms: Sequence[np.ndarray], count: int, mean: bool, edges: np.ndarray, outs: Sequence[np.ndarray]
-) -> bool:
+) -> None:
     """Write the sum or mean of all terms of all ranks to the blocks `edges` of `outs`: the other functions in one pass
-    over the memory. Returns False if there is no kernel for it."""
+    over the memory."""
     bits = FORMATS[terms[0].dtype].bits - (count - 1).bit_length()
-    return kernels.sum_fixed(terms, outs, edges, bits, count if mean else 1)
+    kernels.sum_fixed(terms, outs, edges, bits, count if mean else 1)
 
 
 def quantum(largest: np.ndarray, count: int, form: Format) -> np.ndarray:

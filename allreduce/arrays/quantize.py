@@ -67,7 +67,7 @@ class Quantizer:
             stand for, without `factor`; with zeros in blocks of which that is not finite.
         """
         scales, codes = self._parts(message, values.size)
-        kernels.require(kernels.block_magnitudes(values, self.block, scales))
+        kernels.block_magnitudes(values, self.block, scales)
         np.copyto(scales, np.inf, where=scales > LARGEST)
         self._encode(values, scales, codes, error)
         if factor != 1.0:
@@ -80,14 +80,14 @@ class Quantizer:
         """Write the values of a message to `out`: 1-D, contiguous, float32 or float64."""
         scales, codes = self._parts(message, out.size)
         into = out if out.dtype == FLOAT else self._workspace.array("decoded", out.size, FLOAT)
-        kernels.require(kernels.decode(codes, self.block, scales, into))
+        kernels.decode(codes, self.block, scales, into)
         if into is not out:
             out[:] = into
 
     def add(self, message: np.ndarray, total: np.ndarray) -> None:
         """Add the values of a message to `total`: 1-D, contiguous, float32."""
         scales, codes = self._parts(message, total.size)
-        kernels.require(kernels.decode(codes, self.block, scales, total, adds=True))
+        kernels.decode(codes, self.block, scales, total, adds=True)
 
     def _encode(self, values: np.ndarray, scales: np.ndarray, codes: np.ndarray, error: np.ndarray | None) -> None:
         """Replace the magnitudes in `scales` by scales, and write `codes` and `error`."""
@@ -102,7 +102,7 @@ class Quantizer:
             blocks, start = slice(begin // self.block, self.blocks(end)), _mixed(self._state) % LARGEST_RANDOM
             part, written, random = values[begin:end], codes[begin:end], table[start : start + end - begin]
             own, inverse, left = scales[blocks], inverses[blocks], None if error is None else error[begin:end]
-            kernels.require(kernels.encode(part, self.block, own, inverse, random, written, left))
+            kernels.encode(part, self.block, own, inverse, random, written, left)
 
     def _parts(self, message: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the scales and the codes of a message: views."""

@@ -2,11 +2,11 @@
 fixed point (fixed_point.c); the rendezvous of a node's ranks (meeting.c). communicators.c is a library of its own, see
 allreduce/process/start.py.
 
-`pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, every function
-here returns False or None, also of arrays that are not contiguous or not aligned. The caller then does the same by
-NumPy and Python; exact sums and codes of 8 bits have no other way, and raise an error. Arrays are 1-D; those of another
-dtype or length than C would read raise TypeError. An output may be one of the inputs, and must not overlap another
-array. All functions are local; those on arrays work outside the GIL.
+`pip install` builds the library where there is a C compiler. Without it, or with ALLREDUCE_KERNELS=0, `sum_arrays`,
+`cast` and `method` return False or None, also of arrays that are not contiguous or not aligned. The caller then does
+the same by NumPy and Python; exact sums and codes of 8 bits have no other way, and raise RuntimeError. Arrays are 1-D;
+those of another dtype or length than C would read raise TypeError. An output may be one of the inputs, and must not
+overlap another array. All functions are local; those on arrays work outside the GIL.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -26,13 +26,25 @@ SUMMED = ("float32", "float64", "int32", "int64", "float16", "bfloat16")  # dtyp
 FLOAT32, FLOAT16, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 FLOAT64, INT64 = np.dtype(np.float64), np.dtype(np.int64)
 
-# dtypes of the terms of sums in fixed point -> dtypes of the exponents, and of the integers
-FIXED: dict[np.dtype, tuple[np.dtype, np.dtype]] = {
-    **dict.fromkeys((FLOAT32, FLOAT16, BFLOAT16), (np.dtype(np.uint8), FLOAT64)),
-    FLOAT64: (np.dtype(np.int32), INT64),
-}
 INT8 = np.dtype(np.int8)
-MOST_TERMS = 2**24  # of a sum in fixed point
+
+
+class Format(NamedTuple):
+    """How sums in fixed point read the elements of a dtype, and hold their sums."""
+
+    wide: np.dtype  # the dtype in which elements are read
+    not_finite: int  # the exponent bits of infinities and NaN
+    bias: int  # an element with the exponent bits b is below 2^(b - bias)
+    least: int  # exponent of the smallest subnormal
+    exponents: np.dtype  # for a block's exponent bits
+    carrier: np.dtype  # for integers
+    bits: int  # of sums
+
+
+_SINGLE = Format(FLOAT32, 0xFF, 126, -149, np.dtype(np.uint8), FLOAT64, 52)
+_DOUBLE = Format(FLOAT64, 0x7FF, 1022, -1074, np.dtype(np.int32), INT64, 62)
+FORMATS = {FLOAT32: _SINGLE, FLOAT16: _SINGLE, BFLOAT16: _SINGLE, FLOAT64: _DOUBLE}  # by dtype
+MOST_TERMS = 2**24  # of a sum in fixed point; beyond, the quantum would be too coarse for float32
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _ARRAY_OF_ARGUMENTS = 0x80  # METH_FASTCALL of Python
@@ -49,12 +61,6 @@ def status() -> str:
     return 'NumPy (no C library was built: install again with a C compiler, "gcc")'
 
 
-def require(done: bool) -> None:
-    """Raise RuntimeError if a function has returned False, for a caller that has no other way."""
-    if not done:
-        raise RuntimeError(f"contiguous arrays and the C library are needed; arrays are computed by {status()}")
-
-
 def sum_arrays(parts: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: float | None = None) -> bool:
     """Write the sum of `parts`, in their order, times `scale` to each of `outs`, which may be some of the parts.
 
@@ -66,7 +72,8 @@ def sum_arrays(parts: Sequence[np.ndarray], outs: Sequence[np.ndarray], scale: f
         return False
     sources, written = _pointers(parts, dtype, size), _pointers(outs, dtype, size, True)
     factor = ctypes.c_double(1.0 if scale is None else scale)
-    return _run(f"sum_{dtype}", sources, len(parts), written, len(outs), size, factor)
+    _run(f"sum_{dtype}", sources, len(parts), written, len(outs), size, factor)
+    return True
 
 
 def cast(source: np.ndarray, out: np.ndarray) -> bool:
@@ -74,19 +81,19 @@ def cast(source: np.ndarray, out: np.ndarray) -> bool:
     if {source.dtype, out.dtype} not in ({FLOAT32, FLOAT16}, {FLOAT32, BFLOAT16}) or not _usable(source, out):
         return False
     arrays = _pointer(source, source.dtype, out.size), _pointer(out, out.dtype, out.size, True)
-    return _run(f"cast_{source.dtype}_{out.dtype}", *arrays, out.size)
+    _run(f"cast_{source.dtype}_{out.dtype}", *arrays, out.size)
+    return True
 
 
 # Codes of 8 bits. Each block of `block` elements has a scale; the last block may be shorter.
 
 
-def block_magnitudes(values: np.ndarray, block: int, magnitudes: np.ndarray) -> bool:
+def block_magnitudes(values: np.ndarray, block: int, magnitudes: np.ndarray) -> None:
     """Write the largest magnitude of each block of float32; NaN is the largest."""
-    if not _usable(values, magnitudes):
-        return False
+    _require(values, magnitudes)
     size, blocks = values.size, -(-values.size // block)
     arrays = _pointer(values, FLOAT32, size), size, block, _pointer(magnitudes, FLOAT32, blocks, True)
-    return _run("block_magnitudes", *arrays)
+    _run("block_magnitudes", *arrays)
 
 
 def encode(
@@ -97,36 +104,33 @@ def encode(
     random: np.ndarray,
     codes: np.ndarray,
     error: np.ndarray | None,
-) -> bool:
+) -> None:
     """Write the codes of float32 values, and values - codes * scales to `error`. random: 0 to 1, to round them."""
-    if not _usable(values, scales, inverses, random, codes, *(() if error is None else (error,))):
-        return False
+    _require(values, scales, inverses, random, codes, *(() if error is None else (error,)))
     size, blocks = values.size, -(-values.size // block)
     factors = _pointer(scales, FLOAT32, blocks), _pointer(inverses, FLOAT32, blocks)
     sources = _pointer(values, FLOAT32, size), size, block, *factors, _pointer(random, FLOAT32, size)
     written = _pointer(codes, INT8, size, True), error if error is None else _pointer(error, FLOAT32, size, True)
-    return _run("encode", *sources, *written)
+    _run("encode", *sources, *written)
 
 
-def decode(codes: np.ndarray, block: int, scales: np.ndarray, out: np.ndarray, adds: bool = False) -> bool:
+def decode(codes: np.ndarray, block: int, scales: np.ndarray, out: np.ndarray, adds: bool = False) -> None:
     """Write the values of codes, code * scale, to float32 `out`. adds: add them."""
-    if not _usable(codes, scales, out):
-        return False
+    _require(codes, scales, out)
     size, blocks = codes.size, -(-codes.size // block)
     sources = _pointer(codes, INT8, size), size, block, _pointer(scales, FLOAT32, blocks)
-    return _run("add_decoded" if adds else "decode", *sources, _pointer(out, FLOAT32, size, True))
+    _run("add_decoded" if adds else "decode", *sources, _pointer(out, FLOAT32, size, True))
 
 
 # Sums in fixed point. edges: int64: where blocks of at most 256 elements begin, and where the last one ends.
 
 
-def exponents(terms: Sequence[np.ndarray], edges: np.ndarray, found: np.ndarray) -> bool:
+def exponents(terms: Sequence[np.ndarray], edges: np.ndarray, found: np.ndarray) -> None:
     """Write the largest exponent bits in each block of the terms."""
-    if not len(terms) or terms[0].dtype not in FIXED or not _usable(*terms, edges, found):
-        return False
+    form = _format(*terms, edges, found)
     size, dtype, blocks = terms[0].size, terms[0].dtype, edges.size - 1
-    ends, written = _pointer(edges, INT64, blocks + 1), _pointer(found, FIXED[dtype][0], blocks, True)
-    return _run(f"fixed_exponents_{dtype}", _pointers(terms, dtype, size), len(terms), size, ends, blocks, written)
+    ends, written = _pointer(edges, INT64, blocks + 1), _pointer(found, form.exponents, blocks, True)
+    _run(f"fixed_exponents_{dtype}", _pointers(terms, dtype, size), len(terms), size, ends, blocks, written)
 
 
 def add_integers(
@@ -135,45 +139,55 @@ def add_integers(
     factors: np.ndarray,
     rests: np.ndarray,
     out: np.ndarray,
-) -> bool:
+) -> None:
     """Write the sums of the terms times their block's factor and rest, each rounded to an integer."""
-    if not len(terms) or terms[0].dtype not in FIXED or not _usable(*terms, edges, factors, rests, out):
-        return False
+    form = _format(*terms, edges, factors, rests, out)
     size, dtype, blocks = terms[0].size, terms[0].dtype, edges.size - 1
     sources, ends = _pointers(terms, dtype, size), _pointer(edges, INT64, blocks + 1)
     scales = _pointer(factors, FLOAT64, blocks), _pointer(rests, FLOAT64, blocks)
-    written = _pointer(out, FIXED[dtype][1], size, True)
-    return _run(f"fixed_add_{dtype}", sources, len(terms), size, ends, blocks, *scales, written)
+    written = _pointer(out, form.carrier, size, True)
+    _run(f"fixed_add_{dtype}", sources, len(terms), size, ends, blocks, *scales, written)
 
 
-def finish(integers: np.ndarray, edges: np.ndarray, factors: np.ndarray, divisor: int, out: np.ndarray) -> bool:
+def finish(integers: np.ndarray, edges: np.ndarray, factors: np.ndarray, divisor: int, out: np.ndarray) -> None:
     """Write the integers of the blocks / divisor * factors to `out`; other elements stay. divisor: <= MOST_TERMS."""
-    if out.dtype not in FIXED or not _usable(integers, edges, factors, out):
-        return False
+    form = _format(out, integers, edges, factors)
     size, dtype, blocks = out.size, out.dtype, edges.size - 1
     arrays = _pointer(edges, INT64, blocks + 1), blocks, _pointer(factors, FLOAT64, blocks)
-    given, written = _pointer(integers, FIXED[dtype][1], size), _pointer(out, dtype, size, True)
-    return _run(f"fixed_finish_{dtype}", given, size, *arrays, divisor, written)
+    given, written = _pointer(integers, form.carrier, size), _pointer(out, dtype, size, True)
+    _run(f"fixed_finish_{dtype}", given, size, *arrays, divisor, written)
 
 
 def sum_fixed(
     terms: Sequence[np.ndarray], outs: Sequence[np.ndarray], edges: np.ndarray, bits: int, divisor: int
-) -> bool:
+) -> None:
     """Do all of it in one pass: write the sums of these blocks / divisor to `outs`, which may be some of the terms.
 
     bits: of the integers of one term, at most 62. divisor: <= MOST_TERMS.
     """
-    if not len(terms) or terms[0].dtype not in FIXED or not _usable(*terms, *outs, edges):
-        return False
+    _format(*terms, *outs, edges)
     size, dtype, blocks = terms[0].size, terms[0].dtype, edges.size - 1
     sources, written = _pointers(terms, dtype, size), _pointers(outs, dtype, size, True)
     arrays = sources, len(terms), written, len(outs), size, _pointer(edges, INT64, blocks + 1), blocks
-    return _run(f"fixed_sum_{dtype}", *arrays, bits, divisor)
+    _run(f"fixed_sum_{dtype}", *arrays, bits, divisor)
 
 
 def _usable(*arrays: np.ndarray) -> bool:
     """Return whether there is a library, and these arrays are laid out as it needs."""
     return _loaded() is not None and all(each.flags.c_contiguous and each.flags.aligned for each in arrays)
+
+
+def _require(*arrays: np.ndarray) -> None:
+    if not _usable(*arrays):
+        raise RuntimeError(f"contiguous arrays and the C library are needed; arrays are computed by {status()}")
+
+
+def _format(first: np.ndarray, *others: np.ndarray) -> Format:
+    """Return the format of the first array, as `_require`."""
+    _require(first, *others)
+    if first.dtype not in FORMATS:
+        raise TypeError(f"there are no sums of {first.dtype} in fixed point")
+    return FORMATS[first.dtype]
 
 
 def _pointer(array: Any, dtype: np.dtype, size: int, written: bool = False) -> ctypes.c_void_p:
@@ -191,14 +205,10 @@ def _pointers(arrays: Sequence[np.ndarray], dtype: np.dtype, size: int, written:
     return (_POINTER * len(arrays))(*(_pointer(each, dtype, size, written).value for each in arrays))
 
 
-def _run(name: str, *arguments: Any) -> bool:
-    """Call a function of C. Returns False if there is no library."""
-    function = _function(name)
-    if function is None:
-        return False
-    if function(*(_SIZE(each) if isinstance(each, int) else each for each in arguments)) == 0:
+def _run(name: str, *arguments: Any) -> None:
+    """Call a function of the library, which there is."""
+    if _function(name)(*(_SIZE(each) if isinstance(each, int) else each for each in arguments)) == 0:
         raise ValueError(f"{name}: edges that are not ascending, or not those of short blocks")
-    return True
 
 
 class _Method(ctypes.Structure):
@@ -244,11 +254,8 @@ def _switched_off() -> bool:  # once: a later change of the environment changes 
 
 
 @functools.cache
-def _function(name: str) -> Callable[..., Any] | None:
-    library = _loaded()
-    if library is None:
-        return None
-    function = getattr(library, name)
+def _function(name: str) -> Callable[..., Any]:
+    function = getattr(_loaded(), name)
     function.restype = ctypes.c_int if name.startswith("fixed") else None
     return function
 

@@ -32,7 +32,7 @@ def test_sums_of_every_16_bit_float(dtype: np.dtype, op: str, ranks: int) -> Non
                 resolved.combine(wide, part.astype(np.float32), out=wide)
             resolved.finish(wide)
             wanted = wide.astype(dtype)
-            casts.combine_arrays(parts, parts[1], resolved, Workspace())
+            casts.combine(parts, parts[1], resolved, Workspace())
         np.testing.assert_array_equal(parts[1].view(np.uint16), wanted.view(np.uint16))
 
 

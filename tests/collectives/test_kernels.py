@@ -117,7 +117,7 @@ def test_codes_of_8_bits(block: int) -> None:
     for values in cases:
         starts, blocks = np.arange(0, values.size, block), np.arange(values.size) // block
         scales = np.empty(starts.size, np.float32)
-        assert kernels.block_magnitudes(values, block, scales)
+        kernels.block_magnitudes(values, block, scales)
         bits = np.maximum.reduceat(np.abs(values).view(np.int32), starts) if values.size else np.empty(0, np.int32)
         same_bits(scales, bits.view(np.float32))
         finite = (scales <= quantize.LARGEST)[blocks]
@@ -125,15 +125,15 @@ def test_codes_of_8_bits(block: int) -> None:
         scales = np.maximum(scales, quantize.LEAST) / quantize.LARGEST_CODE
         inverses, random = 1 / scales, generator.random(values.size, np.float32)
         codes, found, wide = np.empty(values.size, np.int8), np.empty_like(values), np.empty_like(values)
-        assert kernels.encode(values, block, scales, inverses, random, codes, found)
+        kernels.encode(values, block, scales, inverses, random, codes, found)
         with np.errstate(all="ignore"):
             rounded = np.floor(values * inverses[blocks] + random)
             error = values - rounded * scales[blocks]
         np.testing.assert_array_equal(codes[finite], rounded[finite])
         same_bits(found[finite], error[finite])
-        assert kernels.decode(codes, block, scales, wide)
+        kernels.decode(codes, block, scales, wide)
         same_bits(wide, codes * scales[blocks])
-        assert kernels.decode(codes, block, scales, found, adds=True)
+        kernels.decode(codes, block, scales, found, adds=True)
         same_bits(found[finite], (error + wide)[finite])
 
 
@@ -257,8 +257,8 @@ def test_arguments_that_c_must_not_see(name: str, how: str) -> None:
             "every second": memory[: 2 * array.nbytes].view(array.dtype)[::2],
         }[how]
         before, done = holder[at].copy(), False
-        with contextlib.suppress(TypeError, ValueError):
-            done = getattr(kernels, name)(*arguments)
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            done = getattr(kernels, name)(*arguments) is not False
         if how == "right" or (how, array.itemsize) == ("unaligned", 1):
             assert done == (kernels.status() == "C")
         else:

@@ -11,12 +11,13 @@ from allreduce.algorithms.compressed.compressed import Compressed
 from allreduce.arrays import fixed_point, gpu, ops
 from allreduce.arrays.arguments import is_flag, is_integer
 from allreduce.arrays.chunks import chunk
-from allreduce.arrays.fixed_point import BLOCK, FORMATS, MOST_TERMS
+from allreduce.arrays.fixed_point import BLOCK
 from allreduce.arrays.memory_kinds import GPU
 from allreduce.arrays.ops import Op
 from allreduce.arrays.parts import Part
 from allreduce.call.call import Call
 from allreduce.errors import NotAnArrayError, OptionError, UnsupportedOpError
+from allreduce.kernels import FORMATS, MOST_TERMS
 from allreduce.memory.allocations import Slice
 from allreduce.transport.control import on_all_ranks
 
@@ -102,10 +103,10 @@ class Exact(Compressed):
     def reduce_parts(self, buffer: np.ndarray, op: Op, where: Slice | None, parts: Sequence[Part]) -> None:
         edges = self._edges_of(buffer.size, where)
 
-        def add_up(everyone: list[np.ndarray]) -> bool:
+        def add_up(everyone: list[np.ndarray]) -> None:
             own = chunk(edges.size - 1, self.size, self.rank)
             mine, mean = edges[own.start : own.stop + 1], op.name == "mean"
-            return fixed_point.sum_blocks(everyone, self.size, mean, mine, everyone)
+            fixed_point.sum_blocks(everyone, self.size, mean, mine, everyone)
 
         if not (isinstance(self.inner, TwoPhase) and self.inner.in_everyones_array(buffer, add_up)):
             self._add_up([buffer], self.size, op, buffer, edges)
