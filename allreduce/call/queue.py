@@ -59,12 +59,11 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 class Future:
-    """A submitted call. `begin`, `end`: time.perf_counter() at the start and the end of its work.
+    """A submitted call. Its work starts after all ranks have submitted the call and earlier calls have ended.
 
-    The work starts after all ranks have submitted the call and earlier calls have ended, so waiting for them is not
-    counted. A call that fails before its work starts takes no time. per_rank: every rank's `own` of the Request, set
-    before the work runs, which gets it. limit: seconds that the work may take; after that the call and all waiting ones
-    of the queue fail with the error `late()`.
+    per_rank: every rank's `own` of the Request, set before the work runs, which gets it. limit: seconds that the work
+    may take, not counting waits before it; after that the call and all waiting ones of the queue fail with the error
+    `late()`. begin: time.perf_counter() at the start of its work; inf before.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Future:
         self.refused: AllReduceError | None = None  # the ranks' calls differ; the same error on all ranks
         self._done = threading.Event()
         self.error: BaseException | None = None
-        self.begin, self.end = math.inf, 0.0  # no limit applies to a call that has not begun
+        self.begin = math.inf
 
     def run(self) -> None:
         """Do the work in the calling thread, and store its error for `wait`."""
@@ -100,8 +99,6 @@ class Future:
 
     def finish(self, error: BaseException | None) -> None:
         """Mark the call as ended, with `error` unless it has one."""
-        self.end = time.perf_counter()
-        self.begin = min(self.begin, self.end)  # it may have failed before it began
         self.error = self.error or error
         self._done.set()
 
@@ -142,7 +139,6 @@ class Fused(Future):
     def finish(self, error: BaseException | None) -> None:
         super().finish(error)
         for call in self._calls:
-            call.begin = self.begin
             call.finish(self.error)
 
 
