@@ -107,7 +107,8 @@ def examine(topology: Topology, needs: Needs, seconds: float) -> Examination:
     hosts = all_values(comm, socket.gethostname(), "gather host names")
     facts = {key: _gathered(check, topology) for key, check in CHECKS.items()}
     ranks = ranks_of(hosts, all_values(comm, [topology.node_index, facts], "gather the facts of all ranks"))
-    results = pairs.measure_all(topology, [rank.node for rank in ranks], seconds)
+    rounds = pairs.plan([rank.node for rank in ranks]) * pairs.SWEEPS if seconds else []
+    results = pairs.measure(comm, rounds, seconds)
     return Examination(ranks, judge(ranks, needs, results), results)
 
 

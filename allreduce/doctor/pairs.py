@@ -12,7 +12,6 @@ from mpi4py import MPI
 
 from allreduce.doctor.findings import Finding, Needs, Rank, count, ok, plural, problem, some, warning
 from allreduce.doctor.host import ELEMENT
-from allreduce.topology import Topology
 from allreduce.transport.control import all_values, combine
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import wait_until
@@ -62,13 +61,6 @@ class SilentError(Exception):
 
 
 # Measuring
-
-
-def measure_all(topology: Topology, nodes: Sequence[int], seconds: float) -> Results:
-    """Measure pairs of all ranks. Collective. nodes: the node of each rank."""
-    if topology.size == 1 or not seconds:
-        return Results([], [])
-    return measure(topology.private(), plan(nodes) * SWEEPS, seconds)
 
 
 def measure(comm: MPI.Intracomm, rounds: Sequence[Sequence[Pair]], seconds: float) -> Results:
