@@ -29,9 +29,8 @@ def register(name: str, algorithm: type[Algorithm]) -> None:
     """
     if not (isinstance(algorithm, type) and issubclass(algorithm, Algorithm)):
         given = algorithm.__qualname__ if isinstance(algorithm, type) else repr(algorithm)
-        old = " Since 0.3 an algorithm is a class of its own" * hasattr(algorithm, "_reduce")
         raise OptionError(
-            f"register({name!r}): {given} is no algorithm.{old} Derive it from allreduce.Algorithm, and write "
+            f"register({name!r}): {given} is no algorithm. Derive it from allreduce.Algorithm, and write "
             "`def reduce(self, buffer, op)`, which reduces a 1-D array in place; its constructor takes a context"
         )
     known = {**BACKENDS, **OTHERS}.get(name)
