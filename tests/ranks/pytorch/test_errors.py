@@ -42,7 +42,7 @@ def test_memory_that_one_node_can_not_have(
         raise errors.UnavailableError("shared memory is too small")
 
     if world.rank == SIZE - 1:
-        monkeypatch.setattr("trainers.state.owners.shared_array", full)
+        monkeypatch.setattr("trainers.state.sharded.shared_array", full)
     model, plain = model_of(3, 2), model_of(3, 2)
     plain.load_state_dict({name: world.bcast(each) for name, each in model.state_dict().items()})
     with MirroredOptimizer(plain_sgd(model), model, topology=topology_of(1), update="sharded") as optimizer:
