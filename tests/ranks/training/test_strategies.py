@@ -395,7 +395,7 @@ def test_the_ranks_of_an_asynchronous_worker_have_equal_parameters(
         history = trainer.fit(x, y, 6, BATCH, progress=False, callbacks=[sums])
         last = trainer.evaluate(x, y)
         assert len(set(trainer.parameters_sha256())) == 1
-        workers = trainer.ranks_of_workers
+        workers = trainer.strategy.workers
     seen, ended = world.allgather(sums.seen), world.allgather(sums.ended)
     for members in workers:
         assert all(seen[rank] == seen[members[0]] for rank in members)
