@@ -23,12 +23,10 @@ from allreduce.errors import DivergenceError
 from allreduce.transport import tables
 from allreduce.transport.control import all_values, combine, on_all_ranks, together
 from allreduce.transport.wait import wait_for
-from trainers.arguments import integer, name_error
 from trainers.errors import NotFiniteError
 
 # Whether replicas are equal
 
-DIVERGENCE_ANSWERS = ("raise", "copy")  # what happens if replicas differ
 LEARNING_RATES = "learning rates"  # the name of the learning rates in a comparison
 COMPARE = "compare the replicas"
 LACKING = -1  # stands for the checksum of an array that a rank does not have
@@ -36,69 +34,18 @@ LACKING = -1  # stands for the checksum of an array that a rank does not have
 Compared = Mapping[str, np.ndarray | str]  # name -> what must be equal on all ranks: host array or text
 
 
-class Divergence:
-    """The differences between the replicas; the same object on all ranks.
+def check_equal(comm: MPI.Intracomm, read: Callable[[], Compared], when: str = "") -> None:
+    """Raise DivergenceError on all ranks if replicas differ. Collective.
 
-    names: of the arrays compared. sums: (ranks, names) int64, CRC-32 of each array. values: for each rank, its value of
-        the first array that differs, as text.
+    read: returns this rank's arrays; all ranks raise its error. when: prefix of the error.
     """
-
-    def __init__(self, names: list[str], sums: np.ndarray, values: list[str]) -> None:
-        self.names, self.sums, self.values = names, sums, values
-
-    def root(self) -> int:
-        """Return the rank whose replica is copied to all: the lowest rank of the largest group of equal replicas."""
-        rows = [tuple(row) for row in self.sums.tolist()]
-        return rows.index(max(rows, key=lambda row: (rows.count(row), -rows.index(row))))
-
-    def differing(self, root: int) -> list[int]:
-        """Return the ranks whose arrays differ from those of `root`."""
-        return np.flatnonzero((self.sums != self.sums[root]).any(axis=1)).tolist()
-
-    def __str__(self) -> str:
-        differ = np.flatnonzero((self.sums != self.sums[0]).any(axis=0))
-        first = int(differ[0])
-        values = self.sums[:, first].tolist()
-        usual = max(values, key=lambda value: (values.count(value), value == values[0]))
-        odd = [rank for rank, value in enumerate(values) if value != usual]
-        ranks = f"{tables.listed(odd)} differ{'s' * (len(odd) == 1)}"
-        rows = tables.table([f"{self.names[first]}: {value}" for value in self.values])
-        more = f", the first of {differ.size} differences" if differ.size > 1 else ""
-        return (
-            f"the replicas are no longer equal: {ranks} from the others in {self.names[first]}{more}. Gradients, "
-            f"parameters or hyperparameters were changed on some ranks only:\n{rows}"
-        )
+    if text := compare(comm, together(comm, read)):
+        raise on_all_ranks(DivergenceError(f"{when}{text}"), comm)
 
 
-def check_equal(
-    comm: MPI.Intracomm,
-    read: Callable[[], Compared],
-    on_divergence: str,
-    copy: Callable[[int], object],
-    when: str = "",
-) -> bool:
-    """Compare the replicas of all ranks; if they differ, copy the majority's to all ranks, or raise. Collective.
-
-    read: returns this rank's arrays. on_divergence: "raise" or "copy". copy: copy(root) copies that rank's replica to
-        all ranks; collective. when: prefix of the error and the warning. Returns True when replicas were copied. Raises
-        DivergenceError on all ranks.
-    """
-    found = compare(comm, together(comm, read))
-    if found is None:
-        return False
-    if on_divergence == "raise":
-        raise on_all_ranks(DivergenceError(f"{when}{found}"), comm)
-    root = found.root()
-    copy(root)
-    if comm.rank == 0:
-        ranks = ", ".join(map(str, found.differing(root)))
-        text = "allreduce: %s%s\n  rank %d's replica was copied to all ranks; rank %s had another one"
-        notices.log.warning(text, when, found, root, ranks)
-    return True
-
-
-def compare(comm: MPI.Intracomm, held: Compared) -> Divergence | None:
-    """Compare arrays over all ranks; returns the Divergence, or None if all are equal. Collective.
+def compare(comm: MPI.Intracomm, held: Compared) -> str:
+    """Compare arrays over all ranks. Returns the ranks that differ, and in what, as text; "" if all are equal.
+    Collective.
 
     An array that a rank does not have counts as different. Costs one reading of all arrays (a CRC, some 4 GB/s) and
     a message of 16 bytes; more only if ranks differ.
@@ -108,18 +55,27 @@ def compare(comm: MPI.Intracomm, held: Compared) -> Divergence | None:
     low = np.array([whole, -whole], np.int64)  # the minimum of -x is minus the maximum: one message gives both
     wait_for(comm, comm.Iallreduce(MPI.IN_PLACE, low, MPI.MIN), COMPARE)
     if low[0] == -low[1]:
-        return None
+        return ""
     ranks = all_values(comm, own, COMPARE)
     names = list(dict.fromkeys(name for rank in ranks for name in rank))
-    sums = np.array([[rank.get(name, LACKING) for name in names] for rank in ranks], np.int64)
-    first = names[int(np.flatnonzero((sums != sums[0]).any(axis=0))[0])]
+    differ = [name for name in names if len({rank.get(name, LACKING) for rank in ranks}) > 1]
+    first = differ[0]
     value = _value_text(held[first], own[first]) if first in held else "has none"
-    return Divergence(names, sums, all_values(comm, value, COMPARE))
+    return _divergence_text(differ, [rank.get(first, LACKING) for rank in ranks], all_values(comm, value, COMPARE))
 
 
-def options_error(every: Any, on_divergence: Any, least: int = 1) -> str:
-    """Return the error text if these options are invalid, or ""."""
-    return integer(least).error("every", every) or name_error("on_divergence", on_divergence, DIVERGENCE_ANSWERS)
+def _divergence_text(differ: Sequence[str], sums: Sequence[int], values: Sequence[str]) -> str:
+    """Return the text of a DivergenceError. differ: the names of the arrays that differ. sums, values: of each rank,
+    the CRC-32 of the first of them, and its value as text."""
+    usual = max(sums, key=lambda each: (sums.count(each), each == sums[0]))
+    odd = [rank for rank, each in enumerate(sums) if each != usual]
+    ranks = f"{tables.listed(odd)} differ{'s' * (len(odd) == 1)}"
+    rows = tables.table([f"{differ[0]}: {value}" for value in values])
+    more = f", the first of {len(differ)} differences" if len(differ) > 1 else ""
+    return (
+        f"the replicas are no longer equal: {ranks} from the others in {differ[0]}{more}. Gradients, "
+        f"parameters or hyperparameters were changed on some ranks only:\n{rows}"
+    )
 
 
 def _memory(value: np.ndarray | str) -> Any:

@@ -75,8 +75,3 @@ class ParameterServerTrainer(Trainer[FewOwners | AsynchronousServers]):
     def workers(self) -> tuple[int, ...]:
         """The ranks that compute now: those of all workers."""
         return tuple(sorted(self.strategy.computing))
-
-    @property
-    def ranks_of_workers(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each worker now. Its first rank speaks with the servers."""
-        return self.strategy.workers

@@ -1,8 +1,9 @@
-"""Detect a replica that differs, and repair it from the majority.
+"""Detect a replica that differs.
 
 mpirun -n 3 python run_silent_errors.py
 """
 
+from allreduce.errors import DivergenceError
 from trainers import MirroredTrainer, NumpyNetwork, datasets
 from trainers.callbacks import Callback, CheckDivergence, CheckGradients
 
@@ -18,8 +19,10 @@ class FlipBits(Callback):
 data = datasets.load("digits")
 network = NumpyNetwork([data.features, 32, len(data.classes)])
 network.scale_input(data.shift, data.scale)
-checks = [FlipBits(), CheckDivergence(every=5, on_divergence="copy"), CheckGradients("skip")]
+checks = [FlipBits(), CheckDivergence(every=5), CheckGradients("skip")]
 with MirroredTrainer(network, allreduce="ring") as trainer:
-    trainer.fit(data.x_train, data.y_train, epochs=3, batch_size=100, callbacks=checks)
-    if trainer.rank == 0:
-        print("done")
+    try:
+        trainer.fit(data.x_train, data.y_train, epochs=3, batch_size=100, callbacks=checks)
+    except DivergenceError as error:
+        if trainer.rank == 0:
+            print(error)

@@ -2,49 +2,12 @@
 
 import importlib.util
 import json
-from typing import Any
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
-from allreduce import Topology
 from tests.conftest import JobRunner
 from tests.faults import job_of
-
-
-def test_slices_that_were_copied_again_are_kept_twice_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the slices of the overwritten replica would come back at the next failure."""
-    torch = pytest.importorskip("torch")
-    from trainers import checks
-    from trainers.callbacks import CheckDivergence
-    from trainers.pytorch import MirroredOptimizer
-    from trainers.pytorch.sharded import PARAMETER
-    from trainers.state.backup import Backup
-
-    class Found:
-        root, differing = staticmethod(lambda: 0), staticmethod(lambda root: [1])
-
-    def overwrite(comm: MPI.Intracomm, tensors: Any, root: int) -> None:
-        for each in tensors:
-            each.data.fill_(7.0)
-
-    monkeypatch.setattr(checks, "compare", lambda *_: Found())
-    monkeypatch.setattr("trainers.pytorch.owners.broadcast_tensors", overwrite)
-    model = torch.nn.Linear(3, 2)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"update": "sharded", "transforms": [CheckDivergence(1, "copy")]}
-    with (
-        Topology(MPI.COMM_SELF) as topology,
-        MirroredOptimizer(plain, model, topology=topology, **options) as optimizer,
-    ):
-        sharded = optimizer._parts.owners
-        sharded.shards.backup = Backup(sharded.reducer.comm, 0, [[0, sharded._held[-1].stop]])
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        steps, state = sharded.backed_up(topology.world)
-        assert steps == 1
-        assert all((each[PARAMETER] == 7).all() for each in state)
 
 
 @pytest.mark.jobs

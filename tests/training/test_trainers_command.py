@@ -337,7 +337,6 @@ def test_defaults_depend_on_the_data() -> None:
         (["--strategy", "parameter_server", "--stale", "drop"], "--stale drop needs --max-staleness N: grad"),
         (["--strategy", "parameter_server", "--servers", "0"], "must be an integer >= 1, got '0'"),
         (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
-        (["--on-divergence", "copy"], "needs --check-divergence N"),
         (["--backups", "2"], "must be 0 or 1, got '2'"),
     ],
 )
@@ -504,11 +503,11 @@ def test_what_the_options_of_watching_mean() -> None:
     for resume in (False, True):  # a resumed training goes on with its table
         (table,) = make_callbacks(parse(["--csv", "log.csv", "--checkpoint", "run"] + ["--resume"] * resume, False))
         assert (type(table), table.filename, table.append) == (CSVLogger, "log.csv", resume)
-    checks = ["--check-divergence", "50", "--on-divergence", "copy", "--check-gradients", "skip"]
+    checks = ["--check-divergence", "50", "--check-gradients", "skip"]
     first, second = make_callbacks(parse(checks, shown=False))
     assert isinstance(first, CheckDivergence)
     assert isinstance(second, CheckGradients)
-    assert (first.every, first.on_divergence, second.on_bad) == (50, "copy", "skip")
+    assert (first.every, second.on_bad) == (50, "skip")
     (trace,) = make_callbacks(parse(["--trace", "trace.json"], shown=False))
     assert (type(trace), trace.path) == (Timeline, "trace.json")
 

@@ -486,13 +486,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
         Option(
             "check_divergence", "N", integer(1),
-            callback=lambda options: callbacks.CheckDivergence(options.check_divergence, options.on_divergence),
-            help="check every N steps that all ranks have the same parameters, bit for bit",
-        ),
-        Option(
-            "on_divergence", choices=checks.DIVERGENCE_ANSWERS, default="raise", needs={"check_divergence": ()},
-            help="what happens when ranks differ. raise: the job ends with an error; copy: all ranks get the "
-            "parameters that most ranks have",
+            callback=lambda options: callbacks.CheckDivergence(options.check_divergence),
+            help="check every N steps that all ranks have the same parameters, bit for bit; if not, end the job",
         ),
         Option(
             "check_gradients", choices=checks.ANSWERS,

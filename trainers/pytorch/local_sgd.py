@@ -194,11 +194,8 @@ class LocalSteps(TorchOwners):
         """Return the parameters after the last outer step. Local."""
         return {name: self.rounds.start[span] for name, span in self._spans.items()}, {}
 
-    def _copy_from(self, root: int) -> None:
-        super()._copy_from(root)
-        self.rounds.rewind()
-
     def _shared(self) -> list[Tensor]:
+        """Return the tensors that are equal on all ranks after a round. Local."""
         start, momentum = self.rounds.start, self.rounds.momentum
         return [start] if momentum is None else [start, momentum]
 

@@ -20,7 +20,7 @@ from allreduce.topology import Topology
 from allreduce.tracing.trace import Trace
 from allreduce.transport.control import agree, raise_together
 from trainers import checks
-from trainers.arguments import name_error
+from trainers.arguments import integer, name_error
 from trainers.backends import compress_error
 from trainers.options.average import REPLICATED, SHARDED, Exact, LocalSGD, Sharded, choice_error, sharded_of
 from trainers.options.buckets import Buckets
@@ -85,7 +85,7 @@ class Options:
 
     @property
     def divergence(self) -> CheckDivergence:
-        """How often replicas are compared, and what happens if they differ."""
+        """How often replicas are compared."""
         given = (each for each in self.transforms if isinstance(each, CheckDivergence))
         return next(given, CheckDivergence(CHECK_EVERY))
 
@@ -126,8 +126,7 @@ class Options:
             yield twice
         if self.sharded and (refused := backup.copies_error(self.sharded.copies)):
             yield OptionError(str(refused))
-        divergence = self.divergence
-        if wrong := checks.options_error(divergence.every, divergence.on_divergence, least=0):
+        if wrong := integer(0).error("every", self.divergence.every):
             yield OptionError(f"CheckDivergence: {wrong}")
 
     def for_survivors(self) -> "Options":

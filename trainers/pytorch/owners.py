@@ -4,7 +4,7 @@ Here all ranks are owners, each of its whole replica. In trainers.pytorch.sharde
 trainers.pytorch.local_sgd it takes steps of its own, and the ranks average their changes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -260,10 +260,7 @@ class TorchOwners(Owners):
 
     def _compare(self) -> None:
         """Compare the replicas. Runs in the queue."""
-        divergence = self.options.divergence
-        read = partial(comparable, self.plain, *self._replicated())
-        if check_equal(self.reducer.comm, read, divergence.on_divergence, self._copy_from):
-            self.synchronize_state()
+        check_equal(self.reducer.comm, partial(comparable, self.plain, *self._replicated()))
 
     def _replicated(self) -> tuple[Mapping[str, Any], Mapping[str, Parameter]]:
         """Return the tensors, and the parameters whose state is on every rank, which must be equal on all. Local."""
@@ -271,12 +268,8 @@ class TorchOwners(Owners):
 
     def _copy_from(self, root: int) -> None:
         """Broadcast the parameters, hyperparameters and state of rank `root`. Collective, in the queue."""
-        broadcast_tensors(self.reducer.comm, self._shared(), root)
+        broadcast_tensors(self.reducer.comm, self.trained.values(), root)
         broadcast_state(self.reducer.comm, self.plain, root)
-
-    def _shared(self) -> Iterable[Tensor]:
-        """Return the tensors that `_copy_from` broadcasts. Local."""
-        return self.trained.values()
 
     # State
 

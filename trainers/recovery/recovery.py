@@ -208,7 +208,7 @@ class Recovery:
                 call.save_before_stop()
 
         def end(continues: bool) -> None:
-            strategy.saved, strategy.carried = None, {}
+            strategy.saved = None
             self._record_failure(before, during, time.monotonic() - begin, continues)
 
         try:

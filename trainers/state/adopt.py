@@ -188,10 +188,10 @@ def adopt_whole(target: Target, state: Arrays | None, live: bool = False) -> Pro
     return progress
 
 
-def mirror(target: Target, whole: bool = True, root: int = 0) -> None:
-    """Copy the state of rank `root`'s replica to all ranks. Collective. Raises DisagreementError if the models differ.
+def mirror(target: Target, whole: bool = True) -> None:
+    """Copy the state of rank 0's replica to all ranks. Collective. Raises DisagreementError if the models differ.
 
-    whole: first gather the parts that other ranks hold; False if the root has just loaded the complete state.
+    whole: first gather the parts that other ranks hold; False if rank 0 has just loaded the complete state.
     """
     replica, group = target.replica, target.group
     if whole:
@@ -202,7 +202,7 @@ def mirror(target: Target, whole: bool = True, root: int = 0) -> None:
     kinds = {name: f"{name} {array.dtype}{list(np.shape(array))}" for name, array in state.items() if name != AVERAGE}
     shapes = ", ".join(kinds.values())
     group.agree(f"model: {shapes}; {config}")
-    is_root = group.rank == root
+    is_root = group.rank == 0
     adopt_whole(target, state if is_root else None, live=is_root)
 
 

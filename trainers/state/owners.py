@@ -1,21 +1,10 @@
-"""Owners: which ranks hold and update which part of the parameters, and of the state that belongs to them.
-
-NodeMemory is the memory of parameters that the ranks of a node share, where each rank updates its own part of them.
-"""
+"""Owners: which ranks hold and update which part of the parameters, and of the state that belongs to them."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
-from mpi4py import MPI
 
-from allreduce import notices
-from allreduce.arrays import dtypes
-from allreduce.errors import UnavailableError
-from allreduce.topology import Topology
-from allreduce.transport.control import combine, on_all
-from allreduce.transport.shared_segment import shared_array
-from allreduce.transport.wait import wait_for
 from trainers.replica import Slices
 
 INNER = "inner."  # prefix, in a rank's local state, of the entries that owners add
@@ -115,41 +104,3 @@ class Owners:
 
     def synchronize_state(self) -> None:
         """Call after each rank has changed its state other than by a step; returns when all ranks have. Collective."""
-
-
-class NodeMemory:
-    """Flat memory that the ranks of each node share, if they together own every element. Creating it is collective.
-
-    comm: of all ranks. owned: the number of elements that this rank owns, of `total`. lengths: of the memory, by dtype,
-    perhaps with gaps. device: of the parameters, "cpu" or "cuda".
-
-    arrays: the memory, by dtype; {} if ranks keep memory of their own: on a GPU, where parts are divided among all
-        nodes, or where a node lacks room.
-    tells: whether this rank is to send facts about its part; if not, a rank of node 0 owns the same elements.
-    """
-
-    def __init__(
-        self, topology: Topology, comm: MPI.Intracomm, owned: int, total: int, lengths: Mapping[str, int], device: str
-    ) -> None:
-        node = topology.node
-        of_node = combine(node, np.array([owned]), "add up the elements that the ranks of a node own")
-        whole = on_all(comm, bool(of_node[0] == total), "learn whether each node owns all elements")
-        self.tells = not whole or topology.node_index == 0
-        self._node, self.arrays = node, dict[str, np.ndarray]()
-        if whole and device == "cpu":
-            try:
-                for dtype, length in lengths.items():
-                    self.arrays[dtype] = shared_array(node, length, dtypes.parse(dtype))
-            except UnavailableError as error:  # raised on all ranks of this node, perhaps not on other nodes
-                notices.once(node.rank, f"each rank keeps its own copy of the parameters: {error}")
-            if not on_all(comm, len(self.arrays) == len(lengths), "learn whether each node has a shared segment"):
-                self.free()
-
-    def fence(self) -> None:
-        """Wait until all ranks of the node have finished writing, and see all writes. Collective over the node."""
-        if self.arrays:
-            wait_for(self._node, self._node.Ibarrier(), "fence of shared memory")
-
-    def free(self) -> None:
-        """Drop the memory. It lives as long as any rank holds a view of it. Local."""
-        self.arrays = {}

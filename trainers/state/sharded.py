@@ -11,14 +11,19 @@ from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
+from allreduce import notices
+from allreduce.arrays import dtypes
 from allreduce.backend import AllReduce
-from allreduce.transport.control import all_values
+from allreduce.errors import UnavailableError
+from allreduce.transport.control import all_values, combine, on_all
+from allreduce.transport.shared_segment import shared_array
+from allreduce.transport.wait import wait_for
 from trainers.options.buckets import Bucket
 from trainers.state.backup import Backup
 from trainers.state.dealing import Share
-from trainers.state.owners import NodeMemory
 
 EDITED_IN_PLACE = (
     '{} was edited in place (p.mul_(...), say), and with update="sharded" the parameters of all ranks of a node are '
@@ -80,8 +85,8 @@ class Flat:
 class ShardedParameters:
     """Flat parameters, laid out in buckets, each divided among the ranks. The constructor is collective.
 
-    If the ranks of each node together own every element, they share one memory. Otherwise each rank has memory of its
-    own, and the parts are gathered.
+    If the ranks of each node together own every element, they share one memory. Otherwise, on a GPU, and where a node
+    lacks room, each rank has memory of its own, and the parts are gathered.
 
     backend: reduces the gradients, which are laid out alike. comm: of all ranks. device: "cpu" or "cuda". buckets: in
     order, perhaps with gaps. shares: of each, the part that this rank updates. allocate: allocate(length, dtype,
@@ -89,7 +94,8 @@ class ShardedParameters:
     edited in place, by name; or None. copies: 1 or 2.
 
     cuts: of each bucket, where the parts of any rank begin. flats: the memory, by dtype. shared: whether a node's ranks
-        share it. one_copy: whether all ranks do. tells: as of NodeMemory. backup: if copies are kept.
+        share it. one_copy: whether all ranks do. tells: whether this rank is to send facts about its parts; if not, a
+        rank of node 0 owns the same elements. backup: if copies are kept.
     """
 
     def __init__(
@@ -110,13 +116,15 @@ class ShardedParameters:
         starts = list(accumulate((each.stop - each.start for each in buckets), initial=0))
         places = zip(starts, shares, strict=False)
         parts = [[first + part.start, first + part.stop] for first, share in places for part in share.parts]
-        owned = sum(stop - start for start, stop in parts)
-        self._node = NodeMemory(topology, comm, owned, starts[-1], lengths, device)
-        self.tells, self.shared = self._node.tells, bool(self._node.arrays)
+        owned = np.array([sum(stop - start for start, stop in parts)])
+        of_node = combine(topology.node, owned, "add up the elements that the ranks of a node own")
+        whole = on_all(comm, bool(of_node[0] == starts[-1]), "learn whether each node owns all elements")
+        self.tells = not whole or topology.node_index == 0
+        shared = _shared_by_nodes(comm, topology.node, lengths) if whole and device == "cpu" else {}
+        self.shared, self._node = bool(shared), topology.node
         self.one_copy = self.shared and topology.nodes == 1
         self._versions = versions if self.shared and topology.node_size > 1 else None
         self._accepted: Mapping[str, int] = {}
-        shared = self._node.arrays
         self.flats = {each: allocate(length, each, shared=shared.get(each)) for each, length in lengths.items()}
         self._gathers: list[Callable[[], None]] = []
         for bucket, share in zip(buckets, shares, strict=True):
@@ -134,7 +142,8 @@ class ShardedParameters:
     def fence(self) -> None:
         """Wait until all ranks of a node that share memory have finished writing, and see all writes. Collective over
         the node."""
-        self._node.fence()
+        if self.shared:
+            wait_for(self._node, self._node.Ibarrier(), "fence of shared memory")
 
     def accept_edits(self, *_: object) -> None:
         """Accept all edits of parameters until now. Local.
@@ -156,6 +165,18 @@ class ShardedParameters:
             self.backup.extend(step)
 
     def free(self) -> None:
-        """Drop the memory, but not the backups. Local."""
-        self.flats, self._gathers, self._versions = {}, [], None
-        self._node.free()
+        """Drop the memory, but not the backups. It lives as long as any rank holds a view of it. Local."""
+        self.flats, self._gathers, self._versions, self.shared = {}, [], None, False
+
+
+def _shared_by_nodes(comm: MPI.Intracomm, node: MPI.Intracomm, lengths: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Return memory of these lengths, by dtype, that the ranks of each node share; {} where a node lacks room.
+    Collective over `comm`."""
+    arrays: dict[str, np.ndarray] = {}
+    try:
+        for dtype, length in lengths.items():
+            arrays[dtype] = shared_array(node, length, dtypes.parse(dtype))
+    except UnavailableError as error:  # raised on all ranks of this node, perhaps not on other nodes
+        notices.once(node.rank, f"each rank keeps its own copy of the parameters: {error}")
+    there = on_all(comm, len(arrays) == len(lengths), "learn whether each node has a shared segment")
+    return arrays if there else {}

@@ -79,11 +79,6 @@ class FewOwners(Mirrored):
         idle = self.servers if self._placement.serve else ()
         return tuple(rank for rank in range(self.group.size) if rank not in idle)
 
-    @property
-    def workers(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each worker: one."""
-        return tuple((rank,) for rank in self.computing)
-
     def connect(self, group: RankGroup) -> None:
         self.servers = self._placement.owners(group.size)
         super().connect(group)

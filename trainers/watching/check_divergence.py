@@ -7,21 +7,19 @@ from typing import Any
 import numpy as np
 
 from allreduce import notices
-from allreduce.transport.control import root_value
-from trainers.checks import LEARNING_RATES, Compared, check_equal, options_error
+from trainers.arguments import integer
+from trainers.checks import LEARNING_RATES, Compared, check_equal
 from trainers.errors import ArgumentError
 from trainers.replica import parameter_slices
-from trainers.state.adopt import mirror
 from trainers.watching.callback import Callback, Logs
 
 
 class CheckDivergence(Callback):
-    """Compares all that must be equal on all ranks: parameters, optimizer state, learning rates. On all ranks or none.
+    """Compares all that must be equal on all ranks: parameters, optimizer state, learning rates. If some differ, all
+    ranks raise the same DivergenceError, which names ranks and parameters. On all ranks or none.
 
     every: the number of steps between checks. Trainers with servers have equal parameters only at the end of an epoch;
         there the check follows each epoch.
-    on_divergence: "raise": all ranks raise the same DivergenceError, which names ranks and parameters. "copy": log a
-        warning, copy the replica that most ranks have to all ranks (in a tie that of the lowest rank), and continue.
 
     A check reads the state once (a CRC-32), and costs a message of 16 bytes. State of which there is one copy only
     (update="sharded", central storage) is left out; a notice at the beginning lists it. Raises ArgumentError on all
@@ -31,20 +29,19 @@ class CheckDivergence(Callback):
     collective = True
     reads_batches = False
 
-    def __init__(self, every: int = 100, on_divergence: str = "raise") -> None:
-        self.every, self.on_divergence = every, on_divergence
-        self.copies = 0  # how often a replica was copied
+    def __init__(self, every: int = 100) -> None:
+        self.every = every
         self._steps = 1  # of an epoch
 
     def __repr__(self) -> str:
-        return f"CheckDivergence(every={self.every!r}, on_divergence={self.on_divergence!r})"
+        return f"CheckDivergence(every={self.every!r})"
 
     def set_params(self, params: dict[str, Any]) -> None:
         self._steps = params["steps"] or 0  # of a stream that are not known: each epoch is counted from its beginning
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         trainer = self.trainer
-        wrong = options_error(self.every, self.on_divergence)
+        wrong = integer(1).error("every", self.every)
         trainer.group.agree(repr(self), ArgumentError(f"CheckDivergence: {wrong}") if wrong else None)
         apart = trainer.strategy.owners.not_replicated()
         if apart:
@@ -63,19 +60,10 @@ class CheckDivergence(Callback):
             self._check(f"after epoch {epoch + 1}")
 
     def _check(self, when: str) -> None:
-        """Compare the replicas, and do what `on_divergence` says. Collective."""
+        """Compare the replicas. Collective."""
         trainer = self.trainer
         read = partial(_compared, trainer.replica, trainer.strategy.owners.not_replicated())
-        self.copies += check_equal(trainer.group.comm, read, self.on_divergence, self._copy, f"{when} ")
-
-    def _copy(self, root: int) -> None:
-        """Copy the replica of rank `root` to all ranks. Collective."""
-        trainer = self.trainer
-        own = [*map(float, trainer.replica.learning_rates)]
-        rates = root_value(trainer.group.comm, own, "broadcast the learning rates", root)
-        if rates and trainer.rank != root:
-            trainer.replica.learning_rates = rates
-        mirror(trainer.strategy, root=root)
+        check_equal(trainer.group.comm, read, f"{when} ")
 
 
 def _compared(replica: Any, apart: Mapping[str, str]) -> Compared:

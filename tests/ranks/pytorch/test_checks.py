@@ -25,35 +25,11 @@ from tests.ranks.pytorch.trained import (
 )
 from tests.ranks.together import raised_everywhere
 from trainers import SkipNotFinite
-from trainers.callbacks import CheckDivergence, CheckGradients
+from trainers.callbacks import CheckGradients
 from trainers.errors import NotFiniteError
 from trainers.pytorch import Buckets
 
 pytestmark = pytest.mark.skipif(SIZE != 3, reason="a majority needs three ranks, and once is enough")
-
-
-@both_updates
-def test_replicas_are_copied_again(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """Parameters, state and hyperparameters of the majority are copied; afterwards all bits are as without a
-    difference."""
-    model = network()
-    options = {"topology": flat, "update": update, "transforms": [CheckDivergence(1, "copy")]}
-    with mirrored(sgd(model), model, **options) as optimizer:
-        train(model, optimizer, mine, steps=2)
-        if world.rank == 1 and update == "replicated":
-            with torch.no_grad():
-                model[2].weight[0, 0] += 1e-3
-            optimizer.optimizer.state[model[4].bias]["momentum_buffer"][1] = 3.0
-        weight = model[2].weight.detach().clone()
-        optimizer.zero_grad()
-        optimizer.step()  # of nothing: no rank has a gradient
-        assert_mirrored(world, model)
-        if update == "replicated":
-            world.Bcast(weight.numpy(), 0)
-            assert torch.equal(model[2].weight, weight)
-            momentum = optimizer.optimizer.state[model[4].bias]["momentum_buffer"]
-            assert len(set(world.allgather(tuple(momentum.tolist())))) == 1
-            assert momentum[1] != 3.0
 
 
 @pytest.mark.every_pair

@@ -284,7 +284,7 @@ def every_callback(folder: Path) -> list[Callback]:
     """Return one of each shipped callback; they write to this folder."""
     return [
         CSVLogger(folder / "log.csv", append=True),
-        CheckDivergence(every=2, on_divergence="copy"),
+        CheckDivergence(every=2),
         CheckGradients("skip"),
         EarlyStopping("loss", mode="max", patience=3, restore_best_weights=True),  # of the first epoch
         ModelCheckpoint(folder / "{epoch}.npz", "loss", save_best_only=True),

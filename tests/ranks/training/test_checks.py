@@ -74,27 +74,19 @@ def velocity(replica: NumpyNetwork) -> None:
 def test_who_differs_in_what(
     change: Callable[[Any], object], words: str, flat: allreduce.Topology, world: MPI.Intracomm
 ) -> None:
-    """The training stops on all ranks; with `copy` it continues, in bits as if nothing had happened."""
+    """The training stops on all ranks."""
     edits = [Edits(change)] if world.rank == 1 else []
     with made(flat) as trainer:
         text = raised(world, DivergenceError, lambda: fit(trainer, *edits, CheckDivergence(every=2)))
         assert text.startswith("after step 2 of epoch 1 the replicas are no longer equal: rank 1 differs from")
         assert words in text
         assert all(f"rank {rank}: " in text for rank in range(3))
-    with made(flat) as trainer:
-        fit(trainer, CheckDivergence(every=1))
-        right = trainer.parameters_sha256()
-    with made(flat) as trainer:
-        check = CheckDivergence(every=1, on_divergence="copy")
-        fit(trainer, *edits, check)
-        assert check.copies == 2  # once in each epoch
-        assert trainer.parameters_sha256() == right
 
 
 def test_the_options_of_a_check(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     with made(flat) as trainer:
-        wrong = raised(world, ArgumentError, lambda: fit(trainer, CheckDivergence(2, "ignore")))
-        assert "on_divergence='ignore' is unknown" in wrong
+        wrong = raised(world, ArgumentError, lambda: fit(trainer, CheckDivergence(0)))
+        assert "CheckDivergence: every must be an integer >= 1, got 0" in wrong
         other = CheckDivergence(2 + (world.rank == 2))
         assert "every=3" in raised(world, DisagreementError, lambda: fit(trainer, other))
 
@@ -309,9 +301,6 @@ def test_state_that_only_one_rank_has(world: MPI.Intracomm, own: dict[str, np.nd
     differ."""
     held = {"a": np.ones(4)} | (own if world.rank == 1 else {"b": np.zeros(2)})
     found = compare(world, held)
-    assert found is not None
-    assert found.differing(root=0) == [1]
-    assert found.names == ["a", "b", "c"]
-    assert len(set(world.allgather(str(found)))) == 1
-    assert "rank 1 differs from the others in b, the first of 2 differences" in str(found)
-    assert ("rank 1: b: has none" in str(found)) == ("b" not in own)
+    assert len(set(world.allgather(found))) == 1
+    assert "rank 1 differs from the others in b, the first of 2 differences" in found
+    assert ("rank 1: b: has none" in found) == ("b" not in own)

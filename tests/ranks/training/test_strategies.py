@@ -249,8 +249,7 @@ def test_divergence_is_told_on_all_ranks(kind: str, flat: allreduce.Topology) ->
 
 @few
 def test_an_mpi_without_threads(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers request parameters after they have computed; a chief, which must serve while it computes, is
-    impossible."""
+    """A chief, which must serve while it computes, is impossible; servers need no thread."""
     monkeypatch.setattr(queue, "thread_error", lambda: UnavailableError("no MPI_THREAD_MULTIPLE"))
     x, y = data()
     with flat.split(0) as own:  # nobody has started the thread of its worker
@@ -396,7 +395,7 @@ def test_the_ranks_of_an_asynchronous_worker_have_equal_parameters(
         history = trainer.fit(x, y, 6, BATCH, progress=False, callbacks=[sums])
         last = trainer.evaluate(x, y)
         assert len(set(trainer.parameters_sha256())) == 1
-        workers = trainer.ranks_of_workers
+        workers = trainer.strategy.workers
     seen, ended = world.allgather(sums.seen), world.allgather(sums.ended)
     for members in workers:
         assert all(seen[rank] == seen[members[0]] for rank in members)

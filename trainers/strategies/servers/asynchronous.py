@@ -31,7 +31,7 @@ from trainers.strategies.servers.mailbox import (
 )
 from trainers.strategies.servers.options import Options
 from trainers.strategies.servers.server import Policy, Server, Shard
-from trainers.strategies.servers.service import HOW_FAR, ServerStrategy, wait_before_raising
+from trainers.strategies.servers.service import HOW_FAR, ServerStrategy
 from trainers.strategies.servers.worker import WorkerRanks
 
 EMPTY, DROPPED = -1, -2  # outcomes of a part that was not applied: no gradients, dropped
@@ -251,54 +251,8 @@ def _version(push: Arrival) -> int:
     return push.message.header.version
 
 
-class EpochRows:
-    """The rows of one epoch, divided into parts that servers deal to workers. The ranks of a worker divide a part.
-
-    parts: the number of parts of a batch. ahead: whether `prepare` fetches rows in advance. place, ranks: this rank's
-        place in its worker, and the number of its ranks.
-    """
-
-    def __init__(
-        self, batches: BatchSource, epoch: int, parts: int, ahead: bool, place: int = 0, ranks: int = 1
-    ) -> None:
-        self._batches, self._epoch = batches, epoch
-        self._parts, self._ahead = parts, ahead
-        self._place, self._ranks = place, ranks
-        self._ready: dict[int, Batch | Exception] = {}
-        self.ended = False  # the stream has ended on this rank: the part that was taken does not exist
-
-    def prepare(self, number: int) -> None:
-        """Fetch the rows of part `number` in advance; an error is raised by `take`."""
-        if self._ahead:
-            try:
-                self._ready[number] = self._share(number)
-            except Exception as error:  # any exception of the data set: `take` raises it
-                self._ready[number] = error
-
-    def take(self, number: int) -> Batch:
-        """Return this rank's rows of part `number` of the epoch, which is a part of batch number // parts. `rows` and
-        `share` of the result are those of the part. Raises DataError."""
-        found = self._ready.pop(number, None)
-        if isinstance(found, Exception):
-            raise found
-        return self._share(number) if found is None else found
-
-    def _share(self, number: int) -> Batch:
-        step, part = divmod(number, self._parts)
-        own, owns = part * self._ranks + self._place, self._parts * self._ranks
-        batch = self._batches.share(self._epoch, step, own, owns)
-        if self._batches.streams:
-            self.ended = self._batches.seen[step][0] == 0
-            return batch._replace(rows=batch.own, share=1.0)
-        places = range(part * self._ranks, (part + 1) * self._ranks)
-        rows = sum(self._batches.part_rows(step, place, owns) for place in places)
-        return batch._replace(rows=rows, share=batch.own / rows if rows else 0.0)
-
-
 class AsynchronousServers(ServerStrategy):
     """A server applies each gradient as it arrives; parts of batches are dealt to the workers that are free."""
-
-    thread = "ask"
 
     def __init__(self, replica: Replica, name: str, options: Options) -> None:
         super().__init__(replica, name)
@@ -423,36 +377,36 @@ class AsynchronousServers(ServerStrategy):
         """Run an epoch on a rank of a worker: its leader gets parts from the servers and pushes their gradients, and
         all ranks compute them."""
         client, worker = self._client, self._worker
-        rows = EpochRows(run.batches, number, self.parts, run.batches.ahead > 0, worker.place, worker.size)
         worker.halts = False  # of the last epoch
         if client is not None:
             client.begin()
-
-        def fetch() -> None:
-            if client is not None:
-                client.fetch(self._halt(run) or int(worker.halts))
-            worker.announce(Header() if client is None else client.replies[0].header)
-            if worker.dealt.kind == WORK:
-                rows.prepare(worker.dealt.step)
-
-        fetch()
-        while worker.meet(self._halt(run) != 0).kind != END:
-            part = worker.dealt.step
+        self._ask(run)
+        while (dealt := self._dealt()).kind != END:
+            part = dealt.step
             versions = [] if client is None else client.copy_parameters(self._parameters)
             worker.share_parameters()
             self.replica.refresh()
-            coming = self._queue.submit(fetch)
-            with wait_before_raising(coming):
-                computed = self._compute_together(run, rows, part)
-                if client is not None:
-                    self._push(client, run, GRADIENTS if computed else ENDED if rows.ended else NOTHING, part, versions)
-                if computed:
-                    run.keep_error(partial(run.end_batch, part // self.parts))
-            self.clock.start()
-            coming.wait()
-            self.clock.stop()
+            self._ask(run)  # so that the servers reply while this rank computes
+            computed = self._compute_together(run, number, part)
+            if client is not None:
+                ended = run.batches.seen.get(part // self.parts, (1, 0))[0] == 0  # of arrays nothing is seen
+                self._push(client, run, GRADIENTS if computed else ENDED if ended else NOTHING, part, versions)
+            if computed:
+                run.keep_error(partial(run.end_batch, part // self.parts))
         if client is not None:
             client.bye()
+
+    def _ask(self, run: EpochRun) -> None:
+        if self._client is not None:
+            self._client.ask(self._halt(run) or int(self._worker.halts))
+
+    def _dealt(self) -> Header:
+        """Receive a part, and the servers' parameters. Returns the first server's reply on all ranks of this worker.
+        Collective over the worker."""
+        if self._client is None:
+            return self._worker.learn(Header())
+        self._client.receive()
+        return self._worker.learn(self._client.replies[0].header)
 
     def _push(self, client: Client, run: EpochRun, kind: int, part: int, versions: Sequence[int]) -> None:
         """Push the gradients of a part, or a push without gradients. kind: of the push. versions: of each server's
@@ -462,12 +416,12 @@ class AsynchronousServers(ServerStrategy):
         gradients = self._gradients if kind == GRADIENTS else None
         client.push(headers, gradients, [*self.measured[: len(self.replica.metrics)], *self._used])
 
-    def _compute_together(self, run: EpochRun, rows: EpochRows, number: int) -> bool:
+    def _compute_together(self, run: EpochRun, epoch: int, number: int) -> bool:
         """Compute the gradients and metrics of part `number` on the ranks of this worker, and sum them. Returns False
         if there are none: no rows, an error, or discarded gradients. `run` keeps errors. Collective over the worker."""
         metrics, measured = len(self.replica.metrics), self.measured
         self.rule.take_none()
-        count = run.keep_error(partial(self._compute_part, run, rows, number))
+        count = run.keep_error(partial(self._compute_part, run, epoch, number))
         sums = np.array([*measured[:metrics], self.rule.weight, *~self.rule.unused], np.float64)
         if not self._worker.settle(bool(count), self._halt(run) != 0, sums):
             if count:
@@ -484,12 +438,12 @@ class AsynchronousServers(ServerStrategy):
         run.keep_error(lambda: self._tally.add(measured[:metrics], own, number // self.parts))
         return run.error is None
 
-    def _compute_part(self, run: EpochRun, rows: EpochRows, number: int) -> int:
+    def _compute_part(self, run: EpochRun, epoch: int, number: int) -> int:
         """Compute this rank's gradients and metrics of part `number`, weighted by its share of the part's rows. Returns
         the rows of the part; 0 if there are none or the gradients are discarded. May raise any exception."""
         step = number // self.parts
         with self.clock.span("data"):
-            batch = rows.take(number)
+            batch = self._share(run.batches, epoch, number)
         if not batch.rows:
             return 0
         run.begin_batch(step)
@@ -500,3 +454,14 @@ class AsynchronousServers(ServerStrategy):
             return 0
         measured *= batch.share
         return batch.rows
+
+    def _share(self, batches: BatchSource, epoch: int, number: int) -> Batch:
+        """Return this rank's rows of part `number` of an epoch, a part of batch number // parts, which the ranks of a
+        worker divide. `rows` and `share` of the result are those of the part. Raises DataError."""
+        step, part = divmod(number, self.parts)
+        place, ranks = self._worker.place, self._worker.size
+        batch = batches.share(epoch, step, part * ranks + place, self.parts * ranks)
+        if batches.streams:
+            return batch._replace(rows=batch.own, share=1.0)
+        rows = sum(batches.part_rows(step, part * ranks + each, self.parts * ranks) for each in range(ranks))
+        return batch._replace(rows=rows, share=batch.own / rows if rows else 0.0)
