@@ -2,8 +2,8 @@
 
 A declaration checks the arguments of a call and submits it; module `calls` does the work. Calls with the same name
 match on all ranks of the process set, in whatever order each rank makes them. Calls without a name match by kind and
-sequence number. An invalid argument raises an ArgumentError (a ValueError) at once. When the ranks' arguments differ,
-all ranks raise a MismatchError, for an asynchronous call in `synchronize`.
+sequence number. An invalid argument raises an OptionError (a ValueError) at once. When the ranks' arguments differ,
+all ranks raise a HorovodInternalError, for an asynchronous call in `synchronize`.
 
 Derivatives are Horovod's: the gradient of an allgather or a broadcast is the average of the ranks' gradients, not
 their sum; the gradient of an allreduce is the same allreduce of the gradients.
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from allreduce.call.announcements import Request
+from allreduce.errors import OptionError
 from allreduce.torch_backend.reduce import Reduction, sparse_all_reduce
 from trainers.horovod import arguments, calls, session
 from trainers.horovod.arguments import Op
 from trainers.horovod.calls import submit, synchronize
 from trainers.horovod.compression import Compression, Compressor, check_compressor
-from trainers.horovod.errors import AdasumError, ArgumentError, as_internal_error
+from trainers.horovod.errors import HorovodInternalError, as_internal_error
 from trainers.horovod.session import ProcessSet, global_process_set
 
 __all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum", "barrier", "join"]
@@ -46,7 +47,7 @@ class Form:
         self.overwrites, self.grouped, self.in_place = overwrites, grouped, in_place
 
     def check_tensors(self, given: Any) -> list[torch.Tensor]:
-        """The tensors of a call, as a list. Raises ArgumentError."""
+        """The tensors of a call, as a list. Raises OptionError."""
         tensors = list(given) if self.grouped else [given]
         arguments.check_tensors(self.kind, tensors, rows=not self.overwrites)
         return tensors
@@ -198,15 +199,15 @@ def _allreduce(
     tensors, how = form.input_tensors(tensor), arguments.operation(op, average)
     arguments.check_reduction(form.kind, how, tensors)
     scales = arguments.check_factors(form.kind, (prescale_factor, postscale_factor))
-    alike = f"{tensors[0].dtype} on {tensors[0].device.type}; {how.name}, {scales}"
     request = Request(
         [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales],
         joinable=True,
         description=f"{arguments.describe(tensors)}; {how.name}, {scales}",
-        fusion_key="" if form.grouped or how == Adasum else alike,
-        nbytes=sum(each.nbytes for each in tensors),
     )
-    work = calls.Reducing(members, tensors, how, scales)
+
+    def work(_: Any) -> Sequence[torch.Tensor]:
+        return calls.all_reduce(members, tensors, how, scales)
+
     return submit(members, form.kind, name, request, tensors, work, form.grouped)
 
 
@@ -260,7 +261,7 @@ def _broadcast(
     """Copy the tensor of rank `root_rank` to all ranks of the process set. root_rank: a rank of the world."""
     members, (sent,) = session.members(process_set), form.input_tensors(tensor)
     if root_rank not in members.ranks:
-        raise ArgumentError(f"broadcast: root_rank={root_rank!r} is not one of the ranks {members.ranks}")
+        raise OptionError(f"broadcast: root_rank={root_rank!r} is not one of the ranks {members.ranks}")
     same = ["broadcast", arguments.layout(sent), int(root_rank)]
 
     def work(_: Any) -> list[torch.Tensor]:
@@ -347,7 +348,7 @@ def _reducescatter(
     members, tensors = session.members(process_set), form.input_tensors(tensor)
     how = arguments.operation(op, None)
     if how == Adasum:
-        raise AdasumError(f"{form.kind} does not support Adasum; use hvd.allreduce")
+        raise HorovodInternalError(f"{form.kind} does not support Adasum; use hvd.allreduce")
     arguments.check_reduction(form.kind, how, tensors)
     scales = arguments.check_factors(form.kind, (prescale_factor, postscale_factor))
     same = [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales]
@@ -384,8 +385,8 @@ def join(device: int = -1) -> int:
     """Declare that this rank has no more data; it then takes part in allreduces until all have joined. Collective.
 
     Meanwhile this rank contributes zeros to sums and averages (averages are still divided by the number of all ranks),
-    and neutral values to min, max and product. Other collectives raise MismatchError. Returns the rank that joined
-    last.
+    and neutral values to min, max and product. Other collectives raise HorovodInternalError. Returns the rank that
+    joined last.
     device: ignored.
     """
     last: list[int] = []
@@ -407,11 +408,11 @@ def sparse_allreduce_async(
     """
     members = session.members(process_set)
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
-        raise ArgumentError("sparse_allreduce takes sparse tensors (torch.sparse_coo); hvd.allreduce takes dense ones")
+        raise OptionError("sparse_allreduce takes sparse tensors (torch.sparse_coo); hvd.allreduce takes dense ones")
     if op not in (Average, Sum):
-        raise ArgumentError(f"sparse_allreduce supports hvd.Sum and hvd.Average, not {op!r}")
+        raise OptionError(f"sparse_allreduce supports hvd.Sum and hvd.Average, not {op!r}")
     if not tensor.is_floating_point() and op == Average:
-        raise ArgumentError(f"sparse_allreduce: there is no average of {tensor.dtype}")
+        raise OptionError(f"sparse_allreduce: there is no average of {tensor.dtype}")
     mine = tensor.detach()
 
     def work(_: Any) -> list[torch.Tensor]:
