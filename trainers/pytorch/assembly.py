@@ -18,13 +18,12 @@ from allreduce.transport import ulfm
 from allreduce.transport.control import everywhere, together
 from trainers.backends import backend_for, connected_nccl
 from trainers.pytorch.buckets import own_gpu
-from trainers.pytorch.clock import Clock
 from trainers.pytorch.hooks import Hook
 from trainers.pytorch.local_sgd import LocalSteps
 from trainers.pytorch.optimizer_group import DROPPED, OptimizerGroup, group_of
 from trainers.pytorch.options import Options, check_arguments, check_still_fit, describe, split_frozen
 from trainers.pytorch.owners import TorchOwners
-from trainers.pytorch.reducer import Reducer
+from trainers.pytorch.reducer import Clock, Reducer
 from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.sparse import sparse_parameters, warn_of_dense
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare

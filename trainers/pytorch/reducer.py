@@ -8,10 +8,13 @@ When backward returns, `.grad` of every parameter is the average, so that clippi
 """
 
 import math
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
+from time import perf_counter_ns as now
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +27,7 @@ from allreduce.arrays import dtypes
 from allreduce.arrays.parts import Part
 from allreduce.backend import AllReduce
 from allreduce.call.queue import Future, Queue
+from allreduce.tracing.recorder import Recorder
 from allreduce.transport import ulfm
 from allreduce.transport.control import everywhere, raise_together
 from trainers.checks import GradientCheck, SameData
@@ -36,7 +40,6 @@ from trainers.pytorch.buckets import (
     allocate_flat,
     spans_of,
 )
-from trainers.pytorch.clock import Clock, now
 from trainers.pytorch.hooks import CLOSED, refuse, take_over
 from trainers.pytorch.optimizer_group import OptimizerGroup
 from trainers.pytorch.options import Options
@@ -60,6 +63,46 @@ _backward_number: Callable[[], int] = attrgetter("_C._current_graph_task_id")(to
 _call_when_backward_ends = attrgetter("_execution_engine.queue_callback")(torch.autograd.Variable)
 
 ResultT = TypeVar("ResultT")
+
+
+class Clock:
+    """Notes spans of a MirroredOptimizer in its trace; without a trace it does nothing.
+
+    All time outside of spans is "compute": data, forward, backward, clipping.
+    recorder: records the calls of the backend that reduces the buckets; None without a trace.
+    """
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self._recorder = recorder
+        self._since = now()  # the end of the last span
+        self._thread = threading.get_ident()
+        self._first: int | None = None  # when this thread submitted the first bucket that it reduces itself
+
+    def submitted(self, at: int) -> None:
+        """Record when the queue's next reduction was submitted. Called by the thread that runs the queue."""
+        if self._recorder is not None:
+            self._recorder.came(at)
+            if self._first is None and threading.get_ident() == self._thread:
+                self._first = at
+
+    @contextmanager
+    def span(self, kind: str) -> Iterator[None]:
+        """Note the time in the block, if it ends without an error.
+
+        kind: "update"; "wait" for other ranks; or "reduce": this rank only waits for the calls of the backend.
+        """
+        begin = now()
+        yield
+        if self._recorder is None:
+            return
+        computed = begin if self._first is None else self._first
+        if computed > self._since:
+            self._recorder.trace.note("compute", self._since, computed)
+        if kind == "reduce":
+            self._recorder.waited(begin)
+        else:
+            self._recorder.trace.note(kind, begin)
+        self._since, self._first = now(), None
 
 
 class Reducer:
