@@ -220,55 +220,13 @@ def _argument_errors(optimizer: Optimizer, model: Module, options: Options) -> I
         )
     if hasattr(optimizer, "steps_skipped"):
         yield OptionError("the optimizer is a MirroredOptimizer already; pass the plain optimizer")
-    yield from _model_errors(optimizer, model)
-    yield from _parameter_errors(split_frozen(optimizer, model)[0])
-    yield from _update_errors(optimizer, model, options)
-
-
-def _model_errors(optimizer: Optimizer, model: Module) -> Iterator[OptionError]:
     if wrong := foreign_error(model, optimizer):
         yield OptionError(wrong)
-    if not any(each.requires_grad for group in optimizer.param_groups for each in group["params"]):
+    trained, sparse = split_frozen(optimizer, model)[0], sparse_parameters(optimizer, model)
+    if not trained:
         yield OptionError("there is nothing to train: every parameter of the optimizer has requires_grad=False")
-
-
-def _parameter_errors(trained: dict[str, Parameter]) -> Iterator[AllReduceError]:
     for name, each in trained.items():
-        yield from _errors_of_parameter(name, each)
-        first_name, first = next(iter(trained.items()))
-        if each.device != first.device:
-            yield OptionError(
-                f"{first_name} is on {first.device} and {name} on {each.device}; MirroredOptimizer takes "
-                "models on one device: model.to(device), before the optimizer is made"
-            )
-
-
-def _errors_of_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceError]:
-    if parameter.device.type not in ("cpu", "cuda"):
-        yield OptionError(f"{name} is on {parameter.device}, and MirroredOptimizer works on CPU and CUDA tensors")
-    if parameter.dtype not in DTYPES:
-        names = ", ".join(DTYPES.values())
-        yield UnsupportedDtypeError(f"{name} has dtype {parameter.dtype}, which can't be averaged; use one of {names}")
-    if parameter.is_sparse:
-        yield OptionError(f"{name} is a sparse tensor; parameters must be dense")
-    owner = owner_of(parameter)
-    if owner is not None and not owner.closed:
-        yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it too; close() that one")
-
-
-def _local_errors(trained: dict[str, Parameter], local: LocalSGD) -> Iterator[OptionError]:
-    if wrong := local.length_error(sum(each.numel() for each in trained.values())):
-        yield OptionError(wrong)
-    for name, each in trained.items():
-        if each.device.type != "cpu":
-            yield OptionError(f"LocalSGD averages parameters on the CPU, and {name} is on {each.device}")
-        if not is_dense(each):
-            yield OptionError(f"LocalSGD: {name} has strides {each.stride()}, with gaps or overlaps in its memory")
-
-
-def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Iterator[OptionError]:
-    sparse = sparse_parameters(optimizer, model)
-    trained = split_frozen(optimizer, model)[0]
+        yield from _errors_of_parameter(name, each, *next(iter(trained.items())))
     if options.local:
         yield from _local_errors(trained, options.local)
     dense = [name for name, each in trained.items() if id(each) not in sparse]
@@ -285,3 +243,33 @@ def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Ite
             f"copies=2: {rest[0]} has sparse gradients, so every rank updates it completely after the slices; after a "
             "failure it may be a step ahead of the slices. Leave out copies, or make it with sparse=False"
         )
+
+
+def _errors_of_parameter(
+    name: str, parameter: Parameter, first_name: str, first: Parameter
+) -> Iterator[AllReduceError]:
+    if parameter.device.type not in ("cpu", "cuda"):
+        yield OptionError(f"{name} is on {parameter.device}, and MirroredOptimizer works on CPU and CUDA tensors")
+    if parameter.dtype not in DTYPES:
+        names = ", ".join(DTYPES.values())
+        yield UnsupportedDtypeError(f"{name} has dtype {parameter.dtype}, which can't be averaged; use one of {names}")
+    if parameter.is_sparse:
+        yield OptionError(f"{name} is a sparse tensor; parameters must be dense")
+    owner = owner_of(parameter)
+    if owner is not None and not owner.closed:
+        yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it too; close() that one")
+    if parameter.device != first.device:
+        yield OptionError(
+            f"{first_name} is on {first.device} and {name} on {parameter.device}; MirroredOptimizer takes "
+            "models on one device: model.to(device), before the optimizer is made"
+        )
+
+
+def _local_errors(trained: dict[str, Parameter], local: LocalSGD) -> Iterator[OptionError]:
+    if wrong := local.length_error(sum(each.numel() for each in trained.values())):
+        yield OptionError(wrong)
+    for name, each in trained.items():
+        if each.device.type != "cpu":
+            yield OptionError(f"LocalSGD averages parameters on the CPU, and {name} is on {each.device}")
+        if not is_dense(each):
+            yield OptionError(f"LocalSGD: {name} has strides {each.stride()}, with gaps or overlaps in its memory")
