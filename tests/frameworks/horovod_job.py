@@ -201,9 +201,9 @@ def sparse() -> None:
     expected[1], expected[3] = 3, 1
     if SIZE == 3:
         expected[2] = 1
-    same(hvd.sparse_allreduce(tensor, op=hvd.Sum).to_dense(), expected)
+    same(hvd.sparse_allreduce_async(tensor, None, hvd.Sum)().to_dense(), expected)
     counts = torch.sparse_coo_tensor(places, values.to(torch.int32), (4, 1))
-    same(hvd.sparse_allreduce(counts, "counts", hvd.Sum).to_dense(), expected.to(torch.int32))
+    same(hvd.sparse_allreduce_async(counts, "counts", hvd.Sum)().to_dense(), expected.to(torch.int32))
     hybrid = torch.sparse_coo_tensor(places[:1], values[:, None].expand(-1, 2), (4, 2))
     same(hvd.sparse_allreduce_async(hybrid, "hybrid", hvd.Average)().to_dense(), expected.expand(-1, 2) / SIZE)
 

@@ -65,7 +65,7 @@ def check_tensors(kind: str, given: Sequence[Any], rows: bool = False) -> None:
         if not isinstance(each, torch.Tensor):
             raise OptionError(f"{kind} takes tensors of PyTorch, not {type(each).__name__}")
         if each.layout != torch.strided:
-            raise OptionError(f"{kind} takes dense tensors, not {each.layout}; see hvd.sparse_allreduce")
+            raise OptionError(f"{kind} takes dense tensors, not {each.layout}; see hvd.sparse_allreduce_async")
         if rows and each.dim() == 0:
             raise OptionError(f"{kind}: a tensor without dimensions has no rows; give it one with tensor.view(1)")
 

@@ -32,7 +32,7 @@ __all__ += ["grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async"
 __all__ += ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
 __all__ += ["alltoall", "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
 __all__ += ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
-__all__ += ["sparse_allreduce", "sparse_allreduce_async"]
+__all__ += ["sparse_allreduce_async"]
 
 Average, Sum, Adasum, Min, Max, Product = Op
 
@@ -376,11 +376,11 @@ def sparse_allreduce_async(
     """
     members = session.members(process_set)
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
-        raise OptionError("sparse_allreduce takes sparse tensors (torch.sparse_coo); hvd.allreduce takes dense ones")
+        raise OptionError("sparse_allreduce_async takes sparse tensors (torch.sparse_coo); hvd.allreduce, dense ones")
     if op not in (Average, Sum):
-        raise OptionError(f"sparse_allreduce supports hvd.Sum and hvd.Average, not {op!r}")
+        raise OptionError(f"sparse_allreduce_async supports hvd.Sum and hvd.Average, not {op!r}")
     if not tensor.is_floating_point() and op == Average:
-        raise OptionError(f"sparse_allreduce: there is no average of {tensor.dtype}")
+        raise OptionError(f"sparse_allreduce_async: there is no average of {tensor.dtype}")
     mine = tensor.detach()
 
     def work(_: Any) -> list[torch.Tensor]:
@@ -392,10 +392,3 @@ def sparse_allreduce_async(
     request = Request(same, description=f"{arguments.describe([tensor])}, sparse; {Op(op).name}")
     handle = submit(members, "sparse_allreduce", name, request, [tensor], work)
     return lambda: synchronize(handle)
-
-
-def sparse_allreduce(
-    tensor: torch.Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Sum or average sparse COO tensors over all ranks, as `sparse_allreduce_async`. Collective."""
-    return sparse_allreduce_async(tensor, name, op, process_set)()

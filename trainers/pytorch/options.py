@@ -143,13 +143,7 @@ class Options:
 
     def for_survivors(self) -> "Options":
         """Return the options with which the optimizer is created again after a failure."""
-        given = self.allreduce
-        if isinstance(given, AllReduce):
-            if given.config is None:
-                raise OptionError(
-                    f"{given!r} was not made by allreduce.create(), so it can't be made again without the failed rank"
-                )
-            given = given.config
+        given = self.allreduce.config if isinstance(self.allreduce, AllReduce) else self.allreduce
         return replace(self, allreduce=given, topology=None, trace=None)
 
 
