@@ -55,7 +55,8 @@ class TorchOwners(Owners):
         self.plain, self.model, self.reducer, self.buffers = plain, model, reducer, buffers
         self.trained, self.options = reducer.trained, reducer.options
         reducer.rates = partial(rates_of, plain)
-        self.skipped, self.lost, self.recovered = 0, False, None
+        self.skipped, self.lost = 0, False
+        self.recovered: Any = None
         self.clipping = None if self.options.clip_norm is None else Clipping(self.options.clip_norm)
         if before is not None:
             self.skipped, self.lost, self.recovered = before.skipped, before.lost, before.recovered
