@@ -26,17 +26,13 @@ class Request(NamedTuple):
     """A rank's request to run a call. All fields are JSON-serializable.
 
     same: metadata that must be equal on all ranks. own: metadata of this rank; every rank receives all ranks'.
-    joinable: a join proxy can make the call. description: the call in words; by default `same`. fusion_key: calls with
-    equal keys other than "" may run as one: the first call's work.run_fused(others) is called with the other calls'
-    work. nbytes: size of the call's data.
+    joinable: a join proxy can make the call. description: the call in words; by default `same`.
     """
 
     same: Any
     own: Any = None
     joinable: bool = False
     description: str = ""
-    fusion_key: str = ""
-    nbytes: int = 0
 
     @property
     def words(self) -> str:
@@ -57,7 +53,7 @@ class Announcement(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Rank 0's decision to run or refuse a call. fusion_key, nbytes: see Request.
+    """Rank 0's decision to run or refuse a call.
 
     same: the Request's, for join proxies; None if no rank has joined. per_rank: every rank's `own`, or None if no rank
     passed one. refusal: None if the call runs; each rank's call in words if they differ; otherwise the reason.
@@ -67,19 +63,14 @@ class Decision(NamedTuple):
     same: Any
     per_rank: PerRank | None
     refusal: list[str] | str | None
-    fusion_key: str
-    nbytes: int
 
 
 class Announcements:
-    """The announcements of one queue's calls at one rank of the tree. Messages are lists for JSON.
+    """The announcements of one queue's calls at one rank of the tree. Messages are lists for JSON."""
 
-    fuse_bytes: the largest total size of fused calls; rank 0's value applies.
-    """
-
-    def __init__(self, rank: int, size: int, fuse_bytes: int = 0) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.parent, self.children = binomial(rank, 0, size)
-        self._rank, self._size, self._fuse_bytes = rank, size, fuse_bytes
+        self._rank, self._size = rank, size
         self._needed = {rank, *self.children}
         self._heard: dict[str, dict[int, Announcement]] = {}  # by name and sender; neither passed on nor decided
         self._joined: list[int] = []  # this rank and the children whose subtrees have joined
@@ -103,18 +94,18 @@ class Announcements:
             return found
         if self.parent is not None:
             return [*found, heard]
-        self._decided.append(Decision(JOIN, None, [heard.owns[0][1]], None, "", 0))
+        self._decided.append(Decision(JOIN, None, [heard.owns[0][1]], None))
         return []
 
-    def decisions(self) -> list[list[Decision]]:
-        """Return the new decisions of rank 0; the calls of an inner list run as one."""
+    def decisions(self) -> list[Decision]:
+        """Return the new decisions of rank 0."""
         decided, self._decided = self._decided, []
-        return self.learn(fuse(decided, self._fuse_bytes))
+        return self.learn(decided)
 
-    def learn(self, decided: Iterable[Iterable[Sequence[Any]]]) -> list[list[Decision]]:
+    def learn(self, decided: Iterable[Sequence[Any]]) -> list[Decision]:
         """Take note of decisions that the parent has sent, and return them."""
-        found = [[Decision(*each) for each in group] for group in decided]
-        if any(decision.name == JOIN for group in found for decision in group):
+        found = [Decision(*each) for each in decided]
+        if any(decision.name == JOIN for decision in found):
             self._joined.clear()
         return found
 
@@ -131,7 +122,6 @@ class Announcements:
         requests = [(Request(*json.loads(text)), spans) for text, spans in announced.requests]
         _, first = min((spans[0][0], request) for request, spans in requests)
         present = sum(stop - start for _, spans in requests for start, stop in spans)
-        alike = len({request.fusion_key for request, _ in requests}) == 1
         refusal: list[str] | str | None = None
         if len({json.dumps(request.same, sort_keys=True) for request, _ in requests}) > 1:
             words = {rank: request.words for request, spans in requests for span in spans for rank in range(*span)}
@@ -145,8 +135,6 @@ class Announcements:
             first.same if present < self._size else None,
             [owns.get(rank) for rank in range(self._size)] if owns else None,
             refusal,
-            first.fusion_key if alike and refusal is None else "",
-            first.nbytes,
         )
 
 
@@ -169,21 +157,4 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
             found[-1][1] = stop
         else:
             found.append([start, stop])
-    return found
-
-
-def fuse(decisions: Sequence[Decision], limit: int) -> list[list[Decision]]:
-    """Group decisions that run as one call: equal fusion keys, in order, at most `limit` bytes (0: no fusion)."""
-    found: list[list[Decision]] = []
-    begun: dict[str, tuple[list[Decision], int]] = {}  # by fusion key: the group that the next call may join, its bytes
-    for decision in decisions:
-        if not decision.fusion_key or decision.nbytes >= limit:
-            found.append([decision])
-            continue
-        group, held = begun.get(decision.fusion_key, ([], limit))
-        if held + decision.nbytes > limit or not group:
-            group, held = [], 0
-            found.append(group)
-        group.append(decision)
-        begun[decision.fusion_key] = group, held + decision.nbytes
     return found

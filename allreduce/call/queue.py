@@ -84,18 +84,14 @@ class Future:
 
     def run(self) -> None:
         """Do the work in the calling thread, and store its error for `wait`."""
-        work = self.take_work()  # drops the reference to the caller's buffer
+        work, self._work = self._work, None  # drops the reference to the caller's buffer
+        assert work is not None
         self.begin, error = time.perf_counter(), None
         try:
             work(self.per_rank)
         except BaseException as raised:  # `wait` raises it; the worker thread has no caller
             error = raised
         self.finish(error)
-
-    def take_work(self) -> Any:
-        """Remove and return the work."""
-        work, self._work = self._work, None
-        return work
 
     def finish(self, error: BaseException | None) -> None:
         """Mark the call as ended, with `error` unless it has one."""
@@ -127,27 +123,12 @@ class ByProxy(Future):
             self.queue.worker.fail(self.queue, self.error)
 
 
-class Fused(Future):
-    """The future of several calls that run as one. An error of the run fails every one of them."""
-
-    def __init__(self, calls: Sequence[Future], queue: "Queue") -> None:
-        first, *others = (call.take_work() for call in calls)
-        description = f"{calls[0].description}, and {len(others)} more"
-        super().__init__(lambda _: first.run_fused(others), queue, description)
-        self._calls = calls
-
-    def finish(self, error: BaseException | None) -> None:
-        super().finish(error)
-        for call in self._calls:
-            call.finish(self.error)
-
-
 class Queue:
     """The calls of one user. A call runs when every rank has submitted the call of its name or number, or has joined.
 
     alone: the topology's only queue: program order is the same on all ranks, so nothing is announced. goes_on: a call
     that differs between ranks fails alone; otherwise it also ends the queue. join_proxy: computes a joined rank's work
-    from a Request's `same`. fuse_bytes: see Announcements. wait: the record of its calls' waits, by default a new one.
+    from a Request's `same`. wait: the record of its calls' waits, by default a new one.
     """
 
     def __init__(
@@ -158,14 +139,13 @@ class Queue:
         alone: bool = False,
         goes_on: bool = False,
         join_proxy: JoinProxy | None = None,
-        fuse_bytes: int = 0,
         wait: WaitRecord | None = None,
     ) -> None:
         self.worker, self.number, self.name, self.alone, self.goes_on = worker, number, name, alone, goes_on
         self.wait = wait or worker.detector.wait_record(-((worker.number << 20) + number), raises=True)
         self.broken: BaseException | None = None  # the error after which it takes no more calls
         self.closed = False
-        self._announcements = Announcements(worker.rank, worker.size, fuse_bytes)
+        self._announcements = Announcements(worker.rank, worker.size)
         self._join_proxy = join_proxy
         self._submitted = 0  # calls without a given name
         self.waiting: dict[str, Future] = {}  # announced, and not decided
@@ -266,12 +246,10 @@ class Queue:
             assert self._announcements.parent is not None
             self.worker.send(self.number, each, [self._announcements.parent])
 
-    def _enqueue(self, together: list[list[Decision]]) -> None:
-        """Hand decided calls to the worker. The calls of an inner list run as one."""
-        for decisions in together:
-            calls = [call for call in map(self._call_of, decisions) if call is not None]
-            if calls:
-                self.worker.make_ready(self, calls[0] if len(calls) == 1 else Fused(calls, self))
+    def _enqueue(self, decisions: Sequence[Decision]) -> None:
+        """Hand decided calls to the worker."""
+        for call in filter(None, map(self._call_of, decisions)):
+            self.worker.make_ready(self, call)
         self._watch_first()
 
     def _call_of(self, decision: Decision) -> Future | None:

@@ -242,10 +242,14 @@ def sum_address(dtype: np.dtype) -> int:
     return ctypes.cast(getattr(_loaded(), f"sum_{dtype}"), _POINTER).value or 0
 
 
-@functools.cache  # for ever: Python reads it when it frees a function that was made of it
+_definitions: dict[str, _Method] = {}  # for ever: Python reads them when it calls and frees functions made of them
+
+
 def _definition(name: str) -> _Method:
-    address = ctypes.cast(getattr(_loaded(), name), _POINTER).value
-    return _Method(name.encode(), address, _ARRAY_OF_ARGUMENTS, None)
+    if name not in _definitions:
+        address = ctypes.cast(getattr(_loaded(), name), _POINTER).value
+        _definitions.setdefault(name, _Method(name.encode(), address, _ARRAY_OF_ARGUMENTS, None))  # of one thread only
+    return _definitions[name]
 
 
 @functools.cache

@@ -57,8 +57,8 @@ class Job:
                 self.post(0, child, json.dumps(decided))
             self.run(0, decided)
 
-    def run(self, rank: int, decided: list[list[Decision]]) -> None:
-        self.ran[rank] += [decision for group in decided for decision in group]
+    def run(self, rank: int, decided: list[Decision]) -> None:
+        self.ran[rank] += decided
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -4,7 +4,9 @@ import contextlib
 import ctypes
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -158,6 +160,24 @@ def test_ranks_meet(spin: float, by_numpy: Callable[[], None]) -> None:
     assert found[::2] == [True, False, True, True, True, False, False]
     by_numpy()
     assert run() == found
+
+
+@needs_c
+def test_threads_make_functions_of_one_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python reads the definition in each call of the function, so one that a thread has lost is never freed."""
+    both, made, cast = threading.Barrier(2), [], ctypes.cast
+
+    def cast_together(*given: Any) -> Any:
+        both.wait(60)
+        return cast(*given)
+
+    monkeypatch.setattr(ctypes, "cast", cast_together)
+    threads = [threading.Thread(target=lambda: made.append(kernels._definition("sum_float64"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert made[0] is made[1] is kernels._definitions["sum_float64"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -35,11 +35,13 @@ def test_other_imports_of_a_script() -> None:
 def test_the_exit_code_of_a_rank_that_leaves() -> None:
     from allreduce.errors import RankLeftError
     from allreduce.health.abort import exit_code_of
-    from trainers.horovod.errors import as_internal_error
+    from trainers.horovod.errors import HorovodInternalError, as_internal_error
 
     left = RankLeftError("rank 1 has left")
     left.job_code = 3
-    assert exit_code_of(as_internal_error(left)) == 3
+    with pytest.raises(HorovodInternalError, match="rank 1 has left") as met:
+        raise as_internal_error(left) from left
+    assert exit_code_of(met.value) == 3
 
 
 @needs_torch
@@ -47,8 +49,8 @@ def test_objects_come_back_as_they_were() -> None:
     import numpy as np
     import torch
 
+    from allreduce.errors import OptionError
     from trainers.horovod import state
-    from trainers.horovod.errors import NotSendableError
 
     value = {
         "numbers": [1, -2.5, True, None, 1j, float("inf")],
@@ -75,8 +77,8 @@ def test_objects_come_back_as_they_were() -> None:
     assert torch.equal(found[2], arrays[2])
     for bad in (object(), len, np.array([object()]), [{"deep": Path()}]):
         packed, error = state.pack(bad)
-        assert isinstance(error, NotSendableError)
-        with pytest.raises(NotSendableError, match="no pickle"):
+        assert isinstance(error, OptionError)
+        with pytest.raises(OptionError, match="no pickle"):
             state.unpack(packed)
 
 
@@ -84,9 +86,8 @@ def test_objects_come_back_as_they_were() -> None:
 def test_which_gradients_are_averaged_together(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from trainers.horovod.calls import FUSION_THRESHOLD
-    from trainers.horovod.errors import ArgumentError
-    from trainers.horovod.optimizer import _groups
+    from allreduce.errors import OptionError
+    from trainers.horovod.optimizer import GROUP_BYTES_NAME, _groups
 
     parameters = [torch.zeros(length) for length in (5, 300_000, 7, 1000, 250_000, 20_000)]  # float32: 4 bytes
 
@@ -95,24 +96,11 @@ def test_which_gradients_are_averaged_together(monkeypatch: pytest.MonkeyPatch) 
 
     assert _groups([], None) == []
     assert together() == [[20_000], [250_000, 1000, 7], [300_000], [5]]  # of at most 1 MiB, from the last one on
-    monkeypatch.setenv(FUSION_THRESHOLD, "0")
+    monkeypatch.setenv(GROUP_BYTES_NAME, "0")
     assert together() == [[each.numel()] for each in reversed(parameters)]
-    monkeypatch.setenv(FUSION_THRESHOLD, "64MB")
-    with pytest.raises(ArgumentError, match="number of bytes"):
+    monkeypatch.setenv(GROUP_BYTES_NAME, "64MB")
+    with pytest.raises(OptionError, match="number of bytes"):
         together()
-
-
-def test_which_calls_run_as_one() -> None:
-    from allreduce.call.announcements import Decision, fuse
-
-    def together(limit: int, *calls: tuple[str, int]) -> list[list[int]]:
-        decisions = [Decision(str(number), None, [], None, kin, nbytes) for number, (kin, nbytes) in enumerate(calls)]
-        return [[int(decision.name) for decision in group] for group in fuse(decisions, limit)]
-
-    assert together(100) == []
-    assert together(100, ("a", 40), ("b", 1), ("a", 60), ("a", 1), ("b", 1)) == [[0, 2], [1, 4], [3]]
-    assert together(100, ("a", 1), ("a", 200), ("", 1), ("", 1), ("a", 0)) == [[0, 4], [1], [2], [3]]
-    assert together(0, ("a", 0), ("a", 0)) == [[0], [1]]
 
 
 @needs_torch

@@ -24,7 +24,7 @@ from tests.gpu.fake_gpu import Gpu, TorchCuda
 from tests.ranks.grid import expected, numpy_dtype, values
 from trainers import CentralStorageTrainer, ClipNorm, MirroredTrainer
 from trainers.callbacks import CheckDivergence, CheckGradients
-from trainers.pytorch import MirroredOptimizer, owners
+from trainers.pytorch import MirroredOptimizer
 from trainers.pytorch.buckets import allocate_flat
 from trainers.replicas.pytorch import devices
 from trainers.strategies.sharded import SliceOwners
@@ -180,11 +180,6 @@ def check_optimizer() -> None:
             options = {"allreduce": name, "update": update, "overlap": overlap, "transforms": transforms}
             compare(on_gpu(optimized, watched, **options), wanted)
             no_races()
-        patch = pytest.MonkeyPatch()
-        patch.setattr(owners, "has_cupy", lambda: False)  # transforms get tensors
-        compare(on_gpu(optimized, watched, allreduce="ring", update=update, transforms=clips), wanted)
-        patch.undo()
-        no_races()
 
 
 def check_waits() -> None:

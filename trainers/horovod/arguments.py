@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allreduce.errors import OptionError
 from allreduce.torch_backend.reduce import Reduction, resolve
-from trainers.horovod.errors import ArgumentError, warn_deprecated
+from trainers.horovod.errors import warn_deprecated
 
 
 class Op(enum.IntEnum):
@@ -43,9 +44,9 @@ _ADASUM = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def operation(op: int | None, average: bool | None) -> Op:
-    """The operation that the arguments `op` and `average` select. Raises ArgumentError."""
+    """The operation that the arguments `op` and `average` select. Raises OptionError."""
     if op is not None and average is not None:
-        raise ArgumentError("give op= only; average= is deprecated")
+        raise OptionError("give op= only; average= is deprecated")
     if average is not None:
         warn_deprecated("average= is deprecated: use op=hvd.Average or op=hvd.Sum")
         return Op.Average if average else Op.Sum
@@ -53,62 +54,62 @@ def operation(op: int | None, average: bool | None) -> Op:
         return Op.Average if op is None else Op(op)
     except ValueError:
         names = ", ".join(f"hvd.{each.name}" for each in Op)
-        raise ArgumentError(f"op={op!r} is unknown; there are {names}") from None
+        raise OptionError(f"op={op!r} is unknown; there are {names}") from None
 
 
 def check_tensors(kind: str, given: Sequence[Any], rows: bool = False) -> None:
-    """Raise ArgumentError unless all are dense tensors. rows: each must also have a first dimension."""
+    """Raise OptionError unless all are dense tensors. rows: each must also have a first dimension."""
     if not given:
-        raise ArgumentError(f"{kind} of no tensor: give at least one")
+        raise OptionError(f"{kind} of no tensor: give at least one")
     for each in given:
         if not isinstance(each, torch.Tensor):
-            raise ArgumentError(f"{kind} takes tensors of PyTorch, not {type(each).__name__}")
+            raise OptionError(f"{kind} takes tensors of PyTorch, not {type(each).__name__}")
         if each.layout != torch.strided:
-            raise ArgumentError(f"{kind} takes dense tensors, not {each.layout}; see hvd.sparse_allreduce")
+            raise OptionError(f"{kind} takes dense tensors, not {each.layout}; see hvd.sparse_allreduce_async")
         if rows and each.dim() == 0:
-            raise ArgumentError(f"{kind}: a tensor without dimensions has no rows; give it one with tensor.view(1)")
+            raise OptionError(f"{kind}: a tensor without dimensions has no rows; give it one with tensor.view(1)")
 
 
 def check_reduction(kind: str, op: Op, given: Sequence[torch.Tensor]) -> None:
-    """Raise ArgumentError if the operation does not support a tensor's dtype."""
+    """Raise OptionError if the operation does not support a tensor's dtype."""
     for dtype in {each.dtype for each in given}:
         if op == Op.Adasum:
             if dtype not in _ADASUM:
-                raise ArgumentError(f"{kind}: Adasum is for floating-point tensors, not {dtype}")
+                raise OptionError(f"{kind}: Adasum is for floating-point tensors, not {dtype}")
             continue
         try:
             reduction(op, dtype)
         except (TypeError, NotImplementedError) as error:
-            raise ArgumentError(f"{kind}: {op.name} of {dtype}: {error}") from None
+            raise OptionError(f"{kind}: {op.name} of {dtype}: {error}") from None
 
 
 def check_factors(kind: str, scales: tuple[Any, Any]) -> tuple[float, float]:
-    """The prescale and postscale factor as floats. Raises ArgumentError."""
+    """The prescale and postscale factor as floats. Raises OptionError."""
     try:
         before, after = map(float, scales)
     except (TypeError, ValueError):
-        raise ArgumentError(f"{kind}: prescale_factor and postscale_factor are numbers, not {scales}") from None
+        raise OptionError(f"{kind}: prescale_factor and postscale_factor are numbers, not {scales}") from None
     if not (math.isfinite(before) and math.isfinite(after)):
-        raise ArgumentError(f"{kind}: prescale_factor and postscale_factor must be finite, not {scales}")
+        raise OptionError(f"{kind}: prescale_factor and postscale_factor must be finite, not {scales}")
     return before, after
 
 
 def check_splits(tensor: torch.Tensor, given: Any, size: int) -> list[int]:
-    """The number of rows that go to each of `size` ranks. Raises ArgumentError."""
+    """The number of rows that go to each of `size` ranks. Raises OptionError."""
     rows = len(tensor)
     if given is None:
         if rows % size:
-            raise ArgumentError(f"alltoall: {rows} rows can't be divided equally among {size} ranks; give splits")
+            raise OptionError(f"alltoall: {rows} rows can't be divided equally among {size} ranks; give splits")
         return [rows // size] * size
     if isinstance(given, torch.Tensor):
         if given.dtype not in (torch.int32, torch.int64) or given.dim() != 1:
-            raise ArgumentError(f"alltoall: splits are integers in one dimension, not {given.dtype} {given.shape}")
+            raise OptionError(f"alltoall: splits are integers in one dimension, not {given.dtype} {given.shape}")
         given = given.tolist()
     found = list(given)
     if len(found) != size or not all(isinstance(each, int) and each >= 0 for each in found):
-        raise ArgumentError(f"alltoall: splits={found}: give {size} integers, none below 0")
+        raise OptionError(f"alltoall: splits={found}: give {size} integers, none below 0")
     if sum(found) > rows:
-        raise ArgumentError(f"alltoall: splits={found} are more than the {rows} rows of the tensor")
+        raise OptionError(f"alltoall: splits={found} are more than the {rows} rows of the tensor")
     return found
 
 

@@ -2,12 +2,9 @@
 
 import itertools
 import math
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,24 +19,12 @@ from allreduce.torch_backend.reduce import Options, TensorReducer
 from allreduce.torch_backend.tensors import Streams, readable, writable
 from trainers.horovod import timeline
 from trainers.horovod.arguments import Op, reduction
-from trainers.horovod.errors import ArgumentError, DuplicateNameError, as_internal_error
+from trainers.horovod.errors import as_internal_error
 
 __all__ = ["poll", "synchronize"]
 
 Work = Callable[[PerRank], Sequence[Any]]
 Scales = tuple[float, float]  # factors before and after a reduction
-
-FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # in the environment, in bytes, as Horovod has it
-# a call costs as much as copying about 100 KiB; tensors above this limit are reduced without a copy
-FUSION_BYTES = 1 << 20
-
-
-def fusion_bytes() -> int:
-    """The most bytes of small tensors that are reduced together in one call. Raises ArgumentError."""
-    given = os.environ.get(FUSION_THRESHOLD, str(FUSION_BYTES))
-    if not given.isdecimal():
-        raise ArgumentError(f"{FUSION_THRESHOLD}={given!r} in the environment: give a number of bytes, or 0")
-    return int(given)
 
 
 class Members:
@@ -49,18 +34,13 @@ class Members:
     """
 
     def __init__(self, topology: Topology, ranks: Sequence[int]) -> None:
-        fuse_bytes = fusion_bytes()
         self.topology, self.ranks = topology, list(ranks)
         self.rank, self.size = topology.rank, topology.size
         made = topology.split(0, topology.ranks_per_node)  # of the worker's thread; the main thread uses `topology`
         self._comm = made.private()
         self.reducer, self.mover = TensorReducer(made, self._comm, Options()), TensorMover(self._comm)
         self.queue = topology.service(Worker).queue(
-            "the calls of Horovod's API",
-            threaded=True,
-            goes_on=True,
-            join_proxy=partial(join_proxy, self),
-            fuse_bytes=fuse_bytes,
+            "the calls of Horovod's API", threaded=True, goes_on=True, join_proxy=partial(join_proxy, self)
         )
         self._counts: Counter[str] = Counter()
         self.joins = 0  # the number of times that all ranks have joined
@@ -94,44 +74,21 @@ class Members:
 class Call:
     """A call from its submission to its result. The worker's thread runs it, in order with the caller's GPU streams.
 
-    work: work(all ranks' `own`) returns a list of results. grouped: the result is a tuple. name: in the
-    timeline; "": not in it. Calls whose works are Reducing objects with equal members, operation and scales can be
-    fused.
+    work: work(all ranks' `own`) returns a list of results. grouped: the result is a tuple. name: in the timeline; "":
+    not in it.
     """
 
     future: Future
 
-    def __init__(
-        self,
-        work: Work,
-        tensors: Sequence[torch.Tensor] = (),
-        grouped: bool = False,
-        name: str = "",
-    ) -> None:
+    def __init__(self, work: Work, tensors: Sequence[torch.Tensor] = (), grouped: bool = False, name: str = "") -> None:
         self.work, self.grouped = work, grouped
         self._name, self._streams = name, Streams(tensors)
         self.results: Sequence[Any] = ()
 
     def __call__(self, per_rank: PerRank) -> None:
-        with self.around():
-            self.results = self.work(per_rank)
-
-    def run_fused(self, others: "Sequence[Call]") -> None:
-        """Run this call and `others` as one reduction."""
-        calls = [self, *others]
-        works: list[Reducing] = [call.work for call in calls]  # type: ignore[misc]
-        with ExitStack() as around:
-            for call in calls:
-                around.enter_context(call.around())
-            replace(works[0], tensors=[tensor for work in works for tensor in work.tensors])([])
-            for call, work in zip(calls, works, strict=True):
-                call.results = work.tensors
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
         begin = time.perf_counter()
         self._streams.wait_for_caller()
-        yield
+        self.results = self.work(per_rank)
         self._streams.synchronize()
         if self._name:
             timeline.note(self._name, begin)
@@ -161,15 +118,12 @@ def submit(
 ) -> int:
     """Submit `work`, which runs once all members have submitted this name. Returns a handle for `synchronize`. Local.
 
-    Raises DuplicateNameError.
+    Raises OptionError while a call of this name has not ended.
     """
     global _last
     full = members.name(kind, name)
     call = Call(work, tensors, grouped, full)
-    try:
-        call.future = members.queue.call(full, request._replace(description=f"{full}: {request.description}"), call)
-    except OptionError as error:
-        raise DuplicateNameError(str(error)) from None
+    call.future = members.queue.call(full, request._replace(description=f"{full}: {request.description}"), call)
     _last = next(_numbers)
     _open[_last] = call
     return _last
@@ -186,7 +140,7 @@ def synchronize(handle: int) -> Any:
     Raises HorovodInternalError when the call failed.
     """
     if not isinstance(handle, int) or not 0 <= handle <= _last:
-        raise ArgumentError(f"{handle!r} is not a handle; asynchronous calls return handles")
+        raise OptionError(f"{handle!r} is not a handle; asynchronous calls return handles")
     return _open.pop(handle).result() if handle in _open else None
 
 
@@ -195,31 +149,23 @@ def drop_handles() -> None:
     _open.clear()
 
 
-@dataclass(frozen=True)
-class Reducing:
-    """The work of an allreduce, in place: tensors of one dtype are reduced together, but with Adasum one by one."""
-
-    members: Members
-    tensors: Sequence[torch.Tensor]
-    op: Op
-    scales: Scales
-
-    def __call__(self, _: PerRank) -> Sequence[torch.Tensor]:
-        reducer = self.members.reducer
-        for dtype in dict.fromkeys(tensor.dtype for tensor in self.tensors):
-            group = [tensor for tensor in self.tensors if tensor.dtype == dtype]
+def all_reduce(members: Members, tensors: Sequence[torch.Tensor], op: Op, scales: Scales) -> Sequence[torch.Tensor]:
+    """Reduce tensors in place, those of one dtype together, but with Adasum one by one; return them."""
+    reducer = members.reducer
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        group = [tensor for tensor in tensors if tensor.dtype == dtype]
+        for tensor in group:
+            _scale(tensor, scales[0])
+        if op == Op.Adasum:
             for tensor in group:
-                _scale(tensor, self.scales[0])
-            if self.op == Op.Adasum:
-                for tensor in group:
-                    reducer.adasum(tensor)
-            elif len(group) == 1:
-                reducer.all_reduce(group[0], reduction(self.op, dtype))
-            else:
-                reducer.all_reduce_many(group, reduction(self.op, dtype))
-            for tensor in group:
-                _scale(tensor, self.scales[1])
-        return self.tensors
+                reducer.adasum(tensor)
+        elif len(group) == 1:
+            reducer.all_reduce(group[0], reduction(op, dtype))
+        else:
+            reducer.all_reduce_many(group, reduction(op, dtype))
+        for tensor in group:
+            _scale(tensor, scales[1])
+    return tensors
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:
@@ -277,7 +223,8 @@ def join_proxy(members: Members, same: Any) -> Call:
         torch.full(shape, _neutral(Op(op), getattr(torch, dtype)), dtype=getattr(torch, dtype))
         for shape, dtype in layouts
     ]
-    return Call(Reducing(members, tensors, Op(op), (1.0, 1.0)))  # scaled, they would not be neutral
+    # scaled, they would not be neutral
+    return Call(lambda _: all_reduce(members, tensors, Op(op), (1.0, 1.0)))
 
 
 def _neutral(op: Op, dtype: torch.dtype) -> float | int:

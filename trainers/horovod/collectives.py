@@ -1,9 +1,9 @@
-"""The collectives of Horovod's API. Each is declared once; `Collective` makes Horovod's functions of it.
+"""The collectives of Horovod's API. Each is declared once; `Form` makes Horovod's functions of it.
 
 A declaration checks the arguments of a call and submits it; module `calls` does the work. Calls with the same name
 match on all ranks of the process set, in whatever order each rank makes them. Calls without a name match by kind and
-sequence number. An invalid argument raises an ArgumentError (a ValueError) at once. When the ranks' arguments differ,
-all ranks raise a MismatchError, for an asynchronous call in `synchronize`.
+sequence number. An invalid argument raises an OptionError (a ValueError) at once. When the ranks' arguments differ,
+all ranks raise a HorovodInternalError, for an asynchronous call in `synchronize`.
 
 Derivatives are Horovod's: the gradient of an allgather or a broadcast is the average of the ranks' gradients, not
 their sum; the gradient of an allreduce is the same allreduce of the gradients.
@@ -11,17 +11,19 @@ their sum; the gradient of an allreduce is the same allreduce of the gradients.
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from allreduce.call.announcements import Request
+from allreduce.errors import OptionError
 from allreduce.torch_backend.reduce import Reduction, sparse_all_reduce
 from trainers.horovod import arguments, calls, session
 from trainers.horovod.arguments import Op
 from trainers.horovod.calls import submit, synchronize
 from trainers.horovod.compression import Compression, Compressor, check_compressor
-from trainers.horovod.errors import AdasumError, ArgumentError, as_internal_error
+from trainers.horovod.errors import HorovodInternalError, as_internal_error
 from trainers.horovod.session import ProcessSet, global_process_set
 
 __all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum", "barrier", "join"]
@@ -30,23 +32,37 @@ __all__ += ["grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async"
 __all__ += ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
 __all__ += ["alltoall", "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
 __all__ += ["grouped_reducescatter", "grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
-__all__ += ["sparse_allreduce", "sparse_allreduce_async"]
+__all__ += ["sparse_allreduce_async"]
 
 Average, Sum, Adasum, Min, Max, Product = Op
 
 
+@dataclass(frozen=True)
 class Form:
-    """One form of a collective: of one tensor or of several ("grouped_..."), into new tensors or in place ("..._").
+    """One form of a collective: of one tensor or of several ("grouped_..."), into new tensors or in place ("..._"). It
+    makes Horovod's functions of this form.
 
-    kind: its name in messages. overwrites: the work writes its result into its input tensors.
+    describe: describe(form, tensor, ...) checks the arguments and submits the call. The functions have its signature
+        and its docstring; those of several tensors take `tensors` instead of `tensor`.
+    backward: backward(ctx, gradients of the results) -> gradients of the tensors.
+    overwrites: the work writes its result into its input tensors. compresses: whether the synchronous function of new
+        tensors has an argument `compression`, after `name`.
     """
 
-    def __init__(self, name: str, overwrites: bool, grouped: bool, in_place: bool) -> None:
-        self.kind, self.first = (f"grouped_{name}", "tensors") if grouped else (name, "tensor")
-        self.overwrites, self.grouped, self.in_place = overwrites, grouped, in_place
+    describe: Callable[..., int]
+    backward: Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+    overwrites: bool = False
+    compresses: bool = False
+    grouped: bool = False
+    in_place: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Its name in messages."""
+        return "grouped_" * self.grouped + self.describe.__name__.removeprefix("_")
 
     def check_tensors(self, given: Any) -> list[torch.Tensor]:
-        """The tensors of a call, as a list. Raises ArgumentError."""
+        """The tensors of a call, as a list. Raises OptionError."""
         tensors = list(given) if self.grouped else [given]
         arguments.check_tensors(self.kind, tensors, rows=not self.overwrites)
         return tensors
@@ -58,99 +74,59 @@ class Form:
             return tensors
         return [tensor.detach().clone() if self.overwrites else tensor.detach() for tensor in tensors]
 
-
-class Collective:
-    """Makes Horovod's functions of one collective: synchronous, asynchronous, grouped, in place.
-
-    describe: describe(form, tensor, ...) checks the arguments and submits the call. The functions have its signature
-        and its docstring; those of several tensors take `tensors` instead of `tensor`.
-    backward: backward(ctx, gradients of the results) -> gradients of the tensors.
-    overwrites: see Form. compresses: whether synchronous functions have an argument `compression`, after `name`.
-    """
-
-    def __init__(
-        self,
-        describe: Callable[..., int],
-        backward: Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
-        *,
-        overwrites: bool = False,
-        compresses: bool = False,
-    ) -> None:
-        self.describe, self.backward = describe, backward
-        self._overwrites, self._compresses = overwrites, compresses
-        self._name = describe.__name__.removeprefix("_")
-
-    def asynchronous(self, *, grouped: bool = False, in_place: bool = False) -> Callable[..., int]:
+    def asynchronous(self) -> Callable[..., int]:
         """The function that returns a handle at once."""
-        form, describe = Form(self._name, self._overwrites, grouped, in_place), self.describe
+        return self._function("_async", int, lambda given, options: self.describe(self, given, **options))
 
-        def call(*args: Any, **options: Any) -> int:
-            if form.first in options:
-                args = (options.pop(form.first), *args)
-            return describe(form, *args, **options)
-
-        return self._document(call, form, "_async", self._signature(form, returns=int))
-
-    def synchronous(self, *, grouped: bool = False, in_place: bool = False) -> Callable[..., Any]:
+    def synchronous(self) -> Callable[..., Any]:
         """The function that waits for its result; if it returns new tensors, it is differentiable."""
-        form = Form(self._name, self._overwrites, grouped, in_place)
-        signature = self._signature(form, Sequence[torch.Tensor] if grouped else torch.Tensor, not in_place)
-        if in_place:
-            begin = self.asynchronous(grouped=grouped, in_place=True)
-            return self._document(lambda *args, **options: synchronize(begin(*args, **options)), form, "", signature)
-        names = list(signature.parameters)
-        at = names.index("compression") - 1 if self._compresses else len(names)
+        returns = Sequence[torch.Tensor] if self.grouped else torch.Tensor
+        if self.in_place:
+            run = lambda given, options: synchronize(self.describe(self, given, **options))  # noqa: E731
+            return self._function("", returns, run)
+        return self._function("", returns, self._new_tensors)
 
-        def call(*args: Any, **options: Any) -> Any:
-            given, *rest = (options.pop(form.first), *args) if form.first in options else args
-            tensors = form.check_tensors(given)
-            if not self._compresses:
-                results: Sequence[torch.Tensor] = self.wait(form, tensors, rest, options)
-                return results if grouped or len(results) > 1 else results[0]
-            compression = rest.pop(at) if len(rest) > at else options.pop("compression", Compression.none)
+    def _new_tensors(self, given: Any, options: dict[str, Any]) -> Any:
+        tensors = self.check_tensors(given)
+        if self.compresses:
+            compression = options.pop("compression")
             check_compressor(compression)
             short, contexts = zip(*map(compression.compress, tensors), strict=True)
-            reduced = self.wait(form, short, rest, options)
-            results = [compression.decompress(*each) for each in zip(reduced, contexts, strict=True)]
-            return results if grouped else results[0]
+            pairs = zip(self.wait(short, options), contexts, strict=True)
+            results: Sequence[torch.Tensor] = [compression.decompress(*pair) for pair in pairs]
+        else:
+            results = self.wait(tensors, options)
+        return results if self.grouped or len(results) > 1 else results[0]
 
-        return self._document(call, form, "", signature)
-
-    def wait(
-        self, form: Form, tensors: Sequence[torch.Tensor], rest: Sequence[Any], options: dict[str, Any]
-    ) -> tuple[torch.Tensor, ...]:
+    def wait(self, tensors: Sequence[torch.Tensor], options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """Run a call and return its results, differentiable if a tensor requires a gradient. Collective."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return Differentiable.apply(self, form, rest, options, *tensors)
-        found = synchronize(self.describe(form, tensors if form.grouped else tensors[0], *rest, **options))
+            return Differentiable.apply(self, options, *tensors)
+        found = synchronize(self.describe(self, tensors if self.grouped else tensors[0], **options))
         return found if isinstance(found, tuple) else (found,)
 
-    def options(self, rest: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments after the tensors, by name, with defaults."""
-        bound = inspect.signature(self.describe).bind(None, None, *rest, **options)
-        bound.apply_defaults()
-        return dict(list(bound.arguments.items())[2:])
-
-    def _signature(self, form: Form, returns: Any, may_compress: bool = False) -> inspect.Signature:
+    def _function(self, suffix: str, returns: Any, run: Callable[[Any, dict[str, Any]], Any]) -> Any:
+        """Return the function that users call: it calls run(the tensors, all other arguments by name)."""
         _, given, *rest = inspect.signature(self.describe).parameters.values()
-        annotation = Sequence[torch.Tensor] if form.grouped else torch.Tensor
-        parameters = [given.replace(name=form.first, annotation=annotation), *rest]
-        if self._compresses and may_compress:
-            after_name = 1 + [each.name for each in parameters].index("name")
-            compression = given.replace(
-                name="compression", default=Compression.none, annotation=type[Compressor] | Compressor
-            )
+        first, annotation = ("tensors", Sequence[torch.Tensor]) if self.grouped else ("tensor", torch.Tensor)
+        parameters = [given.replace(name=first, annotation=annotation), *rest]
+        if self.compresses and not (suffix or self.in_place):
+            after_name, kinds = 1 + [each.name for each in parameters].index("name"), type[Compressor] | Compressor
+            compression = given.replace(name="compression", default=Compression.none, annotation=kinds)
             parameters.insert(after_name, compression)
-        return inspect.Signature(parameters, return_annotation=returns)
+        signature = inspect.Signature(parameters, return_annotation=returns)
 
-    def _document(self, call: Callable[..., Any], form: Form, suffix: str, signature: inspect.Signature) -> Any:
-        """Set the name, signature and docstring of `call` that users see, and return it."""
-        summary, _, rest = (inspect.getdoc(self.describe) or "").partition("\n\n")
-        effect = "Overwrites the tensors that it is given" if form.in_place else "Returns new tensors"
+        def call(*args: Any, **options: Any) -> Any:
+            bound = signature.bind(*args, **options)
+            bound.apply_defaults()
+            return run(bound.arguments.pop(first), bound.arguments)
+
+        summary, _, more = (inspect.getdoc(self.describe) or "").partition("\n\n")
+        effect = "Overwrites the tensors that it is given" if self.in_place else "Returns new tensors"
         if suffix:
             effect = f"{effect.replace('Returns', 'Makes')}. Returns a handle for `synchronize` and `poll` at once"
-        call.__doc__ = f"{summary}\n\n{effect}. {'Local' if suffix else 'Collective'}.\n\n{rest}".rstrip()
-        call.__name__ = call.__qualname__ = f"{form.kind}{suffix}{'_' if form.in_place else ''}"
+        call.__doc__ = f"{summary}\n\n{effect}. {'Local' if suffix else 'Collective'}.\n\n{more}".rstrip()
+        call.__name__ = call.__qualname__ = f"{self.kind}{suffix}{'_' if self.in_place else ''}"
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call
 
@@ -159,16 +135,9 @@ class Differentiable(torch.autograd.Function):
     """Autograd function of a synchronous call. ctx.rows: of each tensor. ctx.extra: results without a gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        collective: Collective,
-        form: Form,
-        rest: Sequence[Any],
-        options: dict[str, Any],
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        results = collective.wait(form, tensors, rest, options)  # PyTorch records nothing in here
-        ctx.collective, ctx.form, ctx.options = collective, form, collective.options(rest, options)
+    def forward(ctx: Any, form: Form, options: dict[str, Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = form.wait(tensors, options)  # PyTorch records nothing in here
+        ctx.form, ctx.options = form, options
         ctx.rows = [len(tensor) if tensor.dim() else 0 for tensor in tensors]
         ctx.extra = results[len(tensors) :]
         ctx.mark_non_differentiable(*ctx.extra)
@@ -176,7 +145,7 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, None, None, None, *ctx.collective.backward(ctx, gradients[: len(ctx.rows)])
+        return None, None, *ctx.form.backward(ctx, gradients[: len(ctx.rows)])
 
 
 def _allreduce(
@@ -198,31 +167,31 @@ def _allreduce(
     tensors, how = form.input_tensors(tensor), arguments.operation(op, average)
     arguments.check_reduction(form.kind, how, tensors)
     scales = arguments.check_factors(form.kind, (prescale_factor, postscale_factor))
-    alike = f"{tensors[0].dtype} on {tensors[0].device.type}; {how.name}, {scales}"
     request = Request(
         [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales],
         joinable=True,
         description=f"{arguments.describe(tensors)}; {how.name}, {scales}",
-        fusion_key="" if form.grouped or how == Adasum else alike,
-        nbytes=sum(each.nbytes for each in tensors),
     )
-    work = calls.Reducing(members, tensors, how, scales)
+
+    def work(_: Any) -> Sequence[torch.Tensor]:
+        return calls.all_reduce(members, tensors, how, scales)
+
     return submit(members, form.kind, name, request, tensors, work, form.grouped)
 
 
 def _allreduce_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return ctx.collective.wait(ctx.form, gradients, [], {**ctx.options, "name": None})
+    return ctx.form.wait(gradients, {**ctx.options, "name": None})
 
 
-_ALLREDUCE = Collective(_allreduce, _allreduce_backward, overwrites=True, compresses=True)
+_ALLREDUCE = Form(_allreduce, _allreduce_backward, overwrites=True, compresses=True)
 allreduce = _ALLREDUCE.synchronous()
-allreduce_ = _ALLREDUCE.synchronous(in_place=True)
+allreduce_ = replace(_ALLREDUCE, in_place=True).synchronous()
 allreduce_async = _ALLREDUCE.asynchronous()
-allreduce_async_ = _ALLREDUCE.asynchronous(in_place=True)
-grouped_allreduce = _ALLREDUCE.synchronous(grouped=True)
-grouped_allreduce_ = _ALLREDUCE.synchronous(grouped=True, in_place=True)
-grouped_allreduce_async = _ALLREDUCE.asynchronous(grouped=True)
-grouped_allreduce_async_ = _ALLREDUCE.asynchronous(grouped=True, in_place=True)
+allreduce_async_ = replace(_ALLREDUCE, in_place=True).asynchronous()
+grouped_allreduce = replace(_ALLREDUCE, grouped=True).synchronous()
+grouped_allreduce_ = replace(_ALLREDUCE, grouped=True, in_place=True).synchronous()
+grouped_allreduce_async = replace(_ALLREDUCE, grouped=True).asynchronous()
+grouped_allreduce_async_ = replace(_ALLREDUCE, grouped=True, in_place=True).asynchronous()
 
 
 def _allgather(form: Form, tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -247,11 +216,11 @@ def _allgather_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence
     return [each.narrow(0, *span) for each, *span in zip(mean, before, ctx.rows, strict=True)]
 
 
-_ALLGATHER = Collective(_allgather, _allgather_backward)
+_ALLGATHER = Form(_allgather, _allgather_backward)
 allgather = _ALLGATHER.synchronous()
 allgather_async = _ALLGATHER.asynchronous()
-grouped_allgather = _ALLGATHER.synchronous(grouped=True)
-grouped_allgather_async = _ALLGATHER.asynchronous(grouped=True)
+grouped_allgather = replace(_ALLGATHER, grouped=True).synchronous()
+grouped_allgather_async = replace(_ALLGATHER, grouped=True).asynchronous()
 
 
 def _broadcast(
@@ -260,7 +229,7 @@ def _broadcast(
     """Copy the tensor of rank `root_rank` to all ranks of the process set. root_rank: a rank of the world."""
     members, (sent,) = session.members(process_set), form.input_tensors(tensor)
     if root_rank not in members.ranks:
-        raise ArgumentError(f"broadcast: root_rank={root_rank!r} is not one of the ranks {members.ranks}")
+        raise OptionError(f"broadcast: root_rank={root_rank!r} is not one of the ranks {members.ranks}")
     same = ["broadcast", arguments.layout(sent), int(root_rank)]
 
     def work(_: Any) -> list[torch.Tensor]:
@@ -276,11 +245,11 @@ def _broadcast_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence
     return [mean if session.rank() == ctx.options["root_rank"] else torch.zeros_like(mean)]
 
 
-_BROADCAST = Collective(_broadcast, _broadcast_backward, overwrites=True)
+_BROADCAST = Form(_broadcast, _broadcast_backward, overwrites=True)
 broadcast = _BROADCAST.synchronous()
-broadcast_ = _BROADCAST.synchronous(in_place=True)
+broadcast_ = replace(_BROADCAST, in_place=True).synchronous()
 broadcast_async = _BROADCAST.asynchronous()
-broadcast_async_ = _BROADCAST.asynchronous(in_place=True)
+broadcast_async_ = replace(_BROADCAST, in_place=True).asynchronous()
 
 
 def _alltoall(
@@ -315,7 +284,7 @@ def _alltoall_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequence[
     return [torch.cat([back, rest])]
 
 
-_ALLTOALL = Collective(_alltoall, _alltoall_backward)
+_ALLTOALL = Form(_alltoall, _alltoall_backward)
 _alltoall_pair = _ALLTOALL.synchronous()
 alltoall_async = _ALLTOALL.asynchronous()
 
@@ -347,7 +316,7 @@ def _reducescatter(
     members, tensors = session.members(process_set), form.input_tensors(tensor)
     how = arguments.operation(op, None)
     if how == Adasum:
-        raise AdasumError(f"{form.kind} does not support Adasum; use hvd.allreduce")
+        raise HorovodInternalError(f"{form.kind} does not support Adasum; use hvd.allreduce")
     arguments.check_reduction(form.kind, how, tensors)
     scales = arguments.check_factors(form.kind, (prescale_factor, postscale_factor))
     same = [form.kind, [arguments.layout(each) for each in tensors], int(how), *scales]
@@ -367,11 +336,11 @@ def _reducescatter_backward(ctx: Any, gradients: Sequence[torch.Tensor]) -> Sequ
     return grouped_allgather([gradient * factor for gradient in gradients], process_set=process_set)
 
 
-_REDUCESCATTER = Collective(_reducescatter, _reducescatter_backward, compresses=True)
+_REDUCESCATTER = Form(_reducescatter, _reducescatter_backward, compresses=True)
 reducescatter = _REDUCESCATTER.synchronous()
 reducescatter_async = _REDUCESCATTER.asynchronous()
-grouped_reducescatter = _REDUCESCATTER.synchronous(grouped=True)
-grouped_reducescatter_async = _REDUCESCATTER.asynchronous(grouped=True)
+grouped_reducescatter = replace(_REDUCESCATTER, grouped=True).synchronous()
+grouped_reducescatter_async = replace(_REDUCESCATTER, grouped=True).asynchronous()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -384,8 +353,8 @@ def join(device: int = -1) -> int:
     """Declare that this rank has no more data; it then takes part in allreduces until all have joined. Collective.
 
     Meanwhile this rank contributes zeros to sums and averages (averages are still divided by the number of all ranks),
-    and neutral values to min, max and product. Other collectives raise MismatchError. Returns the rank that joined
-    last.
+    and neutral values to min, max and product. Other collectives raise HorovodInternalError. Returns the rank that
+    joined last.
     device: ignored.
     """
     last: list[int] = []
@@ -407,11 +376,11 @@ def sparse_allreduce_async(
     """
     members = session.members(process_set)
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
-        raise ArgumentError("sparse_allreduce takes sparse tensors (torch.sparse_coo); hvd.allreduce takes dense ones")
+        raise OptionError("sparse_allreduce_async takes sparse tensors (torch.sparse_coo); hvd.allreduce, dense ones")
     if op not in (Average, Sum):
-        raise ArgumentError(f"sparse_allreduce supports hvd.Sum and hvd.Average, not {op!r}")
+        raise OptionError(f"sparse_allreduce_async supports hvd.Sum and hvd.Average, not {op!r}")
     if not tensor.is_floating_point() and op == Average:
-        raise ArgumentError(f"sparse_allreduce: there is no average of {tensor.dtype}")
+        raise OptionError(f"sparse_allreduce_async: there is no average of {tensor.dtype}")
     mine = tensor.detach()
 
     def work(_: Any) -> list[torch.Tensor]:
@@ -423,10 +392,3 @@ def sparse_allreduce_async(
     request = Request(same, description=f"{arguments.describe([tensor])}, sparse; {Op(op).name}")
     handle = submit(members, "sparse_allreduce", name, request, [tensor], work)
     return lambda: synchronize(handle)
-
-
-def sparse_allreduce(
-    tensor: torch.Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Sum or average sparse COO tensors over all ranks, as `sparse_allreduce_async`. Collective."""
-    return sparse_allreduce_async(tensor, name, op, process_set)()

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from trainers.horovod.errors import ArgumentError
+from allreduce.errors import OptionError
 
 
 class Compressor:
@@ -53,9 +53,9 @@ class Compression:
 
 
 def check_compressor(given: Any) -> None:
-    """Raise ArgumentError unless `compression=given` is a Compressor, or another object with its methods."""
+    """Raise OptionError unless `compression=given` is a Compressor, or another object with its methods."""
     if not (callable(getattr(given, "compress", None)) and callable(getattr(given, "decompress", None))):
-        raise ArgumentError(
+        raise OptionError(
             f"compression={given!r}: give hvd.Compression.none, fp16 or bf16; trainers.pytorch.MirroredOptimizer("
             'compress="int8") sends fewer bits'
         )

@@ -14,9 +14,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from allreduce.elastic.retry import recover, retry
+from allreduce.errors import OptionError
 from allreduce.topology import Topology
 from trainers.horovod import calls, session
-from trainers.horovod.errors import ArgumentError
 from trainers.horovod.state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
@@ -89,7 +89,7 @@ class TorchState:
         self._stateful = {name for name, each in given.items() if hasattr(each, "state_dict")}
         self._plain = set(given) - self._stateful
         if clash := {name for name in given if hasattr(type(self), name)}:
-            raise ArgumentError(f"TorchState: {', '.join(sorted(clash))} is the name of a method; use another name")
+            raise OptionError(f"TorchState: {', '.join(sorted(clash))} is the name of a method; use another name")
         self._callbacks: list[Callable[[], object]] = []
         for name, each in given.items():
             setattr(self, name, each)

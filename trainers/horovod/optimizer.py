@@ -3,6 +3,7 @@
 A group of gradients is averaged as soon as backward has computed all of them.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,10 +11,11 @@ from typing import Any
 
 import torch
 
+from allreduce.errors import OptionError
 from allreduce.process import malloc
 from trainers.horovod import session
 from trainers.horovod.arguments import check_reduction, operation
-from trainers.horovod.calls import fusion_bytes, synchronize
+from trainers.horovod.calls import synchronize
 from trainers.horovod.collectives import (
     Adasum,
     Average,
@@ -22,10 +24,14 @@ from trainers.horovod.collectives import (
     sparse_allreduce_async,
 )
 from trainers.horovod.compression import Compression, Compressor, check_compressor
-from trainers.horovod.errors import ArgumentError, OrderError, warn_deprecated
+from trainers.horovod.errors import OrderError, warn_deprecated
 from trainers.horovod.session import ProcessSet, global_process_set
 
 Group = tuple[torch.Tensor, ...]
+
+GROUP_BYTES_NAME = "HOROVOD_FUSION_THRESHOLD"  # in the environment, as Horovod has it
+# a call costs as much as copying about 100 KiB; larger tensors are reduced without a copy
+GROUP_BYTES = 1 << 20
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -56,14 +62,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: the ranks that average; on other ranks the optimizer is unchanged.
 
     A group is averaged as soon as backward has all of it; in the first step, when backward has ended. Raises
-    ArgumentError.
+    OptionError.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
-        raise ArgumentError("gradient_predivide_factor needs op=hvd.Average")
+        raise OptionError("gradient_predivide_factor needs op=hvd.Average")
     if backward_passes_per_step <= 0:
-        raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step}: give 1 or more")
+        raise OptionError(f"backward_passes_per_step={backward_passes_per_step}: give 1 or more")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentError(f"DistributedOptimizer takes an optimizer of torch.optim, not {type(optimizer).__name__}")
+        raise OptionError(f"DistributedOptimizer takes an optimizer of torch.optim, not {type(optimizer).__name__}")
     if num_groups:
         warn_deprecated("num_groups= is deprecated: use groups=")
     malloc.keep_freed_memory()
@@ -323,11 +329,10 @@ class Averaging:
             if not self._groups_given:
                 self._split_sparse(group)
                 return
-            raise ArgumentError(f"the group of {name} has sparse gradients: give sparse_as_dense=True, or no groups")
+            raise OptionError(f"the group of {name} has sparse gradients: give sparse_as_dense=True, or no groups")
         dense = [each.to_dense() if each.is_sparse else each for each in gradients]
         short, contexts = zip(*map(self._compression.compress, dense), strict=True)
         before, after = self._scales
-        # Also for a group of one: fusion depends on timing, so rounding could differ from run to run.
         handle = grouped_allreduce_async_(short, None, name, self._op, before, after, self._process_set)
         self._handles[group] = handle, contexts
 
@@ -394,52 +399,55 @@ def _trained(param_groups: list[dict[str, Any]]) -> list[torch.Tensor]:
 def names_of(
     param_groups: list[dict[str, Any]], named: "Iterable[tuple[str, torch.Tensor]] | None"
 ) -> dict[torch.Tensor, str]:
-    """The parameters' names, which must be unique. Raises ArgumentError."""
+    """The parameters' names, which must be unique. Raises OptionError."""
     own = [parameter for group in param_groups for parameter in group["params"]]
     if named is None:
         return {parameter: f"parameter.{number}" for number, parameter in enumerate(own)}
     pairs = list(named)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ArgumentError("named_parameters are pairs of a name and a parameter: give model.named_parameters()")
+        raise OptionError("named_parameters are pairs of a name and a parameter: give model.named_parameters()")
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ArgumentError(f"named_parameters has names twice: {', '.join(twice)}")
+        raise OptionError(f"named_parameters has names twice: {', '.join(twice)}")
     found = {parameter: name for name, parameter in pairs}
     missing = [number for number, parameter in enumerate(own) if parameter not in found]
     if missing:
-        raise ArgumentError(f"named_parameters lacks the parameters of the optimizer with the indices {missing}")
+        raise OptionError(f"named_parameters lacks the parameters of the optimizer with the indices {missing}")
     return found
 
 
 def _groups(trained: list[torch.Tensor], groups: "int | Sequence[Sequence[torch.Tensor]] | None") -> list[Group]:
-    """The groups of gradients that are averaged together. Raises ArgumentError."""
+    """The groups of gradients that are averaged together. Raises OptionError."""
     if groups is None:
-        return _fused(trained, fusion_bytes())
+        return _neighbours(trained)
     if isinstance(groups, int):
         if groups <= 0:
-            raise ArgumentError(f"groups={groups}: give a number above 0, or lists of parameters")
+            raise OptionError(f"groups={groups}: give a number above 0, or lists of parameters")
         size = max(1, -(-len(trained) // groups))
         return [tuple(trained[first : first + size]) for first in range(0, len(trained), size)]
     members = [parameter for group in groups for parameter in group]
     if not all(isinstance(each, torch.Tensor) for each in members):
-        raise ArgumentError("groups are lists of parameters")
+        raise OptionError("groups are lists of parameters")
     if len({id(each) for each in members}) < len(members):
-        raise ArgumentError("groups: a parameter is in two of them")
+        raise OptionError("groups: a parameter is in two of them")
     own = {id(each) for each in trained}
     grouped = [tuple(each for each in group if id(each) in own) for group in groups]
     taken = {id(each) for each in members}
     return [group for group in grouped if group] + [(each,) for each in trained if id(each) not in taken]
 
 
-def _fused(trained: list[torch.Tensor], threshold: int) -> list[Group]:
-    """Group neighbours of up to `threshold` bytes, from the last parameter to the first, the order of backward."""
+def _neighbours(trained: list[torch.Tensor]) -> list[Group]:
+    """Group neighbours from the last parameter to the first, the order of backward. Raises OptionError."""
+    given = os.environ.get(GROUP_BYTES_NAME, str(GROUP_BYTES))
+    if not given.isdecimal():
+        raise OptionError(f"{GROUP_BYTES_NAME}={given!r} in the environment: give a number of bytes, or 0")
     groups: list[Group] = []
     group: list[torch.Tensor] = []
     held = 0
     for parameter in reversed(trained):
         nbytes = parameter.numel() * parameter.element_size()
-        if group and held + nbytes > threshold:
+        if group and held + nbytes > int(given):
             groups.append(tuple(group))
             group, held = [], 0
         group.append(parameter)

@@ -13,7 +13,6 @@ from allreduce.topology import Topology
 from allreduce.transport import ulfm
 from trainers.horovod import timeline
 from trainers.horovod.calls import Members
-from trainers.horovod.errors import ArgumentError, NotInitializedError, ProcessSetError
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 __all__ += ["init", "is_initialized", "shutdown", "start_timeline", "stop_timeline"]
@@ -26,7 +25,7 @@ class ProcessSet:
     """A set of ranks that make calls together.
 
     ranks_or_comm: rank numbers, or an mpi4py communicator. Pass the set to `hvd.init` or `hvd.add_process_set` before
-    use. Raises ProcessSetError.
+    use. Raises OptionError.
     """
 
     def __init__(self, ranks_or_comm: Sequence[int] | MPI.Comm) -> None:
@@ -41,14 +40,14 @@ class ProcessSet:
         except TypeError:
             self.ranks = None
         if self.ranks is None or not all(isinstance(rank, int) for rank in self.ranks):
-            raise ProcessSetError(f"ProcessSet({ranks_or_comm!r}): give a list of ranks, or a communicator of mpi4py")
+            raise OptionError(f"ProcessSet({ranks_or_comm!r}): give a list of ranks, or a communicator of mpi4py")
 
     def size(self) -> int | None:
         """The number of its ranks; None if the set is not in use."""
         return None if self.process_set_id is None else len(registered(self).ranks)
 
     def rank(self) -> int | None:
-        """This rank's number in the set; None if the set is not in use. Raises ProcessSetError on ranks outside it."""
+        """This rank's number in the set; None if the set is not in use. Raises OptionError on ranks outside it."""
         return None if self.process_set_id is None else members(self).rank
 
     def included(self) -> bool | None:
@@ -101,9 +100,9 @@ def begin(topology: Topology) -> None:
 
 
 def current() -> Session:
-    """The current session. Raises NotInitializedError if there is none."""
+    """The current session. Raises OptionError if there is none."""
     if _session is None:
-        raise NotInitializedError
+        raise OptionError("call hvd.init() first: this function of Horovod's API needs it")
     return _session
 
 
@@ -113,19 +112,19 @@ def world() -> Topology:
 
 
 def registered(process_set: ProcessSet) -> Registered:
-    """The record of a process set. Raises ProcessSetError if it is not in use."""
+    """The record of a process set. Raises OptionError if it is not in use."""
     number = process_set.process_set_id
     entry = None if number is None else current().sets.get(number)
     if entry is None or (number and entry.ranks != process_set.ranks):  # of an earlier session, say
-        raise ProcessSetError(f"{process_set} is not in use; pass it to hvd.init or hvd.add_process_set on all ranks")
+        raise OptionError(f"{process_set} is not in use; pass it to hvd.init or hvd.add_process_set on all ranks")
     return entry
 
 
 def members(process_set: ProcessSet) -> Members:
-    """The members of a process set that has this rank in it. Raises ProcessSetError."""
+    """The members of a process set that has this rank in it. Raises OptionError."""
     entry = registered(process_set)
     if entry.members is None:
-        raise ProcessSetError(f"rank {rank()} is not in {process_set}; only ranks of the set may make calls on it")
+        raise OptionError(f"rank {rank()} is not in {process_set}; only ranks of the set may make calls on it")
     return entry.members
 
 
@@ -155,7 +154,7 @@ def _topology(comm: Sequence[int] | MPI.Intracomm | None) -> Topology:
     if isinstance(comm, MPI.Intracomm):
         return Topology(comm)
     if not isinstance(comm, Sequence) or not all(isinstance(each, int) for each in comm):
-        raise ArgumentError(f"hvd.init({comm!r}): give a list of ranks, or a communicator of mpi4py")
+        raise OptionError(f"hvd.init({comm!r}): give a list of ranks, or a communicator of mpi4py")
     return Topology.of_ranks(list(comm), "hvd.init")
 
 
@@ -170,7 +169,7 @@ def shutdown() -> None:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set. Collective over all ranks; returns the set.
 
-    Raises ProcessSetError on all ranks if the ranks are invalid, or a set of these ranks exists.
+    Raises OptionError on all ranks if the ranks are invalid, or a set of these ranks exists.
     """
     given = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     here = current()
@@ -190,9 +189,9 @@ def _ranks_of(topology: Topology, given: ProcessSet) -> list[int]:
         ranks = [] if mine is None else sorted(MPI.Group.Translate_ranks(mine, list(range(mine.size)), everyone))
     assert ranks is not None
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(topology.size)):
-        error = ProcessSetError(f"{given}: give some of the ranks 0 to {topology.size - 1}, each of them once")
+        error = OptionError(f"{given}: give some of the ranks 0 to {topology.size - 1}, each of them once")
     elif ranks in [each.ranks for each in current().sets.values()]:
-        error = ProcessSetError(f"{given}: there is a process set of the ranks {ranks} already")
+        error = OptionError(f"{given}: there is a process set of the ranks {ranks} already")
     topology.agree([zlib.crc32(repr(ranks).encode())], f"add_process_set of the ranks {ranks}", error)
     return ranks
 
@@ -303,14 +302,14 @@ def gpu_available(ext_base_name: str = "torch", verbose: bool = False) -> bool:
     import torch
 
     if ext_base_name != "torch":
-        raise ArgumentError(f'hvd.gpu_available({ext_base_name!r}): "torch" is the one framework here')
+        raise OptionError(f'hvd.gpu_available({ext_base_name!r}): "torch" is the one framework here')
     return bool(torch.cuda.is_available())
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record the calls from now on; rank 0 writes them to a file in `stop_timeline`. Local.
 
-    A second call starts a new recording. mark_cycles: has no effect. Raises ArgumentError when the file can't be
+    A second call starts a new recording. mark_cycles: has no effect. Raises OptionError when the file can't be
     written.
     """
     timeline.start(file_path, rank())

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from allreduce.errors import OptionError
 from trainers.horovod.calls import synchronize
 from trainers.horovod.collectives import allgather, broadcast_, broadcast_async_
-from trainers.horovod.errors import ArgumentError, NotSendableError
 from trainers.horovod.session import ProcessSet, global_process_set, members, rank
 from trainers.replicas.pytorch import values
 
@@ -19,7 +19,7 @@ def broadcast_parameters(
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
     elif isinstance(params, str) or not isinstance(params, Iterable):
-        raise ArgumentError(f"broadcast_parameters takes model.state_dict(), not {type(params).__name__}")
+        raise OptionError(f"broadcast_parameters takes model.state_dict(), not {type(params).__name__}")
     else:
         pairs = [each if isinstance(each, tuple) else (None, each) for each in params]
     handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in pairs]
@@ -35,7 +35,7 @@ def broadcast_optimizer_state(
     As with Horovod, if the root's optimizer has no state yet, missing gradients are set to zeros. model: ignored.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentError(
+        raise OptionError(
             f"broadcast_optimizer_state takes an optimizer of torch.optim, not {type(optimizer).__name__}"
         )
     state = broadcast_object(optimizer.state_dict() if rank() == root_rank else None, root_rank)
@@ -54,7 +54,7 @@ def broadcast_object(
     """Return the root's object on all ranks; `obj` of other ranks is ignored. Collective.
 
     obj: None, numbers, texts, bytes, tensors, NumPy arrays, and lists, tuples, sets and dicts of them. For anything
-    else all ranks raise NotSendableError: no pickle is sent.
+    else all ranks raise OptionError: no pickle is sent.
     """
     size_name, name = (None, None) if name is None else (f"{name}.size", f"{name}.bytes")
     packed, error = torch.empty(0, dtype=torch.uint8), None
@@ -83,21 +83,21 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     return objects
 
 
-def pack(value: Any) -> tuple[torch.Tensor, NotSendableError | None]:
+def pack(value: Any) -> tuple[torch.Tensor, OptionError | None]:
     """Serialize `value` to a uint8 tensor. If it can't be sent: an error, and bytes for which `unpack` raises it."""
     error = None
     try:
         packed = values.pack([None, value], named_tuples=True)
     except Exception as refused:  # of any type: the other ranks wait for these bytes
-        error = NotSendableError(str(refused) or type(refused).__name__)
+        error = OptionError(str(refused) or type(refused).__name__)
         error.__cause__ = refused
         packed = values.pack([str(error), None])
     return torch.from_numpy(packed), error
 
 
 def unpack(packed: torch.Tensor) -> tuple[Any, int]:
-    """Deserialize the first value in `packed`; returns it and its number of bytes. Raises NotSendableError."""
+    """Deserialize the first value in `packed`; returns it and its number of bytes. Raises OptionError."""
     (refusal, value), length = values.unpack(packed.numpy())
     if refusal is not None:
-        raise NotSendableError(refusal)
+        raise OptionError(refusal)
     return value, length

@@ -6,8 +6,8 @@ import os
 import time
 from typing import Any
 
+from allreduce.errors import OptionError
 from allreduce.files import replacing, writable
-from trainers.horovod.errors import ArgumentError
 
 VARIABLE = "HOROVOD_TIMELINE"  # the path of the file; "DYNAMIC" (Horovod's value): record only after start_timeline
 _recording: tuple[str, list[dict[str, Any]]] | None = None  # the path, and an event for each call
@@ -22,11 +22,11 @@ def from_environment(rank: int) -> None:
 
 
 def start(file_path: str, rank: int) -> None:
-    """Record the calls from now on, on rank 0. Local. Raises ArgumentError when the file can't be written."""
+    """Record the calls from now on, on rank 0. Local. Raises OptionError when the file can't be written."""
     global _recording
     if rank == 0:
         if not writable(file_path):
-            raise ArgumentError(f"the timeline can't be written to {file_path}: give a file in a folder that exists")
+            raise OptionError(f"the timeline can't be written to {file_path}: give a file in a folder that exists")
         _recording = os.path.abspath(file_path), []
 
 

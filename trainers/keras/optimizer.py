@@ -24,27 +24,6 @@ _SCALED = (
 )
 
 
-class Averaging:
-    """Callable: averages a list of gradients (tensors of Keras' backend, or None) over all ranks. Collective.
-
-    In the block of `with averaging.disabled():` a call returns its gradients, which are averaged already, unchanged.
-    """
-
-    def __init__(self, backend: AllReduce) -> None:
-        self._average, self._disabled = MAKERS[keras.backend.backend()](backend), False
-
-    def __call__(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        return gradients if self._disabled else self._average(gradients)
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        before, self._disabled = self._disabled, True
-        try:
-            yield
-        finally:
-            self._disabled = before
-
-
 def wait_for_compiled() -> None:
     """Wait for compiled code that still runs, because its collective calls must come before the next ones. Local."""
     if keras.backend.backend() == "jax":
@@ -151,12 +130,14 @@ class Mirrored:
     loss_scale_factor: float | None
 
     backend: AllReduce
-    _averaging: Averaging
+    _average: Average
     _owns_backend: bool
+    _applying = False  # inside of a call whose gradients are averaged
 
     def mirror(self, backend: AllReduce, owns_backend: bool) -> None:
         """Set the backend that averages gradients. If the optimizer is built: collective, copies rank 0's variables."""
-        self.backend, self._averaging, self._owns_backend = backend, Averaging(backend), owns_backend
+        self.backend, self._owns_backend = backend, owns_backend
+        self._average = MAKERS[keras.backend.backend()](backend)
         if self.built:
             mirror_variables(self.variables, backend)
 
@@ -170,14 +151,24 @@ class Mirrored:
         super().build(variables)  # type: ignore[misc] # which may copy them
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
-        averages = self._averaging(grads) if len(grads) else grads
-        with self._averaging.disabled():
+        with self._averaged(grads) as averages:
             return super().apply(averages, trainable_variables)  # type: ignore[misc]
 
     def stateless_apply(self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:
-        averages = self._averaging(grads)
-        with self._averaging.disabled():
+        with self._averaged(grads) as averages:
             return super().stateless_apply(optimizer_variables, averages, trainable_variables)  # type: ignore[misc]
+
+    @contextmanager
+    def _averaged(self, gradients: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """Context manager: its value is the averages of gradients over all ranks, or, inside of another block of it,
+        the gradients themselves, which are averaged already. Collective."""
+        before = self._applying
+        averages = gradients if before or not len(gradients) else self._average(gradients)
+        self._applying = True
+        try:
+            yield averages
+        finally:
+            self._applying = before
 
     def close(self) -> None:
         """Free the backend, if this optimizer has made it. No step may follow. Collective."""

@@ -18,23 +18,20 @@ from allreduce.transport import ulfm
 from allreduce.transport.control import everywhere, together
 from trainers.backends import backend_for, connected_nccl
 from trainers.pytorch.buckets import own_gpu
-from trainers.pytorch.clock import Clock
 from trainers.pytorch.hooks import Hook
 from trainers.pytorch.local_sgd import LocalSteps
 from trainers.pytorch.optimizer_group import DROPPED, OptimizerGroup, group_of
 from trainers.pytorch.options import Options, check_arguments, check_still_fit, describe, split_frozen
 from trainers.pytorch.owners import TorchOwners
-from trainers.pytorch.reducer import Reducer
+from trainers.pytorch.reducer import Clock, Reducer
 from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.sparse import sparse_parameters, warn_of_dense
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
-from trainers.pytorch.transforms import started
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.division import TENSORS, division_of
 from trainers.replicas.pytorch.replica import Buffers
 from trainers.state.backup import kept_copies
-from trainers.strategies.transforms.transform import AppliedTransforms
 
 POLICY = "failed ranks (ULFM): MirroredOptimizer continues on the remaining ranks, and raises RankLostError"
 
@@ -47,14 +44,12 @@ class Assembly:
 
     topology: the ranks. backend: reduces the gradients. reducer: averages them. owners: the ranks that update.
     trained, frozen: the parameters of `optimizer`, by name.
-    transforms: the started ones, which go on after a failure.
     buffers: with SkipNotFinite, copies of the model's buffers from before the step.
     """
 
     topology: Topology
     backend: AllReduce
     reducer: Reducer
-    transforms: AppliedTransforms
     owners: TorchOwners
 
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
@@ -92,20 +87,16 @@ class Assembly:
         self._cleanup.callback(group.leave, number)
         self._cleanup.callback(topology.release, comm)
         check_arguments(comm, optimizer, model, options)
-        if "transforms" not in vars(self):
-            self.transforms = together(comm, partial(started, options.transforms, options.average))
         self.trained, self.frozen = split_frozen(optimizer, model)
         compare(comm, describe(optimizer, model))
         warn_of_dense(comm.rank, optimizer, model, self.trained)
         device = devices.device_of(self.trained.values())
-        traced = self._make_backend(comm, device)
+        clock = Clock(self._make_backend(comm, device))
         if comm.size > 1:
             broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
             broadcast_state(comm, optimizer)
-        self._make_reducer(comm, group, number, device)
+        self._make_reducer(comm, group, number, clock)
         self.reducer.steps = steps
-        if traced is not None:
-            self.reducer.clock = Clock(traced)
         self.owners = self._make_owners(comm)
         if options.on_bad == "skip":
             self._hook(model.register_forward_pre_hook(Hook(self.buffers.before_forward)))
@@ -127,29 +118,28 @@ class Assembly:
         self._cleanup.callback(backend.observers.remove, recorder)
         return recorder
 
-    def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, device: Host) -> None:
+    def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, clock: Clock) -> None:
         """Create the Reducer, with the buckets of dense and sparse gradients. Collective."""
-        queue, during = group.queue(number, self.topology, self.options.buckets.overlap, device.kind == "cuda")
+        options, on_gpu = self.options, next(iter(self.trained.values())).is_cuda
+        queue, during = group.queue(number, self.topology, options.buckets.overlap, on_gpu)
         self._cleanup.callback(queue.drop)
         sparse = sparse_parameters(self.optimizer, self.model)
-        given = self.trained, sparse, self.options, self.backend, comm, queue, during, group, number
-        self._tensors = (
-            self.options.sharded is not None and division_of(self.optimizer, self.options.sharded.shard)[0] == TENSORS
-        )
-        self.reducer = Reducer(*given, self._tensors)
+        tensors = options.sharded is not None and division_of(self.optimizer, options.sharded.shard)[0] == TENSORS
+        given = self.trained, sparse, options, self.backend, comm, queue, during, group, number
+        self.reducer = Reducer(*given, tensors, clock)
         self._cleanup.callback(self.reducer.close)
         self._local_cleanup.callback(self.reducer.close, None)
 
     def _make_owners(self, comm: MPI.Intracomm) -> TorchOwners:
         """Create the owners of the parameters. Collective."""
         options, before = self.options, vars(self).get("owners")
-        given = self.optimizer, self.model, self.trained, options, self.reducer, self.buffers, self.transforms
+        given = self.optimizer, self.model, self.reducer, self.buffers, before
         if options.local:
-            return LocalSteps(*given, before=before, backend=self.backend)
+            return LocalSteps(*given)
         if options.sharded is None or not self.reducer.parameters:
-            return TorchOwners(*given, before=before)
+            return TorchOwners(*given)
         copies = kept_copies(options.sharded.copies, comm.rank, ulfm.in_force()) if comm.size > 1 else 1
-        sharded = ShardedOptimizer(*given, before=before, backend=self.backend, copies=copies, tensors=self._tensors)
+        sharded = ShardedOptimizer(*given, copies=copies)
         self._cleanup.callback(sharded.abandon)
         self._local_cleanup.callback(sharded.abandon)
         for module in self.model.modules():

@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -26,15 +27,18 @@ from trainers.options.average import REPLICATED, SHARDED, Exact, LocalSGD, Shard
 from trainers.options.buckets import Buckets
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
-from trainers.pytorch.transforms import Listed, list_error, without_checks
 from trainers.replicas.pytorch.division import division_of, foreign_error
 from trainers.replicas.pytorch.tensors import DTYPES, is_dense
 from trainers.state import backup
+from trainers.strategies.transforms.clip import ClipNorm
 from trainers.strategies.transforms.skip import SkipNotFinite
 from trainers.watching.check_divergence import CheckDivergence
 from trainers.watching.check_gradients import CheckGradients
 
 CHECK_EVERY = 1000  # steps
+
+Listed = ClipNorm | SkipNotFinite | CheckDivergence | CheckGradients
+LISTED = (ClipNorm, CheckDivergence, CheckGradients | SkipNotFinite)  # at most one of each
 
 NO_EXACT = "is of trainers: MirroredTrainer(TorchReplica(module, loss, optimizer), average=Exact())"
 AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
@@ -52,10 +56,8 @@ class Options:
     compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "powersgd:4", or an object of options
         (see allreduce.create). Parameters and sparse gradients are not compressed.
     buckets: how the gradients are cut, and whether they are reduced during backward; see Buckets.
-    transforms: a list of ClipNorm, SkipNotFinite, and those of your program that only change averaged gradients
-        (`Applied.reduced`); and of CheckGradients and CheckDivergence(every=1000), the default. They run in `step`, in
-        the order of the list, on what the program has left in `.grad`. All ranks raise the error of one, and none
-        updates.
+    transforms: a list of ClipNorm, SkipNotFinite, CheckGradients, and CheckDivergence(every=1000), the default.
+        `step` clips what the program has left in `.grad`.
     trace: a file for Perfetto, written by `close`: compute, buckets, waits and updates of all ranks; or a Trace.
     """
 
@@ -84,6 +86,11 @@ class Options:
         return self.average if isinstance(self.average, LocalSGD) else None
 
     @property
+    def clip_norm(self) -> float | None:
+        """The norm to which averaged gradients are clipped; None without ClipNorm."""
+        return next((each.norm for each in self.transforms if isinstance(each, ClipNorm)), None)
+
+    @property
     def divergence(self) -> CheckDivergence:
         """How often replicas are compared."""
         given = (each for each in self.transforms if isinstance(each, CheckDivergence))
@@ -103,7 +110,8 @@ class Options:
         values["update"] = SHARDED if self.sharded == Sharded() else self.update
         values["buckets"] = Buckets(self.buckets.overlap, float(self.buckets.mb), float(self.buckets.first_mb))
         gradients = [CheckGradients(self.on_bad)] if self.on_bad else []
-        values["transforms"] = [self.divergence, *gradients, *without_checks(self.transforms)]
+        clipping = [each for each in self.transforms if isinstance(each, ClipNorm)]
+        values["transforms"] = [self.divergence, *gradients, *clipping]
         traced = f", average={self.average}" + ", trace=..." * (self.trace is not None)
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
 
@@ -115,8 +123,11 @@ class Options:
             yield OptionError(f"{self.average!r} {NO_EXACT}")
         if not isinstance(self.buckets, Buckets):
             yield OptionError(f"buckets must be a Buckets, got {self.buckets!r}")
-        if wrong := list_error(self.transforms):
-            yield OptionError(wrong)
+        if not _may_be_listed(self.transforms):
+            yield OptionError(
+                "transforms is a list of at most one ClipNorm, one CheckDivergence, and one CheckGradients or "
+                f"SkipNotFinite, got {self.transforms!r}; the program itself computes gradients and counts steps"
+            )
         if wrong := name_error("CheckGradients: on_bad", self.on_bad, checks.ANSWERS, optional=True):
             yield OptionError(wrong)
         if isinstance(self.allreduce, AllReduce) and self.topology not in (None, self.allreduce.topology):
@@ -131,14 +142,16 @@ class Options:
 
     def for_survivors(self) -> "Options":
         """Return the options with which the optimizer is created again after a failure."""
-        given = self.allreduce
-        if isinstance(given, AllReduce):
-            if given.config is None:
-                raise OptionError(
-                    f"{given!r} was not made by allreduce.create(), so it can't be made again without the failed rank"
-                )
-            given = given.config
+        given = self.allreduce.config if isinstance(self.allreduce, AllReduce) else self.allreduce
         return replace(self, allreduce=given, topology=None, trace=None)
+
+
+def _may_be_listed(given: Any) -> bool:
+    """Whether this is a list of transforms and checks, at most one of each of LISTED. Local."""
+    listed = list(given) if isinstance(given, Sequence) else [None]
+    return all(isinstance(each, Listed) for each in listed) and all(
+        sum(isinstance(each, kind) for each in listed) <= 1 for kind in LISTED
+    )
 
 
 # The other arguments
@@ -200,55 +213,13 @@ def _argument_errors(optimizer: Optimizer, model: Module, options: Options) -> I
         )
     if hasattr(optimizer, "steps_skipped"):
         yield OptionError("the optimizer is a MirroredOptimizer already; pass the plain optimizer")
-    yield from _model_errors(optimizer, model)
-    yield from _parameter_errors(split_frozen(optimizer, model)[0])
-    yield from _update_errors(optimizer, model, options)
-
-
-def _model_errors(optimizer: Optimizer, model: Module) -> Iterator[OptionError]:
     if wrong := foreign_error(model, optimizer):
         yield OptionError(wrong)
-    if not any(each.requires_grad for group in optimizer.param_groups for each in group["params"]):
+    trained, sparse = split_frozen(optimizer, model)[0], sparse_parameters(optimizer, model)
+    if not trained:
         yield OptionError("there is nothing to train: every parameter of the optimizer has requires_grad=False")
-
-
-def _parameter_errors(trained: dict[str, Parameter]) -> Iterator[AllReduceError]:
     for name, each in trained.items():
-        yield from _errors_of_parameter(name, each)
-        first_name, first = next(iter(trained.items()))
-        if each.device != first.device:
-            yield OptionError(
-                f"{first_name} is on {first.device} and {name} on {each.device}; MirroredOptimizer takes "
-                "models on one device: model.to(device), before the optimizer is made"
-            )
-
-
-def _errors_of_parameter(name: str, parameter: Parameter) -> Iterator[AllReduceError]:
-    if parameter.device.type not in ("cpu", "cuda"):
-        yield OptionError(f"{name} is on {parameter.device}, and MirroredOptimizer works on CPU and CUDA tensors")
-    if parameter.dtype not in DTYPES:
-        names = ", ".join(DTYPES.values())
-        yield UnsupportedDtypeError(f"{name} has dtype {parameter.dtype}, which can't be averaged; use one of {names}")
-    if parameter.is_sparse:
-        yield OptionError(f"{name} is a sparse tensor; parameters must be dense")
-    owner = owner_of(parameter)
-    if owner is not None and not owner.closed:
-        yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it too; close() that one")
-
-
-def _local_errors(trained: dict[str, Parameter], local: LocalSGD) -> Iterator[OptionError]:
-    if wrong := local.length_error(sum(each.numel() for each in trained.values())):
-        yield OptionError(wrong)
-    for name, each in trained.items():
-        if each.device.type != "cpu":
-            yield OptionError(f"LocalSGD averages parameters on the CPU, and {name} is on {each.device}")
-        if not is_dense(each):
-            yield OptionError(f"LocalSGD: {name} has strides {each.stride()}, with gaps or overlaps in its memory")
-
-
-def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Iterator[OptionError]:
-    sparse = sparse_parameters(optimizer, model)
-    trained = split_frozen(optimizer, model)[0]
+        yield from _errors_of_parameter(name, each, *next(iter(trained.items())))
     if options.local:
         yield from _local_errors(trained, options.local)
     dense = [name for name, each in trained.items() if id(each) not in sparse]
@@ -265,3 +236,33 @@ def _update_errors(optimizer: Optimizer, model: Module, options: Options) -> Ite
             f"copies=2: {rest[0]} has sparse gradients, so every rank updates it completely after the slices; after a "
             "failure it may be a step ahead of the slices. Leave out copies, or make it with sparse=False"
         )
+
+
+def _errors_of_parameter(
+    name: str, parameter: Parameter, first_name: str, first: Parameter
+) -> Iterator[AllReduceError]:
+    if parameter.device.type not in ("cpu", "cuda"):
+        yield OptionError(f"{name} is on {parameter.device}, and MirroredOptimizer works on CPU and CUDA tensors")
+    if parameter.dtype not in DTYPES:
+        names = ", ".join(DTYPES.values())
+        yield UnsupportedDtypeError(f"{name} has dtype {parameter.dtype}, which can't be averaged; use one of {names}")
+    if parameter.is_sparse:
+        yield OptionError(f"{name} is a sparse tensor; parameters must be dense")
+    owner = owner_of(parameter)
+    if owner is not None and not owner.closed:
+        yield OptionError(f"{name} belongs to another MirroredOptimizer, which averages it too; close() that one")
+    if parameter.device != first.device:
+        yield OptionError(
+            f"{first_name} is on {first.device} and {name} on {parameter.device}; MirroredOptimizer takes "
+            "models on one device: model.to(device), before the optimizer is made"
+        )
+
+
+def _local_errors(trained: dict[str, Parameter], local: LocalSGD) -> Iterator[OptionError]:
+    if wrong := local.length_error(sum(each.numel() for each in trained.values())):
+        yield OptionError(wrong)
+    for name, each in trained.items():
+        if each.device.type != "cpu":
+            yield OptionError(f"LocalSGD averages parameters on the CPU, and {name} is on {each.device}")
+        if not is_dense(each):
+            yield OptionError(f"LocalSGD: {name} has strides {each.stride()}, with gaps or overlaps in its memory")

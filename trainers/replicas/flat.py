@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from trainers.arguments import name_error, require
 from trainers.arrays.average import put_in, read
 from trainers.errors import ArgumentError
 from trainers.replica import Replica, Slices, check_buffers, consecutive, reserved, slices_of
+
+PRECISIONS = ("float32", "bfloat16")  # of replicas with an option `precision`
 
 
 class Layout:
@@ -176,3 +179,24 @@ class FlatReplica(Replica):
 
     def slice_error(self) -> str:
         return self.optimizer_state.slice_error()
+
+
+def lower_precision(precision: str | None, dtype: str) -> bool:
+    """Return whether a replica is to compute with bfloat16. precision: its option. dtype: of the parameters.
+
+    Raises ArgumentError for an unknown precision, and for one that does not suit the parameters.
+    """
+    if precision is None:
+        return False
+    if precision == "float16":
+        raise ArgumentError(
+            'precision="float16": gradients below 6e-8 become zero in float16 unless losses are scaled, which replicas '
+            'do not do; use precision="bfloat16", which has the range of float32'
+        )
+    require(name_error("precision", precision, PRECISIONS))
+    if dtype != "float32":
+        raise ArgumentError(
+            f'precision="{precision}" trains float32 parameters, and these are {dtype}: convert them to float32, or '
+            "leave out precision, to compute with their dtype"
+        )
+    return precision == "bfloat16"

@@ -19,8 +19,7 @@ with needing(
 
 import jax.numpy as jnp
 
-from trainers.replicas import precision as precisions
-from trainers.replicas.flat import FlatReplica
+from trainers.replicas.flat import FlatReplica, lower_precision
 from trainers.replicas.jax.layout import TreeLayout, alias, on_host, own
 from trainers.replicas.jax.optimizer import Optimizer
 
@@ -65,7 +64,7 @@ class JaxReplica(FlatReplica):
         self.gradient_dtype, self.gradient_length = self._layout.dtype.name, self._layout.length
         self.shapes = self._layout.shapes
         self._precision, self.loss_name = precision, getattr(loss, "__name__", type(loss).__name__)
-        self._low = precisions.lower_precision(precision, self.gradient_dtype)
+        self._low = lower_precision(precision, self.gradient_dtype)
         self.config = {"precision": "bfloat16" if self._low else self.gradient_dtype}
         self._tree: Any = jax.tree.map(own, params)  # unless `memory` holds the parameters
         self._transformation = optimizer

@@ -22,8 +22,7 @@ with needing(
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainers.replicas import precision as precisions
-from trainers.replicas.flat import FlatReplica
+from trainers.replicas.flat import FlatReplica, lower_precision
 from trainers.replicas.pytorch import devices, graphs, row_losses
 from trainers.replicas.pytorch.division import foreign_error, hyperparameters
 from trainers.replicas.pytorch.optimizer import TorchOptimizer
@@ -81,7 +80,7 @@ class TorchReplica(FlatReplica):
         # a subclass may change the gradients that it gets from `gradients`: if not, it sets `early` itself
         self.early = self.device == "cpu" and type(self).gradients is TorchReplica.gradients
         self.gradient_dtype = DTYPES[self._dtype]
-        self._low = precisions.lower_precision(precision, self.gradient_dtype)
+        self._low = lower_precision(precision, self.gradient_dtype)
         made = {"module": type(module).__name__, "optimizer": type(optimizer).__name__, "flags": _flags(optimizer)}
         self.config = made | {"precision": "bfloat16" if self._low else self.gradient_dtype}
         if module.training and (still := [name for name, each in module.named_modules() if not each.training]):
