@@ -50,7 +50,7 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --strategy spare_replicas --backup-workers 1
   mpirun -n 4 python -m trainers --members 5 --bagging rows --save ensemble.npz     (five networks that vote)
 
---help-all shows the other options: strategies, failures, roles, network, traces, checks.
+--help-all shows the other options: strategies, failures, network, traces, checks.
 python -m trainers predict --help shows the options of predict; export, which writes an ONNX file, has options too.
 """
 
@@ -102,7 +102,6 @@ BACKUPS = Check("0 or 1", read=("0", "1").index)
 LAYERS = Check('a list of layer sizes such as 64,32, or "none"', read=layer_sizes)
 NODES = Check("a number of ranks such as 2, or a list such as 3,1", read=ranks_per_node)
 PORT = Check("PORT or ADDRESS:PORT such as 0.0.0.0:9400", read=address)
-LINES = Check("the name of a file that ends in .jsonl or .csv", lambda path: path.endswith((".jsonl", ".csv")))
 
 
 # The declarations
@@ -254,8 +253,6 @@ ONE_FILE = "all members would write one file"
 ONE_MODEL = {  # options of the training of one model -> why an ensemble takes none of them
     "load": "members begin with their own seeds",
     "standby": "the ranks of an ensemble have no standby ranks",
-    "evaluator": "an evaluator evaluates the checkpoints of one model",
-    "evaluations": "an evaluator evaluates the checkpoints of one model",
     **dict.fromkeys(("trace", "tensorboard", "csv"), ONE_FILE),
     "prometheus": "all members would have one port",
 }
@@ -388,17 +385,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option(
             "voting", choices=(SOFT, HARD), default=SOFT, needs={"members": ()},
             help="soft: the mean of the members' probabilities; hard: each member votes for a class",
-        ),
-    ),
-    "roles": (
-        Option("chief", "R", integer(0), default=0, help="the rank that prints and writes files"),
-        Option(
-            "evaluator", default=False, needs={"checkpoint": ()},
-            help="the last rank does not train: it evaluates each new checkpoint",
-        ),
-        Option(
-            "evaluations", "FILE", LINES, writes=True, needs={"evaluator": ()},
-            help="the evaluator writes its metrics to this file: JSON lines to FILE.jsonl, a table to FILE.csv",
         ),
     ),
     "network": (
@@ -637,13 +623,10 @@ def trainer_options(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:
-    """Create the trainer that the options describe. servers: the number of servers, the last ranks. Collective."""
-    given = trainer_options(options)
-    if "servers" in given:
-        given["servers"] = tuple(range(topology.size - servers, topology.size))
+def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology) -> Trainer[Any]:
+    """Create the trainer that the options describe. Collective."""
     try:
-        return STRATEGIES[options.strategy][0](replica, topology=topology, **given)
+        return STRATEGIES[options.strategy][0](replica, topology=topology, **trainer_options(options))
     except ArgumentError as error:
         for option in BY_NAME.values():
             if option.argument and re.search(rf"\b{option.argument}\b", str(error)):
