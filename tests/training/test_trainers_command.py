@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.conftest import JobRunner, in_one_job, lacking
 from tests.trace_schema import check_trace
 from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, NumpyNetwork, Schedule, Sharded, datasets
 from trainers.callbacks import CheckDivergence, CheckGradients, CSVLogger, EarlyStopping, Timeline
-from trainers.cli import check, main, results
+from trainers.cli import main, results
 from trainers.cli.options import (
     BY_NAME,
     MIRRORED,
@@ -142,7 +143,9 @@ def test_lines_and_what_is_printed_once(tmp_path: Path) -> None:
 
 
 BAD = {
-    "backend": (["--allreduce", "rign"], "no backend is called 'rign'; did you mean 'ring'"),
+    "option": (["--epoch", "3"], "unrecognized arguments: --epoch 3; did you mean --epochs?"),
+    "data": (["--data", "irsi"], "there is no data set and no file 'irsi'; did you mean 'iris'?"),
+    "backend": (["--allreduce", "rign"], f"did you mean 'ring'? The backends are: {', '.join(allreduce.NAMES)}"),
     "nodes": (["--ranks-per-node", "9,9"], "can't describe 2 ranks"),
     "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
     "saved to stdout": (["--save", "-"], "--save -: only --json can go to the standard output"),
@@ -182,35 +185,16 @@ def test_bad_arguments_are_told_in_one_line(bad: str, bad_outcomes: dict[str, li
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--epoch 3", "unrecognized arguments: --epoch 3; did you mean --epochs?"),
-        ("--data irsi", "there is no data set and no file 'irsi'; did you mean 'iris'?"),
-        ("--allreduce rign", f"did you mean 'ring'? The backends are: {', '.join(allreduce.NAMES)}"),
-        ("--save no/such/m.npz", "--save no/such/m.npz: this can't be written"),
         ("predict --lod m.npz", "the following arguments are required: --load, --data, --out"),
         ("serve --modl m.npz", "the following arguments are required"),
         ("search --config t.yaml --epoch 3", "unrecognized arguments: --epoch 3; did you mean --epochs?"),
         ("search --config t.yaml --trace t.json", "--trace: a search does not take this option of a training"),
     ],
 )
-def test_a_line_is_checked_without_ranks(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(line.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert words in err
-
-
-def test_a_right_line_and_the_help_without_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    """--help lists the backends that an error lists."""
-    assert check.main(["--data", "iris", "--allreduce", "ring"]) == 0
-    assert capsys.readouterr() == ("", "")
-    for line in (["--help"], ["search", "--help"]):
-        with pytest.raises(SystemExit, match="0"):
-            check.main(line)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert ", ".join(allreduce.NAMES) in shown
-    assert "python -m trainers search" in shown
+def test_bad_options_of_the_other_commands(line: str, words: str) -> None:
+    name, *arguments = line.split()
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        import_module(main.COMMANDS[name]).COMMAND.parse(arguments, True, name)
 
 
 STRATEGY_RUNS = {
