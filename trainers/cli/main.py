@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from allreduce import Topology
 from allreduce.arrays import gpu
@@ -43,7 +43,6 @@ from trainers.recovery.terminating import Terminating
 from trainers.replica import saved_columns
 from trainers.replicas.numpy.categories import load_network
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.trainer import Trainer
 from trainers.watching.logs import log_to, write_error
 
 log = logging.getLogger("trainers")
@@ -76,7 +75,10 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m train
                 return code
             while (prepared := prepare(arguments, world, program)) is None:
                 world = world.survivors()
-            _run(*prepared, world)
+            job, member = prepared
+            if member := member or join(job, world):
+                train = import_module(ENSEMBLE).train if job.options.members else _train
+                train(job, member)
             sigterm.agreed = True  # all work is done: ignore the signal
     except (AllReduceError, TrainerError) as error:
         if world.size > 1 and not everywhere(error, world.world):
@@ -195,12 +197,12 @@ def join(job: Job, world: Topology) -> Member | None:
     """
     options = job.options
     if options.standby:
-        member = standby.elastic_world(world, options.standby)
-        if member is None:
-            return None
-        return Member(member, together(member.world, lambda: _network(job, member)))
-    topology = Topology(world.world, options.ranks_per_node, world.timeout)
-    return Member(topology, together(world.world, lambda: _network(job, topology)))
+        topology = standby.elastic_world(world, options.standby)
+    else:
+        topology = Topology(world.world, options.ranks_per_node, world.timeout)
+    if topology is None:
+        return None
+    return Member(topology, together(topology.world, lambda: _network(job, topology)))
 
 
 def _network(job: Job, topology: Topology) -> NumpyNetwork:
@@ -219,22 +221,12 @@ def _network(job: Job, topology: Topology) -> NumpyNetwork:
 # The training
 
 
-def _run(job: Job, member: Member | None, world: Topology) -> None:
-    member = member or join(job, world)
-    if member is None:
-        return
-    if job.options.members:
-        import_module(ENSEMBLE).train(job, member)
-    else:
-        _train(job, member)
-
-
 def _train(job: Job, member: Member) -> None:
     """Train, test and write the results. Collective over the ranks that train."""
     options, data, stream = job.options, job.data, job.stream
     with make_trainer(options, member.network, member.topology) as trainer:
         if not isinstance(member.topology, standby.JoiningRank):  # the other ranks have printed it
-            _introduce(job, member, trainer)
+            introduce(job, member, [results.strategy_line(trainer, options)])
         train, test = (data.train, data.test) if isinstance(data, datasets.Shards) else (data.x_train, data.x_test)
         labels = (None, None) if isinstance(data, datasets.Shards) else (data.y_train, data.y_test)
         history = trainer.fit(
@@ -255,7 +247,12 @@ def _train(job: Job, member: Member) -> None:
             trainer.save(options.save)
             say(trainer.topology, f"saved: {options.save}", stream)
         if options.json:
-            trainer.surviving(lambda: _write_results(job, trainer, history, scores))
+
+            def write() -> None:
+                result = results.result(options, trainer, history, scores)
+                trainer.group.on_one(lambda: results.write_json(options.json, result))
+
+            trainer.surviving(write)
         say(trainer.topology, f"test accuracy: {scores['accuracy']:.4f}", stream)
     if options.standby:
         trainer.topology.close()  # ends the wait of the standby ranks
@@ -265,11 +262,6 @@ def checkpoint_of(options: argparse.Namespace) -> Checkpoint | None:
     if not options.checkpoint:
         return None
     return Checkpoint(options.checkpoint, options.checkpoint_every, same_data=not options.other_data)
-
-
-def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
-    """Print the ranks, the strategy, the data and the model. Collective."""
-    introduce(job, member, [results.strategy_line(trainer, job.options)])
 
 
 def introduce(job: Job, member: Member, training: Sequence[str]) -> None:
@@ -292,12 +284,6 @@ def check_loss(loss: float, world: Topology) -> None:
     if not math.isfinite(loss):
         error = DivergedError(f"the loss of the test data is {loss}: lower the learning rate, or scale the features")
         raise on_all_ranks(error, world.world)  # all ranks have the same loss
-
-
-def _write_results(job: Job, trainer: Trainer[Any], history: Any, scores: dict[str, float]) -> None:
-    """Collective over the ranks that train."""
-    result = results.result(job.options, trainer, history, scores)
-    trainer.group.on_one(lambda: results.write_json(job.options.json, result))
 
 
 def say(world: Topology, text: str, stream: TextIO) -> None:
