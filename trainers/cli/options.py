@@ -18,7 +18,7 @@ from allreduce.topology import Topology
 from trainers import callbacks, checks, datasets
 from trainers.arguments import BELOW_ONE, POSITIVE, Check, Flag, integer
 from trainers.central_storage import CentralStorageTrainer
-from trainers.datasets.parser import RankParser
+from trainers.cli.parser import RankParser
 from trainers.errors import ArgumentError
 from trainers.fit.checkpointing import period
 from trainers.fit.weights import BALANCED
@@ -38,8 +38,7 @@ from trainers.trainer import Trainer
 EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --data digits
   mpirun -n 4 python -m trainers --data iris --allreduce ring --json result.json
-  python -m trainers.datasets make mnist/                                           (a small folder of such files)
-  mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --batch-size 512 --save model.npz
+  mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --save model.npz    (a folder of MNIST's files)
   mpirun -n 4 python -m trainers --data mnist/ --load model.npz --epochs 0          (only test a saved model)
   mpirun -n 4 python -m trainers --data people.csv --label income --save model.npz  (a table of words and numbers)
   mpirun -n 4 python -m trainers predict --load model.npz --data new.csv --out predictions.csv

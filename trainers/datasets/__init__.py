@@ -64,8 +64,6 @@ def _unknown(source: str) -> DataError:
     """Return the error about a source that is neither the name of a data set nor a path that exists."""
     near = difflib.get_close_matches(source, NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; use {', '.join(NAMES)}, {_FORMATS}"
-    if os.path.basename(os.path.normpath(source)) == "mnist":
-        hint = f"; make a small one by: python -m trainers.datasets make {source}"
     return DataError(f"there is no data set and no file {source!r}{hint}")
 
 
