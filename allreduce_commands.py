@@ -114,7 +114,7 @@ def _print_completion(arguments: list[str]) -> int:
     if len(arguments) != 1 or arguments[0] not in shtab.SUPPORTED_SHELLS:
         shells = ", ".join(shtab.SUPPORTED_SHELLS)
         return _end(f"allreduce: error: --print-completion takes one of {shells}", BAD_ARGUMENTS)
-    from trainers.datasets.parser import Parser
+    from trainers.cli.parser import Parser
 
     top = Parser(prog="allreduce")
     commands = top.add_subparsers()

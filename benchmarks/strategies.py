@@ -130,7 +130,7 @@ class Bench:
         comm = MPI.Intracomm(self._world.world.Split(0, self._world.rank in servers))
         with Topology(comm, self._chosen.ranks_per_node or None, self._world.timeout) as topology:
             network = self._network(chosen, slow)
-            with options.make_trainer(chosen, network, topology, variant.servers) as trainer:
+            with options.make_trainer(chosen, network, topology) as trainer:
                 outcome = self._fit(trainer, variant, slow, chosen)
         comm.Free()
         return outcome

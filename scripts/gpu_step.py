@@ -18,7 +18,7 @@ from allreduce.torch_backend.rendezvous import store_of_rank_0
 from benchmarks.lib import timing
 from benchmarks.lib.outputs import Screen
 from trainers.callbacks import CheckDivergence
-from trainers.datasets.parser import Parser
+from trainers.cli.parser import Parser
 from trainers.pytorch import MirroredOptimizer
 
 

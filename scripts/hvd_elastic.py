@@ -11,7 +11,7 @@ import torch
 
 import trainers.horovod.torch as hvd  # was: import horovod.torch as hvd
 from trainers import datasets
-from trainers.datasets.parser import Parser
+from trainers.cli.parser import Parser
 
 parser = Parser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=5)

@@ -9,7 +9,7 @@ import time
 import torch
 
 import trainers.horovod.torch as hvd  # was: import horovod.torch as hvd
-from trainers.datasets.parser import Parser
+from trainers.cli.parser import Parser
 
 parser = Parser(description=__doc__)
 parser.add_argument("--batch-size", type=int, default=32, help="rows of a batch of one rank")

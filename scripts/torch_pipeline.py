@@ -36,7 +36,7 @@ from allreduce.machine import cores
 from benchmarks.lib.cli import at_least
 from benchmarks.predicting.pipeline import SCHEDULES, bubble, crowded
 from trainers import datasets
-from trainers.datasets.parser import Parser
+from trainers.cli.parser import Parser
 from trainers.files.model_file import replacing
 
 HEADS = 4

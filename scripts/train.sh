@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on several ranks: sets up .venv on first use, checks the options, then runs, on a machine with 4 cores or more,
+# Trains on several ranks: sets up .venv on first use, then runs, on a machine with 4 cores or more,
 #   mpirun -n 4 python -m trainers --data digits
 # There are as many ranks as cores, at least 2 and at most 4; RANKS=3 starts 3. Further arguments go to the trainer:
 #   bash scripts/train.sh --data iris --allreduce ring
@@ -40,9 +40,6 @@ case ${1-} in
     '' | -*) [ ${#named[@]} = 0 ] || data=() ;;
     *) data=() trains='' saved='' ;; # predict, export, search, serve
 esac
-# One process finds errors before mpirun adds its own text to those of the ranks.
-python -m trainers.cli.check ${data[@]+"${data[@]}"} "$@" || exit "$?"
-[ -z "$shows_help" ] || exit 0
 
 ALLREDUCE_JOB_LOG=$(mktemp)
 export ALLREDUCE_JOB_LOG
@@ -53,6 +50,7 @@ if [ "$status" != 0 ]; then
     repeat_error
     exit "$status"
 fi
+[ -z "$shows_help" ] || exit 0
 again() { # again ARGUMENT...: the command line of this script with these arguments
     printf 'bash'
     printf ' %q' "$0" "$@"

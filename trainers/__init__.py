@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainers.central_storage import CentralStorageTrainer as CentralStorageTrainer
-    from trainers.cli import roles as roles
     from trainers.cli.run import run as run
     from trainers.data import Samples as Samples
     from trainers.fit.checkpointing import Checkpoint as Checkpoint
@@ -73,7 +72,6 @@ _MODULES = {
     "load_shards": "trainers.fit.shards",
     "log_to": "trainers.watching.logs",
     "network_of": "trainers.replicas.numpy.categories",
-    "roles": "trainers.cli.roles",
     "run": "trainers.cli.run",
 }
 __all__ = [*_MODULES]
@@ -82,5 +80,4 @@ __all__ = [*_MODULES]
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'trainers' has no attribute {name!r}; it has {', '.join(__all__)}")
-    module = importlib.import_module(_MODULES[name])
-    return getattr(module, name, module)  # roles is the module itself
+    return getattr(importlib.import_module(_MODULES[name]), name)

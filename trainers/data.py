@@ -348,17 +348,9 @@ class Batch(NamedTuple):
     parts: Sequence[Data] = ()  # the rows of each of them
 
     @property
-    def x(self) -> Tree:
-        return self.data[0]
-
-    @property
-    def y(self) -> Tree:
-        return self.data[1]
-
-    @property
     def own(self) -> int:
         """The number of this rank's rows; with micro-batches of a data set, of the first one."""
-        return row_count(self.x)
+        return row_count(self.data[0])
 
 
 class BatchSource(ABC):

@@ -39,10 +39,6 @@ class ArgumentError(TrainerError, ValueError):
     """An argument is invalid: shapes that do not fit, a batch size below 1, an unknown name."""
 
 
-class RoleError(ArgumentError):
-    """The roles of the ranks are invalid: no worker is left, or the chief is no rank."""
-
-
 class RunError(TrainerError, RuntimeError):
     """A job of `trainers.run` has failed.
 

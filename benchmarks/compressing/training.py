@@ -42,7 +42,6 @@ from benchmarks.lib.networks import Trained, one_thread, perceptron
 from benchmarks.lib.outputs import Screen
 from benchmarks.lib.peers import join
 from trainers import LocalSGD, datasets
-from trainers.datasets.__main__ import enlarged
 from trainers.pytorch import MirroredOptimizer
 
 PLAIN, PEER = "none", "ddp"
@@ -91,6 +90,19 @@ class Data(NamedTuple):
     y: Tensor
     x_test: Tensor
     y_test: Tensor
+
+
+def enlarged(digits: np.ndarray) -> np.ndarray:
+    """Enlarge digits, (rows, 64) with values 0 to 16, to (rows, 28, 28) uint8 images, by linear interpolation.
+
+    The digit fills a box of 20x20 pixels in the middle, as in MNIST.
+    """
+    side, box = 28, 20
+    centres = np.clip((np.arange(box) + 0.5) * 8 / box - 0.5, 0, 7)  # of the new pixels' centres, in old pixels
+    weights = np.maximum(0, 1 - np.abs(centres[:, None] - np.arange(8)))
+    inside = np.rint(weights @ digits.reshape(-1, 8, 8) @ weights.T * (255 / 16)).astype(np.uint8)
+    border = (side - box) // 2
+    return np.pad(inside, ((0, 0), (border, border), (border, border)))
 
 
 def load() -> Data:

@@ -23,7 +23,7 @@ from benchmarks.lib import outputs, sizes
 from benchmarks.lib.outputs import Screen
 from benchmarks.lib.results import FileError
 from trainers import arguments
-from trainers.datasets.parser import Parser
+from trainers.cli.parser import Parser
 
 Action = Callable[[Topology, argparse.Namespace, Screen], int]
 INTERRUPTED = 130  # exit code, as in a shell

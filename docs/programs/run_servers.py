@@ -3,16 +3,12 @@
 mpirun -n 4 python run_servers.py
 """
 
-from allreduce import Topology
-from trainers import NumpyNetwork, ParameterServerTrainer, datasets, roles
+from trainers import NumpyNetwork, ParameterServerTrainer, datasets
 
-world = Topology()
-assigned = roles.assign(world, servers=1)
 data = datasets.load("digits")
 network = NumpyNetwork([data.features, 32, len(data.classes)])
 network.scale_input(data.shift, data.scale)
-ranks = roles.training(world, assigned)  # the chief is rank 0 there, servers come last
-with ParameterServerTrainer(network, ranks, servers=len(assigned.servers)) as trainer:
+with ParameterServerTrainer(network, servers=1) as trainer:
     history = trainer.fit(data.x_train, data.y_train, epochs=10)
     scores = trainer.evaluate(data.x_test, data.y_test)
     if trainer.rank == 0:

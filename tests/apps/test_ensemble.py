@@ -50,7 +50,6 @@ REFUSED = {  # options beside --members 3 -> what the error says
     "--strategy central_storage": "--members 3 has no effect with --strategy central_storage",
     "--load x.npz": "--members 3 can't be used with --load x.npz: members begin with their own seeds",
     "--csv x.csv": "--members 3 can't be used with --csv x.csv: all members would write one file",
-    "--checkpoint run --evaluator": "--members 3 can't be used with --evaluator",
     "--on-failure continue --standby 1": "--members 3 can't be used with --standby 1",
     "--data part-*.npz": "--data part-*.npz: each rank reads its own files",
     "--bagging columns": "invalid choice: 'columns'",

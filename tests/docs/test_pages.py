@@ -25,6 +25,8 @@ from tests import launch
 from tests.benchmarks.made_runs import made_run
 from tests.conftest import lacking
 from tests.programs.catalog import PROGRAMS
+from tests.training.test_datasets import mnist
+from tests.training.test_tables import HEADER, people, write
 
 FOLDERS = ("allreduce", "trainers", "benchmarks", "scripts", "tests")
 CARDS = sorted(path for folder in FOLDERS for path in (launch.ROOT / folder).rglob("README.md"))
@@ -104,7 +106,6 @@ SHORTER = {
     "benchmarks.tune": "-n 1 --output table.json",
     "trainers": "--epochs 1",
 }
-MAKES = "python -m trainers.datasets make"  # what the commands after it need: it runs for each page
 CODES = {"allreduce doctor": 2, "benchmarks.compare": 1}  # the worst exit code, for what they find on a busy machine
 VARIABLES = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -113,7 +114,7 @@ VARIABLES = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 MODULE = re.compile(
-    r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| make| search| predict| export| serve)?)"
+    r"python -m ((?:trainers|benchmarks|allreduce)[\w.]*(?: doctor| search| predict| export| serve)?)"
     r"((?=[\s`])[^`\n|]*|$)"
 )
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
@@ -155,7 +156,7 @@ def scripts() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for page in PAGES:
         new = [line for line in dict.fromkeys(commands(page)) if line not in seen and not OF_A_PAGE.search(line)]
-        seen.update(line for line in new if not line.startswith(MAKES))
+        seen.update(new)
         found[name_of(page)] = new
     return found
 
@@ -202,6 +203,11 @@ def test_commands(tmp_path: Path, page: str) -> None:
     for name in ("before.json", "after.json", "n2.json", "n3.json", "n4.json"):
         (tmp_path / name).write_text(to_json(made_run()))
     (tmp_path / "new.csv").write_text(3 * f"{','.join(64 * '5')}\n")  # images as those of digits
+    rows = [["a name", *row] for row in people(200)]
+    for name in ("people.csv", "part-1.csv", "part-2.csv"):
+        write(tmp_path / name, rows, ["name", *HEADER])
+    (tmp_path / "mnist").mkdir()
+    mnist(tmp_path / "mnist")
     (tmp_path / "trace.json").write_text(json.dumps([{"ph": "X", "ts": 0, "dur": 1, "pid": 0, "tid": 0}]))
     path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
     variables = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(launch.ROOT), "PATH": path, **VARIABLES}
@@ -243,7 +249,7 @@ def test_options_exist() -> None:
     assert len(used) > 8
     if not find_spec("jax"):  # a quick run installs no JAX
         used.pop("benchmarks.jax_step", None)
-    helps = {module: f"{module.removesuffix(' make')} --help{'-all' * (module == 'trainers')}" for module in used}
+    helps = {module: f"{module} --help{'-all' * (module == 'trainers')}" for module in used}
     command = [sys.executable, "-c", HELP, *helps.values()]
     told = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=launch.ROOT, check=True).stdout)
     for module, named in used.items():

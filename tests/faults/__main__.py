@@ -49,7 +49,7 @@ from pathlib import Path  # noqa: E402
 from tests.faults import drawing, jobs, judging, plans, soak  # noqa: E402
 from tests.faults.judging import ENDED, HUNG, OF_MPI, OUTCOMES, WRONG, Injected, Judged  # noqa: E402
 from tests.faults.plans import Plan  # noqa: E402
-from trainers.datasets.parser import Parser  # noqa: E402
+from trainers.cli.parser import Parser  # noqa: E402
 
 SEED_RUNS = 1_000_000  # numbers from one seed to the next
 

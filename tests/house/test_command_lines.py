@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests import launch
-from trainers.datasets.parser import Parser
+from trainers.cli.parser import Parser
 
-PARSERS = {"trainers/datasets/parser.py", "allreduce/__main__.py"}  # the only modules that derive from ArgumentParser
+PARSERS = {"trainers/cli/parser.py", "allreduce/__main__.py"}  # the only modules that derive from ArgumentParser
 FOLDERS = ("allreduce", "trainers", "benchmarks", "scripts")
 
 

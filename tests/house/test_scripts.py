@@ -34,9 +34,6 @@ case "$*" in
         cp "$0" "$bin/python"
         cp "$here/mpirun" "$bin/mpirun"
         [[ "$*" == *--without-pip* ]] || touch "$bin/pip" ;;
-    "-m trainers.cli.check "*)
-        [[ $BREAKS != check ]] || {{ echo "error: no such option" >&2; exit 2; }}
-        echo "${{*:3}}" >"$CALLS.checked" ;;
     "-m sphinx "*)
         [[ $BREAKS != sphinx ]] || exit 1
         echo page >"${{*: -1}}/$PAGE.html" ;;
@@ -225,26 +222,6 @@ def test_a_rank_for_each_core_of_a_small_machine(cores: int, ranks: int, checkou
 
 
 @pytest.mark.parametrize(
-    ("arguments", "breaks", "code"),
-    [
-        (["--epoch", "3"], "check", 2),
-        (["predict", "--lod", "x"], "check", 2),
-        (["--data", "iris", "-h"], "", 0),
-        (["--data", "iris", "--help-all"], "", 0),
-    ],
-)
-def test_help_and_errors_in_the_options_come_before_the_ranks(
-    arguments: list[str], breaks: str, code: int, checkout: Checkout
-) -> None:
-    """As one line, without the text that mpirun adds."""
-    checkout.train()
-    job = checkout.train(*arguments, BREAKS=breaks)
-    assert (job.returncode, job.stdout, job.stderr) == (code, "", "error: no such option\n" * bool(code))
-    if not code:
-        assert (checkout.bin.parent / "calls.checked").read_text() == f"{' '.join(arguments)}\n"
-
-
-@pytest.mark.parametrize(
     ("arguments", "last"),
     [
         ([], "The model is not kept. This trains again and keeps it: bash SCRIPT --save model.npz"),
@@ -270,10 +247,12 @@ def test_the_last_line_says_where_the_model_is(arguments: list[str], last: str, 
         (["--allreduce", "ring", "--data=iris"], [], True),
         (["--load", "m.npz", "--epochs", "0"], ["--data", "digits"], False),
         (["search", "--config", "tuning.yaml"], [], False),
+        (["--data", "iris", "-h"], [], False),
+        (["--help-all"], ["--data", "digits"], False),
     ],
 )
 def test_train_passes_arguments_through(arguments: list[str], data: list[str], ends: bool, checkout: Checkout) -> None:
-    """ends: with a line that says where the model is, unless it was there before."""
+    """ends: with a line that says where the model is, unless it was there before or the ranks show their help."""
     job = checkout.train(*arguments, RANKS="2")
     assert mpirun_arguments(job) == ["-n", "2", *TRAINER, *data, *arguments]
     assert job.stderr.splitlines()[-1].startswith("+ mpirun") == (not ends)

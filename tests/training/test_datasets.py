@@ -1,21 +1,14 @@
 """Data sets: the two built-in ones, the file formats, and an error with the file's name for every defect."""
 
 import gzip
-import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests import launch
 from trainers import datasets
-from trainers.datasets import __main__ as command_line
-from trainers.datasets import __main__ as making
-from trainers.datasets import idx as idx_format
 from trainers.errors import DataError
 
 IMAGES = np.arange(7 * 3 * 2, dtype=np.uint8).reshape(7, 3, 2)
@@ -229,57 +222,3 @@ def test_unknown_sources(tmp_path: Path) -> None:
     (tmp_path / "set.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="none of the known formats"):
         datasets.load(str(tmp_path / "set.parquet"))
-
-
-def test_a_folder_of_mnist_format_files_is_made(tmp_path: Path) -> None:
-    """By a program that needs no MPI; it prints the content of the folder."""
-    blocked = "import runpy, sys; sys.modules['mpi4py'] = None; runpy.run_module('trainers.datasets', None, '__main__')"
-    command = [sys.executable, "-c", blocked, "make", "mnist/"]
-    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
-    job = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert job.returncode == 0, job.stderr
-    assert job.stdout == "made mnist/: 1437 samples to train, 360 to test, 784 features, 10 classes\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["mnist"]
-    data, digits = datasets.load(str(tmp_path / "mnist")), datasets.load("digits")
-    assert data.x_train.dtype == np.uint8
-    assert np.array_equal(data.y_train, digits.y_train)
-    images = data.x_test.reshape(-1, 28, 28)
-    assert not images[:, :4].any()  # the border that MNIST's have
-    assert not images[:, :, -4:].any()
-    small = images[:, 4:24, 4:24].reshape(-1, 4, 5, 4, 5).mean(axis=(2, 4)) * (16 / 255)
-    expected = digits.x_test.reshape(-1, 4, 2, 4, 2).mean(axis=(2, 4))
-    assert np.corrcoef(small.ravel(), expected.ravel())[0, 1] > 0.97  # the same pictures, 2.5 times as large
-    assert data.x_train.max() == 255
-
-
-def test_a_made_folder_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    empty, full, file = tmp_path / "empty", tmp_path / "full", tmp_path / "file"
-    empty.mkdir()
-    full.mkdir()
-    (full / "mine").write_text("mine")
-    file.write_text("mine")
-    assert command_line.main(["make", str(empty)]) == 0
-    before = sorted(tmp_path.rglob("*"))
-    for folder, text in {
-        "empty": "exists already; nothing is overwritten",
-        "full": "exists already",
-        "file": "exists already",
-        "none/mnist": "the folder .*none does not exist",
-    }.items():
-        with pytest.raises(DataError, match=text):
-            making.make(str(tmp_path / folder))
-    assert sorted(tmp_path.rglob("*")) == before
-
-    def full_disk(array: np.ndarray) -> bytes:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(idx_format, "content", full_disk)
-    with pytest.raises(DataError, match="can't be written: No space left on device"):
-        making.make(str(tmp_path / "new"))
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_missing_mnist_folder_is_told_how_to_make_one(tmp_path: Path) -> None:
-    for source in ("mnist", "data/mnist/"):
-        with pytest.raises(DataError, match=rf"make a small one by: python -m trainers\.datasets make {source}$"):
-            datasets.load(source)

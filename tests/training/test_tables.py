@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from trainers import datasets
-from trainers.datasets import __main__ as making
 from trainers.datasets import learning
 from trainers.datasets.columns import Category, Columns, Number
 from trainers.datasets.rows import TableFile
@@ -279,13 +278,3 @@ def test_columns_agree_apart_from_rounding() -> None:
     for other in ([far, job], [number, turned], [job, number], [number]):
         assert not columns.agrees_with(Columns(other, "income", ["high", "low"]))
     assert not columns.agrees_with(Columns([number, job], "income", ["low", "high"]))
-
-
-def test_a_table_to_try_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(tmp_path / "people.tsv")
-    assert (making.main(["make", path]), making.main(["make", path])) == (0, 2)
-    assert "exists already" in capsys.readouterr().err
-    assert making.main(["make", str(tmp_path / "people.csv.gz")]) == 2
-    data = datasets.load(path, "income", ignore="name")
-    assert data.columns is not None
-    assert (len(data.y_train), data.columns.embedded) == (1600, ((41, 7),))

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.conftest import JobRunner, in_one_job, lacking
 from tests.trace_schema import check_trace
 from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, NumpyNetwork, Schedule, Sharded, datasets
 from trainers.callbacks import CheckDivergence, CheckGradients, CSVLogger, EarlyStopping, Timeline
-from trainers.cli import check, main, results
+from trainers.cli import main, results
 from trainers.cli.options import (
     BY_NAME,
     MIRRORED,
@@ -31,7 +32,6 @@ from trainers.cli.options import (
     step_options,
     trainer_options,
 )
-from trainers.cli.roles import Roles
 from trainers.errors import ArgumentError
 
 
@@ -143,13 +143,15 @@ def test_lines_and_what_is_printed_once(tmp_path: Path) -> None:
 
 
 BAD = {
-    "backend": (["--allreduce", "rign"], "no backend is called 'rign'; did you mean 'ring'"),
+    "option": (["--epoch", "3"], "unrecognized arguments: --epoch 3; did you mean --epochs?"),
+    "data": (["--data", "irsi"], "there is no data set and no file 'irsi'; did you mean 'iris'?"),
+    "backend": (["--allreduce", "rign"], f"did you mean 'ring'? The backends are: {', '.join(allreduce.NAMES)}"),
     "nodes": (["--ranks-per-node", "9,9"], "can't describe 2 ranks"),
     "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
     "saved to stdout": (["--save", "-"], "--save -: only --json can go to the standard output"),
     "one phase": (["--update", "sharded", "--allreduce", "native"], "'native' has none; give the name \"auto\""),
     "no sums": (["--allreduce", "adasum"], "'adasum' does not sum gradients"),
-    "no worker": (["--strategy", "parameter_server", "--servers", "2"], "2 servers of 2 ranks leave no worker: start"),
+    "no worker": (["--strategy", "parameter_server", "--servers", "2"], "servers=2 leaves no worker (ranks: 2): start"),
     "target": (["--save", "/no/such/folder/m.npz"], "--save /no/such/folder/m.npz: this can't be written"),
     "model": (["--load", "missing.npz"], "missing.npz can't be read"),
     "fragments": (
@@ -183,35 +185,16 @@ def test_bad_arguments_are_told_in_one_line(bad: str, bad_outcomes: dict[str, li
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--epoch 3", "unrecognized arguments: --epoch 3; did you mean --epochs?"),
-        ("--data irsi", "there is no data set and no file 'irsi'; did you mean 'iris'?"),
-        ("--allreduce rign", f"did you mean 'ring'? The backends are: {', '.join(allreduce.NAMES)}"),
-        ("--save no/such/m.npz", "--save no/such/m.npz: this can't be written"),
         ("predict --lod m.npz", "the following arguments are required: --load, --data, --out"),
         ("serve --modl m.npz", "the following arguments are required"),
         ("search --config t.yaml --epoch 3", "unrecognized arguments: --epoch 3; did you mean --epochs?"),
         ("search --config t.yaml --trace t.json", "--trace: a search does not take this option of a training"),
     ],
 )
-def test_a_line_is_checked_without_ranks(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(line.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert words in err
-
-
-def test_a_right_line_and_the_help_without_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    """--help lists the backends that an error lists."""
-    assert check.main(["--data", "iris", "--allreduce", "ring"]) == 0
-    assert capsys.readouterr() == ("", "")
-    for line in (["--help"], ["search", "--help"]):
-        with pytest.raises(SystemExit, match="0"):
-            check.main(line)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert ", ".join(allreduce.NAMES) in shown
-    assert "python -m trainers search" in shown
+def test_bad_options_of_the_other_commands(line: str, words: str) -> None:
+    name, *arguments = line.split()
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        import_module(main.COMMANDS[name]).COMMAND.parse(arguments, True, name)
 
 
 STRATEGY_RUNS = {
@@ -220,36 +203,24 @@ STRATEGY_RUNS = {
     "spare_replicas": ["--backup-workers", "1"],
 }
 STEP = ["--accumulate", "2", "--clip-norm", "5", "--ema", "0.9", "--schedule", "cosine", "--warmup-steps", "5"]
-EVALUATED = ["--epochs", "9", "--checkpoint", "run", "--evaluator", "--evaluations", "evaluations.jsonl", *STEP]
 
 
 @pytest.mark.jobs
-def test_strategies_and_an_evaluator(tmp_path: Path) -> None:
-    """In one job: each strategy, one with an evaluator, and a training that fails while an evaluator runs."""
+def test_strategies(tmp_path: Path) -> None:
+    """In one job: each strategy, and servers with checkpoints and transforms."""
     lines = [["--strategy", name, *options, "--json", f"{name}.json"] for name, options in STRATEGY_RUNS.items()]
-    lines += [["--strategy", "parameter_server", *EVALUATED]]
-    lines += [["--optimizer", "sgd", "--lr", "1e30", "--epochs", "3", "--checkpoint", "other", "--evaluator"]]
+    lines += [["--strategy", "parameter_server", "--epochs", "9", "--checkpoint", "run", *STEP]]
     short = ["--data", "iris", "--epochs", "20"]
     found = in_one_job(4, [("trainers.cli.main", [*short, *line], str(tmp_path)) for line in lines], tmp_path)
-    *trained, failed = [{rank["code"] for rank in ranks} for ranks in found]
-    assert trained == [{0}] * 4, found
-    assert failed == {1}
+    assert [{rank["code"] for rank in ranks} for ranks in found] == [{0}] * 4, found
     for name in STRATEGY_RUNS:
         result = json.loads((tmp_path / f"{name}.json").read_text())
         assert (result["strategy"], result["ranks"], len(set(result["parameters_sha256"]))) == (name, 4, 1)
         assert result["test_accuracy"] > 0.8
     served = json.loads((tmp_path / "parameter_server.json").read_text())
-    assert served["roles"] == {"chief": [0], "worker": [1], "ps": [2, 3], "evaluator": []}
     assert (served["servers"], served["stale"], served["max_staleness"], served["warm_up"]) == (2, "scale", 4, 1)
     assert 0 < len(served["history"][-1]["staleness"]) <= 5
-    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
-    assert rows[-1]["epoch"] == 9
-    chief, evaluator = found[3][0]["stdout"], found[3][3]["stdout"]
-    assert "roles: chief rank 0; worker rank 1; ps rank 2; evaluator rank 3\n" in chief
-    assert f"test accuracy: {rows[-1]['accuracy']:.4f}" in chief
-    assert evaluator.count("evaluator: ") == len(rows)
-    assert found[4][0]["stderr"].count("error: the loss became nan in epoch 1, step 2") == 1
+    assert "test accuracy: " in found[3][0]["stdout"]
 
 
 def test_bad_arguments_end_the_job_with_one_line(mpirun: JobRunner) -> None:
@@ -393,7 +364,7 @@ def test_help_has_the_ten_options_that_most_trainings_need(capsys: pytest.Captur
 def test_backups_are_copies_beside_the_original(backups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES, MIRRORED, (lambda *_, **given: given, ""))  # type: ignore[arg-type]
     options = parse(["--update", "sharded", "--backups", str(backups)], True)
-    given: Any = make_trainer(options, NumpyNetwork([4, 3]), Topology(), 0)
+    given: Any = make_trainer(options, NumpyNetwork([4, 3]), Topology())
     assert given["update"] == (Sharded(copies=2) if backups else "sharded")
 
 
@@ -423,7 +394,7 @@ def test_options_become_the_objects_of_a_trainer_and_of_a_fit() -> None:
 )
 def test_the_error_of_a_trainer_names_the_option(given: list[str], text: str) -> None:
     with Topology() as topology, pytest.raises(ArgumentError, match=text):
-        make_trainer(parse(given, True), NumpyNetwork([4, 3]), topology, 0)
+        make_trainer(parse(given, True), NumpyNetwork([4, 3]), topology)
 
 
 def test_help_all_has_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -441,19 +412,10 @@ def test_help_all_has_every_option_with_its_default(capsys: pytest.CaptureFixtur
 
 
 def test_standby_ranks_have_to_be_of_use() -> None:
-    three, on = Roles(0, (1, 2)), ["--standby", "1", "--on-failure", "continue"]
-    main.check(parse(on, True), three)
-    for args, assigned, text in (
-        ([*on, "--ranks-per-node", "2"], three, "--standby 1 can't be used with --ranks-per-node"),
-        ([*on, "--chief", "1"], Roles(1, (0, 2)), "--on-failure continue can't be used with an evaluator or --chief"),
-        (
-            [*on[2:], "--evaluator", "--checkpoint", "run"],
-            Roles(0, (1,), (), 2),
-            "--on-failure continue can't be used with an evaluator",
-        ),
-    ):
-        with pytest.raises(ArgumentError, match=text):
-            main.check(parse(args, True), assigned)
+    on = ["--standby", "1", "--on-failure", "continue"]
+    main.check(parse(on, True), 3)
+    with pytest.raises(ArgumentError, match="--standby 1 can't be used with --ranks-per-node"):
+        main.check(parse([*on, "--ranks-per-node", "2"], True), 3)
 
 
 def test_options_of_other_strategies_have_no_value() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.datasets.parser import RankParser
+from trainers.cli.parser import RankParser
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from allreduce import Topology
 from allreduce.arrays import gpu
@@ -23,13 +23,11 @@ from allreduce.errors import (
 )
 from allreduce.health import abort
 from allreduce.transport import processes
-from allreduce.transport.control import everywhere, on_all_ranks, raise_together, root_value, together
+from allreduce.transport.control import everywhere, on_all_ranks, together
 from allreduce.transport.wait import waiting
 from trainers import datasets
-from trainers.cli import results, roles
-from trainers.cli.evaluator import Evaluator, end_signal
+from trainers.cli import results
 from trainers.cli.options import (
-    SERVERS,
     make_callbacks,
     make_network,
     make_trainer,
@@ -41,16 +39,14 @@ from trainers.datasets.shards import is_pattern
 from trainers.errors import ArgumentError, DivergedError, TrainerError
 from trainers.fit.checkpointing import Checkpoint
 from trainers.fit.shards import load_shards
-from trainers.recovery.terminating import Terminated, Terminating
+from trainers.recovery.terminating import Terminating
 from trainers.replica import saved_columns
 from trainers.replicas.numpy.categories import load_network
 from trainers.replicas.numpy.network import NumpyNetwork
-from trainers.trainer import Trainer
 from trainers.watching.logs import log_to, write_error
 
 log = logging.getLogger("trainers")
 
-ENDS: tuple[type[Exception] | type[Terminated], ...] = (Terminated, DivergedError, TrainerError)  # may end a training
 FAULTS = (DivergedError, RankLostError, RankLeftError, CollectiveTimeoutError, BrokenError, CommunicationError)
 COMMANDS = {  # the first argument -> the module with its COMMAND and `run`, imported when it is asked for
     "export": "trainers.apps.export.command",
@@ -77,9 +73,12 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m train
                 command = import_module(COMMANDS[given[0]])
                 sigterm.agreed = bool(command.run(given[1:], world, f"{program} {given[0]}"))  # True: it obeys SIGTERM
                 return code
-            while (prepared := prepare(arguments, world, program)) is None:
+            while (prepared := prepare(given, world, program)) is None:
                 world = world.survivors()
-            _run(*prepared, world)
+            job, member = prepared
+            if member := member or join(job, world):
+                train = import_module(ENSEMBLE).train if job.options.members else _train
+                train(job, member)
             sigterm.agreed = True  # all work is done: ignore the signal
     except (AllReduceError, TrainerError) as error:
         if world.size > 1 and not everywhere(error, world.world):
@@ -104,10 +103,9 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m train
 
 
 class Job(NamedTuple):
-    """The options, roles and data of the job; the same on all ranks."""
+    """The options and data of the job; the same on all ranks."""
 
     options: argparse.Namespace
-    roles: roles.Roles
     data: datasets.Dataset | datasets.Shards
 
     @property
@@ -123,7 +121,7 @@ class Member(NamedTuple):
     network: NumpyNetwork
 
 
-def prepare(arguments: Sequence[str] | None, world: Topology, program: str) -> tuple[Job, Member | None] | None:
+def prepare(arguments: Sequence[str], world: Topology, program: str) -> tuple[Job, Member | None] | None:
     """Read the options and data, and create this rank's topology and network. Collective.
 
     Returns None if a rank failed meanwhile and --on-failure continue is given: the remaining ranks begin again. With
@@ -144,7 +142,7 @@ def prepare(arguments: Sequence[str] | None, world: Topology, program: str) -> t
     return None
 
 
-def _goes_on(arguments: Sequence[str] | None) -> bool:
+def _goes_on(arguments: Sequence[str]) -> bool:
     """Whether --on-failure continue is given; False if the arguments are invalid."""
     try:
         return parse(arguments, shown=False).on_failure == "continue"
@@ -152,17 +150,15 @@ def _goes_on(arguments: Sequence[str] | None) -> bool:
         return False
 
 
-def _read(arguments: Sequence[str] | None, world: Topology, program: str) -> Job:
-    """Read the options, the roles and the data. Collective."""
+def _read(arguments: Sequence[str], world: Topology, program: str) -> Job:
+    """Read the options and the data. Collective."""
     options = together(world.world, lambda: parse(arguments, world.rank == 0, program))
-    servers = options.servers if options.strategy == SERVERS else 0
-    assigned = roles.assign(world, servers, options.evaluator, chief=options.chief)
-    together(world.world, lambda: check(options, assigned))
+    together(world.world, lambda: check(options, world.size))
     if options.log_dir:
         together(world.world, lambda: log_to(options.log_dir))
-        log.info("%s: %s", world, " ".join(sys.argv[1:] if arguments is None else arguments))
-    together(world.world, lambda: results.check_targets(options) if world.rank == assigned.chief else None)
-    return Job(options, assigned, together(world.world, lambda: _data(options, world)))
+        log.info("%s: %s", world, " ".join(arguments))
+    together(world.world, lambda: results.check_targets(options) if world.rank == 0 else None)
+    return Job(options, together(world.world, lambda: _data(options, world)))
 
 
 def _data(options: argparse.Namespace, world: Topology) -> datasets.Dataset | datasets.Shards:
@@ -176,30 +172,22 @@ def _data(options: argparse.Namespace, world: Topology) -> datasets.Dataset | da
     return datasets.load(options.data, options.label, columns=columns, **choices)
 
 
-def check(options: argparse.Namespace, assigned: roles.Roles) -> None:
-    """Raise ArgumentError if the options do not fit each other, or the number and roles of the ranks."""
+def check(options: argparse.Namespace, ranks: int) -> None:
+    """Raise ArgumentError if the options do not fit each other, or the number of ranks."""
     trainer_options(options)
-    given, ranks = options.ranks_per_node, len(assigned.training)
+    given = options.ranks_per_node
     if isinstance(given, int) and given > ranks:
         raise ArgumentError(
             f"--ranks-per-node {given}: this job has {ranks} rank{'s' * (ranks != 1)}, so no node has {given}; give at "
             f"most {ranks}, or start more ranks (mpirun -n {2 * given})"
         )
-    if options.on_failure == "continue" and (assigned.evaluator is not None or assigned.chief):
-        raise ArgumentError(
-            "--on-failure continue can't be used with an evaluator or --chief: no rank can replace these ranks"
-        )
     if options.standby and options.ranks_per_node:
         raise ArgumentError(f"--standby {options.standby} can't be used with --ranks-per-node; leave out one of them")
-    if options.members and assigned.evaluator is not None:
-        raise ArgumentError(f"--members {options.members}: an evaluator evaluates one model; leave out the evaluator")
     if options.members and is_pattern(options.data):
         raise ArgumentError(
             f"--data {options.data}: each rank reads its own files, and a member of an ensemble takes rows of all: "
             "give one file, or leave out --members"
         )
-    if assigned.evaluator is not None and is_pattern(options.data):
-        raise ArgumentError(f"--data {options.data}: an evaluator takes one file; leave out --evaluator")
 
 
 def join(job: Job, world: Topology) -> Member | None:
@@ -209,12 +197,12 @@ def join(job: Job, world: Topology) -> Member | None:
     """
     options = job.options
     if options.standby:
-        member = standby.elastic_world(world, options.standby)
-        if member is None:
-            return None
-        return Member(member, together(member.world, lambda: _network(job, member)))
-    topology = roles.training(world, job.roles, options.ranks_per_node)
-    return Member(topology, together(world.world, lambda: _network(job, topology)))
+        topology = standby.elastic_world(world, options.standby)
+    else:
+        topology = Topology(world.world, options.ranks_per_node, world.timeout)
+    if topology is None:
+        return None
+    return Member(topology, together(topology.world, lambda: _network(job, topology)))
 
 
 def _network(job: Job, topology: Topology) -> NumpyNetwork:
@@ -230,27 +218,15 @@ def _network(job: Job, topology: Topology) -> NumpyNetwork:
     return make_network(options, data)
 
 
-# The training and the evaluator
-
-
-def _run(job: Job, member: Member | None, world: Topology) -> None:
-    options, member = job.options, member or join(job, world)
-    if member is None:
-        return
-    if options.members:
-        import_module(ENSEMBLE).train(job, member)
-    elif job.roles.evaluator is None:
-        _train(job, member)
-    else:
-        _train_and_evaluate(job, member, world)
+# The training
 
 
 def _train(job: Job, member: Member) -> None:
     """Train, test and write the results. Collective over the ranks that train."""
     options, data, stream = job.options, job.data, job.stream
-    with make_trainer(options, member.network, member.topology, len(job.roles.servers)) as trainer:
+    with make_trainer(options, member.network, member.topology) as trainer:
         if not isinstance(member.topology, standby.JoiningRank):  # the other ranks have printed it
-            _introduce(job, member, trainer)
+            introduce(job, member, [results.strategy_line(trainer, options)])
         train, test = (data.train, data.test) if isinstance(data, datasets.Shards) else (data.x_train, data.x_test)
         labels = (None, None) if isinstance(data, datasets.Shards) else (data.y_train, data.y_test)
         history = trainer.fit(
@@ -271,7 +247,12 @@ def _train(job: Job, member: Member) -> None:
             trainer.save(options.save)
             say(trainer.topology, f"saved: {options.save}", stream)
         if options.json:
-            trainer.surviving(lambda: _write_results(job, trainer, history, scores))
+
+            def write() -> None:
+                result = results.result(options, trainer, history, scores)
+                trainer.group.on_one(lambda: results.write_json(options.json, result))
+
+            trainer.surviving(write)
         say(trainer.topology, f"test accuracy: {scores['accuracy']:.4f}", stream)
     if options.standby:
         trainer.topology.close()  # ends the wait of the standby ranks
@@ -283,19 +264,12 @@ def checkpoint_of(options: argparse.Namespace) -> Checkpoint | None:
     return Checkpoint(options.checkpoint, options.checkpoint_every, same_data=not options.other_data)
 
 
-def _introduce(job: Job, member: Member, trainer: Trainer[Any]) -> None:
-    """Print the ranks, the strategy, the data and the model. Collective."""
-    introduce(job, member, [results.strategy_line(trainer, job.options)])
-
-
 def introduce(job: Job, member: Member, training: Sequence[str]) -> None:
     """Print on rank 0 the ranks, lines about the training, the data and the model. Collective."""
     options, data, (topology, network) = job.options, job.data, member
     lines = [f"{topology}, on {network.device}"]
     if options.standby:
         lines.append(f"standby ranks: {options.standby}")
-    if job.roles.servers or job.roles.evaluator is not None:
-        lines.append(f"roles: {job.roles}")
     lines += [*training, f"data: {data}"]
     if data.columns is not None:
         lines.append(f"table: {data.columns}")
@@ -310,65 +284,6 @@ def check_loss(loss: float, world: Topology) -> None:
     if not math.isfinite(loss):
         error = DivergedError(f"the loss of the test data is {loss}: lower the learning rate, or scale the features")
         raise on_all_ranks(error, world.world)  # all ranks have the same loss
-
-
-def _write_results(job: Job, trainer: Trainer[Any], history: Any, scores: dict[str, float]) -> None:
-    """Collective over the ranks that train."""
-    result = results.result(job.options, trainer, job.roles, history, scores)
-    trainer.group.on_one(lambda: results.write_json(job.options.json, result))
-
-
-def _train_and_evaluate(job: Job, member: Member, world: Topology) -> None:
-    """Train on all ranks but one, which evaluates. Collective; an error of either part is raised on all ranks."""
-    options, evaluates = job.options, world.rank == job.roles.evaluator
-    assert job.roles.evaluator is not None
-    evaluator = together(world.world, lambda: _evaluator(job, member.network) if evaluates else None)
-    error: Exception | Terminated | None = None
-    try:
-        with end_signal(world.private(), job.roles.chief, job.roles.evaluator) as ended:
-            if evaluator is not None:
-                evaluator.run(ended)
-            else:
-                _train(job, member)
-    except (Exception, Terminated) as met:
-        if not (evaluates or everywhere(met, member.topology.world)):
-            raise  # the other training ranks do not have this error
-        error = met
-    _end_together(job, world, error)
-    if options.evaluations:
-        say(world, f"evaluations: {options.evaluations}", job.stream)
-
-
-def _evaluator(job: Job, network: NumpyNetwork) -> Evaluator:
-    options, data = job.options, job.data
-    assert isinstance(data, datasets.Dataset)  # see `check`
-    return Evaluator(
-        network,
-        options.checkpoint,
-        data.x_test,
-        data.y_test,
-        output=options.evaluations,
-        append=options.resume,
-        stream=job.stream,
-    )
-
-
-def _end_together(job: Job, world: Topology, error: Exception | Terminated | None) -> None:
-    """Raise the error of the training on all ranks, or else the evaluator's. Collective.
-
-    error: of this rank, or None; all ranks that train have the same one.
-    """
-    kind = next((number for number, each in enumerate(ENDS) if isinstance(error, each)), len(ENDS) - 1)
-    own = None if error is None else (kind, str(error))
-    failed = root_value(world.world, own, "learn how the training ended", job.roles.chief)
-    if failed is None:
-        assert not isinstance(error, Terminated)
-        raise_together(world.world, error)
-        return
-    if error is None or world.rank == job.roles.evaluator:
-        kind, text = failed
-        error = ENDS[kind](text)
-    raise on_all_ranks(error, world.world)
 
 
 def say(world: Topology, text: str, stream: TextIO) -> None:

@@ -6,7 +6,6 @@ declarations.
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from allreduce.topology import Topology
 from trainers import callbacks, checks, datasets
 from trainers.arguments import BELOW_ONE, POSITIVE, Check, Flag, integer
 from trainers.central_storage import CentralStorageTrainer
-from trainers.datasets.parser import RankParser
+from trainers.cli.parser import RankParser
 from trainers.errors import ArgumentError
 from trainers.fit.checkpointing import period
 from trainers.fit.weights import BALANCED
@@ -38,8 +37,7 @@ from trainers.trainer import Trainer
 EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --data digits
   mpirun -n 4 python -m trainers --data iris --allreduce ring --json result.json
-  python -m trainers.datasets make mnist/                                           (a small folder of such files)
-  mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --batch-size 512 --save model.npz
+  mpirun -n 4 python -m trainers --data mnist/ --hidden 256,128 --save model.npz    (a folder of MNIST's files)
   mpirun -n 4 python -m trainers --data mnist/ --load model.npz --epochs 0          (only test a saved model)
   mpirun -n 4 python -m trainers --data people.csv --label income --save model.npz  (a table of words and numbers)
   mpirun -n 4 python -m trainers predict --load model.npz --data new.csv --out predictions.csv
@@ -50,7 +48,7 @@ EXAMPLES = """examples:
   mpirun -n 4 python -m trainers --strategy spare_replicas --backup-workers 1
   mpirun -n 4 python -m trainers --members 5 --bagging rows --save ensemble.npz     (five networks that vote)
 
---help-all shows the other options: strategies, failures, roles, network, traces, checks.
+--help-all shows the other options: strategies, failures, network, traces, checks.
 python -m trainers predict --help shows the options of predict; export, which writes an ONNX file, has options too.
 """
 
@@ -102,7 +100,6 @@ BACKUPS = Check("0 or 1", read=("0", "1").index)
 LAYERS = Check('a list of layer sizes such as 64,32, or "none"', read=layer_sizes)
 NODES = Check("a number of ranks such as 2, or a list such as 3,1", read=ranks_per_node)
 PORT = Check("PORT or ADDRESS:PORT such as 0.0.0.0:9400", read=address)
-LINES = Check("the name of a file that ends in .jsonl or .csv", lambda path: path.endswith((".jsonl", ".csv")))
 
 
 # The declarations
@@ -254,8 +251,6 @@ ONE_FILE = "all members would write one file"
 ONE_MODEL = {  # options of the training of one model -> why an ensemble takes none of them
     "load": "members begin with their own seeds",
     "standby": "the ranks of an ensemble have no standby ranks",
-    "evaluator": "an evaluator evaluates the checkpoints of one model",
-    "evaluations": "an evaluator evaluates the checkpoints of one model",
     **dict.fromkeys(("trace", "tensorboard", "csv"), ONE_FILE),
     "prometheus": "all members would have one port",
 }
@@ -390,17 +385,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             help="soft: the mean of the members' probabilities; hard: each member votes for a class",
         ),
     ),
-    "roles": (
-        Option("chief", "R", integer(0), default=0, help="the rank that prints and writes files"),
-        Option(
-            "evaluator", default=False, needs={"checkpoint": ()},
-            help="the last rank does not train: it evaluates each new checkpoint",
-        ),
-        Option(
-            "evaluations", "FILE", LINES, writes=True, needs={"evaluator": ()},
-            help="the evaluator writes its metrics to this file: JSON lines to FILE.jsonl, a table to FILE.csv",
-        ),
-    ),
     "network": (
         Option(
             "hidden", "N,N,...", LAYERS, default=PerData((64, 32), (10, 10), (128, 64)), common=True,
@@ -518,12 +502,11 @@ def add_options(parser: argparse.ArgumentParser, everything: bool = True) -> Non
             option.add_to(groups[heading], everything or option.common)
 
 
-def parse(arguments: Sequence[str] | None, shown: bool, program: str = "python -m trainers") -> argparse.Namespace:
+def parse(arguments: Sequence[str], shown: bool, program: str = "python -m trainers") -> argparse.Namespace:
     """Return the checked options, with their defaults. Raises ArgumentError; --help and --help-all exit.
 
     The options of other strategies stay None. shown: whether this rank prints. program: its name in --help.
     """
-    given = sys.argv[1:] if arguments is None else arguments
     parser = RankParser(
         shown,
         prog=program,
@@ -531,8 +514,8 @@ def parse(arguments: Sequence[str] | None, shown: bool, program: str = "python -
         description="Train a small network on all ranks together, and test it.",
         epilog=EXAMPLES,
     )
-    add_options(parser, "--help-all" in given)
-    options = parser.parse_args(given)
+    add_options(parser, "--help-all" in arguments)
+    options = parser.parse_args(arguments)
     options.strategy = options.strategy or MIRRORED
     options.data = options.data or BY_NAME["data"].default
     for option in BY_NAME.values():
@@ -632,13 +615,10 @@ def trainer_options(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology, servers: int) -> Trainer[Any]:
-    """Create the trainer that the options describe. servers: the number of servers, the last ranks. Collective."""
-    given = trainer_options(options)
-    if "servers" in given:
-        given["servers"] = tuple(range(topology.size - servers, topology.size))
+def make_trainer(options: argparse.Namespace, replica: Replica, topology: Topology) -> Trainer[Any]:
+    """Create the trainer that the options describe. Collective."""
     try:
-        return STRATEGIES[options.strategy][0](replica, topology=topology, **given)
+        return STRATEGIES[options.strategy][0](replica, topology=topology, **trainer_options(options))
     except ArgumentError as error:
         for option in BY_NAME.values():
             if option.argument and re.search(rf"\b{option.argument}\b", str(error)):

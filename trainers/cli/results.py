@@ -8,7 +8,6 @@ from typing import Any
 
 from allreduce.files import writable
 from trainers.cli import options as declared
-from trainers.cli.roles import Roles
 from trainers.errors import ArgumentError, as_error
 from trainers.files.model_file import replacing
 from trainers.mirrored import MirroredTrainer
@@ -51,9 +50,7 @@ def _backend(trainer: MirroredTrainer, options: argparse.Namespace) -> tuple[str
 STEP = ("class_weight", *(flag.name for kind in TRANSFORMS for flag, *_ in declared.flags_of(kind).values()))
 
 
-def result(
-    options: argparse.Namespace, trainer: Trainer, assigned: Roles, history: History, scores: dict[str, float]
-) -> dict[str, Any]:
+def result(options: argparse.Namespace, trainer: Trainer, history: History, scores: dict[str, float]) -> dict[str, Any]:
     """Return the results that --json writes. Collective over the ranks that train."""
     backend = {"allreduce_used": _backend(trainer, options)[0]} if isinstance(trainer, MirroredTrainer) else {}
     return {
@@ -64,7 +61,6 @@ def result(
         **declared.strategy_options(options),
         **{name: value for name in STEP if (value := getattr(options, name)) != declared.BY_NAME[name].default},
         **backend,
-        "roles": assigned.as_dict(),
         "ranks": trainer.size,
         "nodes": trainer.topology.nodes,
         "device": trainer.replica.device,

@@ -46,7 +46,8 @@ def load(
         return idx.load(source)
     if is_pattern(source):
         raise DataError(f"{source}: a pattern of several files is for trainers.load_shards, and for --data")
-    check_source(source)
+    if not os.path.exists(source):
+        raise _unknown(source)
     if source.endswith(".npz"):
         x, y, *test = read_archive(source)
         return dataset.make(source, (x, y), (test[0], test[1]) if test else None)
@@ -59,15 +60,11 @@ def load(
     raise DataError(f"{source} has none of the known formats: {_FORMATS}")
 
 
-def check_source(source: str) -> None:
-    """Raise DataError if a source is neither the name of a data set nor a path that exists nor a pattern of paths."""
-    if source in NAMES or os.path.exists(source) or is_pattern(source):
-        return
+def _unknown(source: str) -> DataError:
+    """Return the error about a source that is neither the name of a data set nor a path that exists."""
     near = difflib.get_close_matches(source, NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; use {', '.join(NAMES)}, {_FORMATS}"
-    if os.path.basename(os.path.normpath(source)) == "mnist":
-        hint = f"; make a small one by: python -m trainers.datasets make {source}"
-    raise DataError(f"there is no data set and no file {source!r}{hint}")
+    return DataError(f"there is no data set and no file {source!r}{hint}")
 
 
 def checked_choices(

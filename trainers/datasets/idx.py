@@ -47,11 +47,6 @@ def read(path: str, dimensions: str) -> np.ndarray:
     return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
 
-def content(array: np.ndarray) -> bytes:
-    """Return the content of an IDX file for a uint8 array."""
-    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
-
-
 def _header(path: str, file: IO[bytes], dimensions: str) -> tuple[np.dtype, tuple[int, ...]]:
     """Return the dtype and the shape from the header of an IDX file."""
     magic = model_file.read_up_to(file, 4)

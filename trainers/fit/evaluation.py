@@ -40,9 +40,7 @@ def predict_chunk(replica: Replica, rows: Arrays | Samples, ranks: int, rank: in
     return outputs
 
 
-def evaluate_rows(
-    replica: Replica, rows: Arrays | Samples, ranks: int = 1, rank: int = 0, exact: bool = False
-) -> np.ndarray:
+def evaluate_rows(replica: Replica, rows: Arrays | Samples, ranks: int, rank: int, exact: bool = False) -> np.ndarray:
     """Evaluate the chunk of rows of `rank`; returns sums for `means_of`, (segments, metrics + 1) float64: of the
     replica's metrics, and of the weights that the loss has counted.
 

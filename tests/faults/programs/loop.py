@@ -67,8 +67,8 @@ class Loop:
         ranks = self.optimizer.topology
         batches = Batches(Arrays((self._x, self._y)), BATCH, ranks.rank, ranks.size)
         epoch, place = divmod(number, batches.steps)
-        batch = batches.share(epoch, place, ranks.rank)
-        return torch.from_numpy(batch.x), torch.from_numpy(batch.y)
+        x, y = batches.share(epoch, place, ranks.rank).data
+        return torch.from_numpy(x), torch.from_numpy(y)
 
     def save(self, step: int) -> None:
         """Write a checkpoint before a step. Collective; raises RankLostError."""

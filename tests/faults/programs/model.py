@@ -83,7 +83,7 @@ def _without_faults(framework: str, optimizer: str, left_out: int | None) -> tup
     for epoch in range(EPOCHS):
         for step, batch in enumerate(batches.epoch(epoch), epoch * batches.steps):
             if step != left_out:
-                model.gradients(batch.x, batch.y, batch.share)
+                model.gradients(*batch.data, batch.share)
                 model.update()
     sums = dict(zip(model.metrics, model.evaluate(x_test, y_test), strict=True))
     return model.state()["parameters"].copy(), float(sums["accuracy"]) / TESTED

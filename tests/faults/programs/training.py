@@ -78,7 +78,7 @@ class Source:
         self._batches = Batches(Arrays(model.rows()[:2]), BATCH, self._part, self._parts).epoch(number)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        return ((batch.x.copy(), batch.y.copy()) for batch in self._batches)
+        return ((x.copy(), y.copy()) for (x, y), *_ in self._batches)
 
 
 def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:

@@ -184,7 +184,7 @@ def test_a_fit_goes_back_to_its_first_batch() -> None:
     batches.begin(1, 0)
     batches.seek(0, 0, 0, {"sizes": []}, {})
     batches.begin(0, 0)
-    assert batches.share(0, 0, 0).x[0] == 0
+    assert batches.share(0, 0, 0).data[0][0] == 0
 
 
 def test_a_fit_that_resumes_at_its_first_batch_has_seen_that_batch() -> None:
@@ -203,7 +203,7 @@ def test_a_fit_goes_back_to_the_newest_attempt_at_a_step() -> None:
         """Return batch 2, and its place as a checkpoint has it."""
         for step in range(3):
             batches.learn(step, batches.begin(0, step))
-        return batches.share(0, 2, 0).x, batches.tell(0, 2)[1]
+        return batches.share(0, 2, 0).data[0], batches.tell(0, 2)[1]
 
     first, _ = read()
     batches.seek(0, 0, 0, {"sizes": []}, {})
@@ -211,7 +211,7 @@ def test_a_fit_goes_back_to_the_newest_attempt_at_a_step() -> None:
     assert not np.array_equal(first, second)
     batches.seek(0, 2, 2, {"sizes": [2, 2]}, place)
     batches.begin(0, 2)
-    assert np.array_equal(batches.share(0, 2, 0).x, second)
+    assert np.array_equal(batches.share(0, 2, 0).data[0], second)
 
 
 @pytest.mark.parametrize(("limit", "number"), [(None, 300), (5, 15)])
@@ -223,7 +223,7 @@ def test_a_rank_that_joins_after_the_last_batch_of_an_epoch_reads_the_next_one(l
     resumed.seek(3, 0, batches.total(3, 0), *place)  # of a checkpoint that is written before the rank has read anything
     for each in (batches, resumed):
         each.learn(0, each.begin(3, 0))
-        assert each.share(3, 0, 0).x[0] == number
+        assert each.share(3, 0, 0).data[0][0] == number
 
 
 class Closes:

@@ -96,7 +96,6 @@ def _result(job: Job, ensemble: Any, scores: dict[str, float], own: dict[int, di
         ],
         **{name: value for name, value in strategy_options(options).items() if name != "members"},
         **{name: getattr(options, name) for name in names},
-        "roles": job.roles.as_dict(),
         "ranks": ensemble.topology.size,
         "nodes": ensemble.topology.nodes,
     }

@@ -24,7 +24,6 @@ from trainers.cli import results
 from trainers.cli.command import Command
 from trainers.cli.options import (
     BY_NAME,
-    SERVERS,
     integer,
     make_callbacks,
     make_network,
@@ -205,9 +204,8 @@ class Keeper:
         job, tuned = self._job, self._job.tuning
         options = parse([*job.base, *tuned.suggest(trial)], shown=False)
         network = together(topology.world, lambda: make_network(options, job.data))
-        servers = options.servers if options.strategy == SERVERS else 0
         watch = Watching(trial, tuned.metric, tuned.prunes)
-        with make_trainer(options, network, topology, servers) as trainer:
+        with make_trainer(options, network, topology) as trainer:
             trainer.fit(
                 job.data.x_train,
                 job.data.y_train,

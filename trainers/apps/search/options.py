@@ -9,8 +9,7 @@ from trainers.errors import ArgumentError
 
 OF_THE_SEARCH = (  # options that a search has itself, or that write the same file in each trial
     "save", "load", "json", "checkpoint", "checkpoint_every", "resume", "other_data", "trace", "tensorboard",
-    "prometheus", "log_dir", "csv", "chief", "evaluator", "evaluations", "on_failure", "standby", "members", "bagging",
-    "voting",
+    "prometheus", "log_dir", "csv", "on_failure", "standby", "members", "bagging", "voting",
 )  # fmt: skip
 OF_THE_DATA = ("data", "label", "ignore", "categories")  # the same in all trials, which are compared
 

@@ -1,4 +1,4 @@
-"""The parser of all command lines. It is in this package because `python -m trainers.datasets` runs without MPI."""
+"""The parser of all command lines."""
 
 import argparse
 import difflib
