@@ -86,13 +86,13 @@ def test_a_rank_that_is_lost_in_a_fit_costs_one_trial(mpirun: JobRunner, tmp_pat
 
 def test_a_search_goes_on_after_sigterm(mpirun: JobRunner, tmp_path: Path) -> None:
     """One rank gets it; a later job, on other ranks, repeats the trials that ran."""
-    tuning = "maxTrials: 40\nenableTrialEarlyStopping: false\n"
+    tuning = "maxTrials: 12\nenableTrialEarlyStopping: false\n"
     given = ["SIGTERM", "1", "2", str(tmp_path / "sent")]
     with pytest.raises(AssertionError, match="SIGTERM: the search has been stopped; a search with the same file"):
         command(mpirun, tmp_path, 2, tuning, *given)
     assert 0 in told(tmp_path / "journal").values()
     result = command(mpirun, tmp_path, 3, tuning, *given)
-    assert sum(each["repeats"] is None for each in result["trials"]) == 40
+    assert sum(each["repeats"] is None for each in result["trials"]) == 12
     assert {each["state"] for each in result["trials"]} == {"COMPLETE", "FAIL"}
     assert result["ranks"] == 3
     assert set(told(tmp_path / "journal").values()) == {1}

@@ -123,21 +123,27 @@ def test_links_have_the_rate_in_each_direction(rig: Rig) -> None:
     assert 0.38 < float(job.stdout) < 0.75
 
 
-def test_command_keeps_its_arguments_environment_and_status(rig: Rig) -> None:
+def test_command_keeps_its_arguments_environment_and_status(rig: Rig, tmp_path: Path) -> None:
+    """And leaves nothing."""
     words = ["two words", 'a "quote"', "$HOME", "*", ""]
     code = "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ['ALLREDUCE_SOMETHING']); sys.exit(7)"
-    job = rig("2x1", "1gbit", "--", "python", "-c", code, *words, ALLREDUCE_SOMETHING="some thing")
+    mark = uuid.uuid4().hex
+    job = rig("2x1", "1gbit", "--", "python", "-c", code, *words, ALLREDUCE_SOMETHING="some thing", mark=mark)
     assert job.returncode == 7, job.stderr
     # One rank's status may end the other before it has printed.
     assert set(job.stdout.splitlines()) == {f"{words} {launch.ROOT} some thing"}
+    assert launch.marked(mark) == []
+    assert not list(tmp_path.glob("cluster_sim.*"))
 
 
 def test_compressed_sums_send_fewer_bytes(rig: Rig, tmp_path: Path) -> None:
-    """As benchmarks.compression counts them."""
-    record = tmp_path / "speed.json"
+    """As benchmarks.compression counts them; and a job that succeeds leaves nothing."""
+    record, mark = tmp_path / "speed.json", uuid.uuid4().hex
     options = ["--size", "1M", "--iters", "2", "--methods", "none,bfloat16,int8", "--json", str(record)]
-    job = rig("2x1", "1gbit", "--", "python", "-m", "benchmarks.compression", *options)
+    job = rig("2x1", "1gbit", "--", "python", "-m", "benchmarks.compression", *options, mark=mark)
     assert job.returncode == 0, job.stdout + job.stderr
+    assert launch.marked(mark) == []
+    assert not list(tmp_path.glob("cluster_sim.*"))
     found = json.loads(record.read_text())
     assert found["node_sizes"] == [1, 1]
     sent = {cost["method"]: cost["bytes_per_rank"] for cost in found["costs"]}
@@ -218,14 +224,6 @@ def test_a_signal_takes_everything_down(rig: Rig, tmp_path: Path, sent: signal.S
     assert not [name for name in os.listdir("/sys/class/net") if name.startswith("port") or name == "switch"]
     if sent != signal.SIGKILL:  # which leaves no time to remove files
         assert not list(tmp_path.glob("cluster_sim.*"))
-
-
-def test_nothing_is_left_after_success_and_failure(rig: Rig, tmp_path: Path) -> None:
-    for command, code in (("true", 0), ("false", 1)):
-        mark = uuid.uuid4().hex
-        assert finish(start(["2x1", "1gbit", "--", command], tmp_path, mark), 60).returncode == code
-        assert launch.marked(mark) == []
-    assert not list(tmp_path.glob("cluster_sim.*"))
 
 
 @pytest.mark.parametrize(

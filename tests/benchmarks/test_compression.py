@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from allreduce.errors import OptionError
+from benchmarks import compression
 from benchmarks.lib import hosts
 from tests.conftest import JobRunner, in_one_job
 
@@ -31,7 +32,6 @@ REFUSED = {
     "--methods none,int9": "did you mean 'int8'?",
     "--size 3": "one element has 4 bytes",
     "sped": "invalid choice: 'sped'",
-    "training --models mpl": "--models mpl is unknown; use mlp or conv",
 }
 
 
@@ -76,6 +76,12 @@ def test_refused_methods_of_training(name: str, complaint: str) -> None:
     with pytest.raises(OptionError) as raised:
         training.parse(name, 5)
     assert complaint in str(raised.value)
+
+
+def test_a_model_of_training_that_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    assert compression.main(["training", "--models", "mpl"]) == 2
+    assert "--models mpl is unknown; use mlp or conv" in capsys.readouterr().err
 
 
 def test_the_target_is_reached_by_two_evaluations_in_a_row() -> None:

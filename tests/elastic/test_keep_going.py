@@ -373,19 +373,19 @@ def started(
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("mpi", launch.MPIS)
-def test_a_job_whose_rank_is_killed_ends_on_one_rank_less(mpi: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mpi", "ranks"), [("openmpi", 3), ("mpich", 2)])
+def test_a_job_whose_rank_is_killed_ends_on_one_rank_less(mpi: str, ranks: int, tmp_path: Path) -> None:
     folder, result = tmp_path / "run", tmp_path / "result.json"
-    train = ["-m", "trainers", "--data", "iris", "--epochs", "150", "--checkpoint", folder, "--resume"]
-    with started(mpi, "--ranks", "3", "--", "python", *train, "--json", result) as (job, mark, variables):
+    train = ["-m", "trainers", "--data", "iris", "--epochs", "100", "--checkpoint", folder, "--resume"]
+    with started(mpi, "--ranks", str(ranks), "--", "python", *train, "--json", result) as (job, mark, variables):
         kill_a_rank(mark, folder, job, variables)
         said, _ = job.communicate(timeout=60)
     assert job.returncode == 0, said
-    assert "restarts from the last checkpoint on 2 ranks" in said
+    assert f"restarts from the last checkpoint on {ranks - 1} rank" in said
     assert f"resumed: {folder}/checkpoint-" in said
     written = json.loads(result.read_text())
-    assert written["ranks"] == 2
-    assert [epoch["epoch"] for epoch in written["history"]] == list(range(1, 151))
+    assert written["ranks"] == ranks - 1
+    assert [epoch["epoch"] for epoch in written["history"]] == list(range(1, 101))
     assert written["test_accuracy"] > 0.9
 
 

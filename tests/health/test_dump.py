@@ -63,7 +63,7 @@ def test_many_signals_while_threads_run() -> None:
         "allreduce.Topology()\n"
         "def deeper(depth):\n"
         "    return depth and deeper(depth - 1) + len([each for each in range(3)])\n"
-        "end = time.monotonic() + 2\n"
+        "end = time.monotonic() + 1\n"
         "def run():\n"
         "    while time.monotonic() < end: deeper(300)\n"
         "for _ in range(3): threading.Thread(target=run).start()\n"
@@ -87,9 +87,6 @@ def test_a_handler_of_the_program_stays() -> None:
     )
     done = launch.child(code)
     assert (done.stdout, done.returncode) == ("mine\n", 0), done.stderr
-    without = launch.child(code.replace(code.splitlines()[1], ""))
-    assert without.returncode == 0
-    assert "most recent call first" in without.stderr
 
 
 def test_a_signal_after_the_end_of_mpi() -> None:
@@ -107,6 +104,7 @@ def test_a_signal_after_the_end_of_mpi() -> None:
     done = launch.child(code)
     assert (done.stdout, done.returncode) == ("goes on\n", 0), done.stderr
     assert "rank 0 of 1: process " in done.stderr
+    assert "most recent call first" in done.stderr
 
 
 @pytest.fixture

@@ -7,16 +7,24 @@ import pytest
 from tests import launch
 from tests.conftest import JobRunner
 
-METHODS = ("fork", "spawn", "forkserver")
-PLACES = pytest.mark.parametrize(("mpi", "ranks"), [("openmpi", 0), ("openmpi", 2), ("mpich", 2)])
-
 # `communicate` runs in a child, on what the child has: a copy of the parent's backend, or a fresh import.
-POOL = """
-import multiprocessing, os, sys
+CHILDREN = """
+import multiprocessing, os, subprocess, sys
 import numpy as np
 import allreduce
 
 reduce = None
+PROGRAM = '''
+import allreduce
+from mpi4py import MPI
+print("started" if MPI.Is_initialized() else "not started")
+try:
+    with allreduce.create("ring") as reduce:
+        print(reduce.size)
+except Exception as error:
+    print(type(error).__name__, error)
+'''
+LAUNCHER = ("PMI", "OMPI_", "HYD", "ALLREDUCE_RANK")
 
 def square(number):
     return number * number
@@ -32,10 +40,29 @@ def communicate(_):
             words.append(type(error).__name__)
     return words
 
+def run(*command, **options):
+    done = subprocess.run(command, **options, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+def programs(launcher):
+    python = (sys.executable, "-c", PROGRAM)
+    launched = reduce.size > 1
+    for command in (python, ("bash", "-c", '"$@"; true', "-", *python)):
+        text = run(*command)
+        assert text.startswith("not started\\nChildError process" if launched else "started\\n1\\n"), text
+        assert f"was started by a rank (process {os.getpid()})" in text or not launched, text
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+    assert run(*python, env=clean) == "started\\n1\\n"
+    job = run(*launcher, "-n", "2", *python)
+    # The launcher may put two ranks' texts on one line.
+    assert sorted("".join(job.replace("started", "s").split())) == ["2", "2", "s", "s"], job
+
 if __name__ == "__main__":
+    launcher, *methods = sys.argv[1:]
     reduce = allreduce.create("ring")
     reduce(np.ones(3), "sum")
-    for method in sys.argv[1:]:
+    for method in methods:
         with multiprocessing.get_context(method).Pool(2) as pool:
             part = np.array(pool.map(square, range(4)), float)
             words = pool.map(communicate, range(2))
@@ -43,6 +70,8 @@ if __name__ == "__main__":
         assert part.tolist() == [reduce.size * number for number in (0, 1, 4, 9)], part
         refused = 5 if method == "fork" else 2  # a fresh import has no backend to call
         assert [each[:refused] for each in words] == [["ChildError"] * refused] * 2, words
+    if reduce.rank == 0:
+        programs(launcher.split())
     codes = []
     for way in ("exit", "raise", "end"):
         child = os.fork()
@@ -61,8 +90,8 @@ if __name__ == "__main__":
 """
 
 LOADER = """
-import sys
 import numpy as np
+import tests.without_dynamo
 import torch
 from torch.utils.data import DataLoader, Dataset
 import allreduce
@@ -80,12 +109,10 @@ class Communicating(Rows):
 
 def main():
     reduce = allreduce.create("auto")
-    for method in sys.argv[1:]:
-        workers = 2 if method == "fork" else 1  # others import PyTorch, which takes seconds
-        for batch in DataLoader(Rows(), batch_size=4, num_workers=workers, multiprocessing_context=method):
-            mean = batch.mean(0).numpy()
-            reduce(mean, "sum")
-        assert mean.tolist() == [9.5 * reduce.size] * 3, mean
+    for batch in DataLoader(Rows(), batch_size=4, num_workers=2, multiprocessing_context="fork"):
+        mean = batch.mean(0).numpy()
+        reduce(mean, "sum")
+    assert mean.tolist() == [9.5 * reduce.size] * 3, mean
     try:
         next(iter(DataLoader(Communicating(), num_workers=1, multiprocessing_context="fork")))
     except Exception as error:
@@ -97,50 +124,6 @@ def main():
 
 if __name__ == "__main__":
     main()
-"""
-
-
-SUBPROCESS = """
-import os, subprocess, sys
-import numpy as np
-import allreduce
-
-CHILD = '''
-import allreduce
-from mpi4py import MPI
-print("started" if MPI.Is_initialized() else "not started")
-try:
-    with allreduce.create("ring") as reduce:
-        print(reduce.size)
-except Exception as error:
-    print(type(error).__name__, error)
-'''
-LAUNCHER = ("PMI", "OMPI_", "HYD", "ALLREDUCE_RANK")
-
-def run(*command, **variables):
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-reduce = allreduce.create("ring")
-reduce(np.ones(3), "sum")
-if reduce.rank == 0:
-    python = (sys.executable, "-c", CHILD)
-    launched, launcher = reduce.size > 1, sys.argv[1].split()
-    refused = f"not started\\nChildError process"
-    for command in (python, ("bash", "-c", '"$@"; true', "-", *python)):
-        text = run(*command)
-        assert text.startswith(refused if launched else "started\\n1\\n"), text
-        assert f"was started by a rank (process {os.getpid()})" in text or not launched, text
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
-    alone = subprocess.run(python, env=clean, capture_output=True, text=True, timeout=100)
-    assert alone.stdout == "started\\n1\\n", alone
-    job = run(*launcher, "-n", "2", *python)
-    # The launcher may put two ranks' texts on one line.
-    assert sorted("".join(job.replace("started", "s").split())) == ["2", "2", "s", "s"], job
-reduce(np.ones(3), "sum")
-reduce.close()
-print("finished")
 """
 
 
@@ -167,23 +150,22 @@ def run(mpirun: JobRunner, folder: Path, program: str, ranks: int, mpi: str, *ar
     assert job.stdout.count("finished") == max(ranks, 1)
 
 
-@PLACES
-def test_pools_and_forked_children(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
-    """One after the other, in one program. A forked child does not wait in the end of MPI, which belongs to its parent,
-    and its exception does not end the job."""
-    run(mpirun, tmp_path, POOL, ranks, mpi, *METHODS)
-
-
-@PLACES
-def test_programs_that_a_rank_starts(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int) -> None:
-    """They inherit the launcher's variables; a program that starts MPI by these would end the job. Jobs of its own
-    work."""
+@pytest.mark.parametrize(
+    ("mpi", "ranks", "methods"),
+    [("openmpi", 0, ("fork", "spawn", "forkserver")), ("openmpi", 2, ("fork", "forkserver")), ("mpich", 2, ("spawn",))],
+)
+def test_children(mpirun: JobRunner, tmp_path: Path, mpi: str, ranks: int, methods: tuple[str, ...]) -> None:
+    """One after the other, in one program: pools, programs that inherit the launcher's variables, jobs, and forks. A
+    program that starts MPI by these variables would end the job. A forked child does not wait in the end of MPI, which
+    belongs to its parent, and its exception does not end the job."""
     launcher, *options = launch.LAUNCHERS[mpi]
-    run(mpirun, tmp_path, SUBPROCESS, ranks, mpi, " ".join([str(launch.environment(mpi) / "bin" / launcher), *options]))
+    command = " ".join([str(launch.environment(mpi) / "bin" / launcher), *options])
+    run(mpirun, tmp_path, CHILDREN, ranks, mpi, command, *methods)
 
 
 def test_data_loaders(mpirun: JobRunner, tmp_path: Path) -> None:
-    run(mpirun, tmp_path, LOADER, 2, "openmpi", "fork", "spawn")
+    """By fork; a spawned one imports PyTorch and this library anew, as test_children does and the last test."""
+    run(mpirun, tmp_path, LOADER, 2, "openmpi")
 
 
 def test_nothing_needs_mpi_while_it_is_imported(mpirun: JobRunner, tmp_path: Path) -> None:

@@ -106,9 +106,10 @@ def test_a_wrong_launcher_is_an_error(tmp_path: Path, case: str, variable: str) 
     assert f"has started 2 processes ({variable}=2), and MPI sees 1 rank" in job.stderr
     assert "ALLREDUCE_ALONE=1" in job.stderr
     assert "1 rank on 1 node" not in job.stdout
-    allowed = started(command, ALLREDUCE_ALONE="1")
-    assert allowed.returncode == 0, allowed.stderr
-    assert allowed.stdout.count("1 rank on 1 node") == 2
+    if case != "torchrun":  # which imports PyTorch
+        allowed = started(command, ALLREDUCE_ALONE="1")
+        assert allowed.returncode == 0, allowed.stderr
+        assert allowed.stdout.count("1 rank on 1 node") == 2
 
 
 @pytest.mark.jobs

@@ -31,6 +31,7 @@ class Made(MultiProcessTestCase):
 """
 
 
+@pytest.mark.expensive
 @pytest.mark.jobs
 @pytest.mark.parametrize(("cpu_only", "passed", "skipped"), [("0", 1, 2), ("1", 2, 1)])
 def test_a_test_passes_if_it_passes_on_all_ranks(tmp_path: Path, cpu_only: str, passed: int, skipped: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 import allreduce
 from allreduce import Topology
 from tests import event_files, launch
-from tests.conftest import JobRunner, in_one_job, lacking
+from tests.conftest import JobRunner, Program, in_one_job, lacking
 from tests.trace_schema import check_trace
 from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, NumpyNetwork, Schedule, Sharded, datasets
 from trainers.callbacks import CheckDivergence, CheckGradients, CSVLogger, EarlyStopping, Timeline
@@ -35,58 +35,72 @@ from trainers.cli.options import (
 from trainers.errors import ArgumentError
 
 
-@pytest.mark.parametrize(("mpi", "data"), [("openmpi", "digits"), ("mpich", "iris")])
-def test_four_ranks_reach_the_accuracy(mpi: str, data: str, mpirun: JobRunner, tmp_path: Path) -> None:
-    args = ["-m", "trainers", "--data", data, "--json", tmp_path / "result.json", "--save", tmp_path / "model.npz"]
-    job = mpirun(4, args, mpi=mpi)
-    assert job.returncode == 0, job.stdout + job.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["test_accuracy"] >= {"digits": 0.95, "iris": 0.967}[data]
-    assert (result["ranks"], result["nodes"], result["allreduce"]) == (4, 1, "auto")
-    assert len(result["parameters_sha256"]) == 4
-    assert len(set(result["parameters_sha256"])) == 1
-    assert len(result["history"]) == result["epochs"] == {"digits": 20, "iris": 50}[data]
-    for epoch in result["history"]:
-        assert epoch["samples_per_second"] > 0
-        assert 0 < epoch["communication_share"] < 1
-    assert result["history"][-1]["loss"] < result["history"][0]["loss"] / 4
-    lines = job.stdout.splitlines()
-    assert lines[0] == "4 ranks on 1 node, on cpu"
-    assert re.match(r"allreduce: \w+ \(selected by auto: .+\)", lines[1])
-    assert lines[-1] == f"test accuracy: {result['test_accuracy']:.4f}"
-    assert sum(line.startswith("epoch ") for line in lines) == result["epochs"]
-    loaded, tested = NumpyNetwork.load(str(tmp_path / "model.npz")), datasets.load(data)
-    assert (loaded.predict(tested.x_test).argmax(axis=1) == tested.y_test).mean() == result["test_accuracy"]
-    assert {file.name for file in tmp_path.iterdir()} == {"result.json", "model.npz"}
+@pytest.mark.jobs
+def test_four_ranks_reach_the_accuracy(tmp_path: Path) -> None:
+    goals = {"digits": (0.95, 20), "iris": (0.967, 50)}
+    options = ["--json", "result.json", "--save", "model.npz"]
+    lines: list[Program] = [("trainers.cli.main", ["--data", data, *options], tmp_path / data) for data in goals]
+    for data in goals:
+        (tmp_path / data).mkdir()
+    for (data, (accuracy, epochs)), ranks in zip(goals.items(), in_one_job(4, lines, tmp_path), strict=True):
+        folder = tmp_path / data
+        assert [rank["code"] for rank in ranks] == [0] * 4, ranks
+        result = json.loads((folder / "result.json").read_text())
+        assert result["test_accuracy"] >= accuracy
+        assert (result["ranks"], result["nodes"], result["allreduce"]) == (4, 1, "auto")
+        assert len(result["parameters_sha256"]) == 4
+        assert len(set(result["parameters_sha256"])) == 1
+        assert len(result["history"]) == result["epochs"] == epochs
+        for epoch in result["history"]:
+            assert epoch["samples_per_second"] > 0
+            assert 0 < epoch["communication_share"] < 1
+        assert result["history"][-1]["loss"] < result["history"][0]["loss"] / 4
+        printed = ranks[0]["stdout"].splitlines()
+        assert printed[0] == "4 ranks on 1 node, on cpu"
+        assert re.match(r"allreduce: \w+ \(selected by auto: .+\)", printed[1])
+        assert printed[-1] == f"test accuracy: {result['test_accuracy']:.4f}"
+        assert sum(line.startswith("epoch ") for line in printed) == result["epochs"]
+        loaded, tested = NumpyNetwork.load(str(folder / "model.npz")), datasets.load(data)
+        assert (loaded.predict(tested.x_test).argmax(axis=1) == tested.y_test).mean() == result["test_accuracy"]
+        assert {file.name for file in folder.iterdir()} == {"result.json", "model.npz"}
 
 
-def run(folder: Path, *options: str) -> subprocess.CompletedProcess:
-    """Run the command on one rank, without a launcher, in a folder."""
-    command = [str(launch.environment("openmpi") / "bin" / "python"), "-m", "trainers", *options]
-    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
-
-
-def test_a_training_goes_on_with_other_data_when_that_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.jobs
+def test_a_saved_model_is_tested_and_a_training_goes_on_with_other_data_when_that_is_asked_for(tmp_path: Path) -> None:
     rows = [f"{number % 7},{number % 5},{'abc'[number % 3]}\n" for number in range(60)]
-    common = ["--data", "rows.csv", "--checkpoint", "run", "--epochs"]
     (tmp_path / "rows.csv").write_text("".join(rows))
-    assert run(tmp_path, *common, "1").returncode == 0
-    (tmp_path / "rows.csv").write_text("".join(rows[::-1]))
-    other = run(tmp_path, *common, "2", "--resume")
-    assert other.returncode == 2
-    assert re.search(r"of a training with other data, .*; give the same rows .*--other-data", other.stderr)
-    job = run(tmp_path, *common, "2", "--resume", "--other-data")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "rows.csv").write_text("".join(rows[::-1]))
+    common = f"--data rows.csv --checkpoint {tmp_path / 'run'} --epochs"
+    lines: list[Program] = [
+        ("trainers.cli.main", line.split(), folder)
+        for line, folder in (
+            (f"{common} 1", tmp_path),
+            (f"{common} 2 --resume", tmp_path / "other"),
+            (f"{common} 2 --resume --other-data", tmp_path / "other"),
+            ("--data iris --save model.npz", tmp_path),
+            ("--data iris --load model.npz --epochs 0", tmp_path),
+        )
+    ]
+    (first,), (refused,), (job,), (trained,), (tested,) = in_one_job(1, lines, tmp_path)
+    assert [each["code"] for each in (first, refused, job, trained, tested)] == [0, 2, 0, 0, 0], refused["stderr"]
+    assert re.search(r"of a training with other data, .*; give the same rows .*--other-data", refused["stderr"])
+    assert "the end of epoch 1" in job["stdout"]
+    assert "test accuracy" in trained["stdout"]
+    assert trained["stdout"].splitlines()[-1] == tested["stdout"].splitlines()[-1]
+    assert "epoch " not in tested["stdout"]
+
+
+def test_one_rank_needs_no_mpirun_and_writes_its_results_to_the_standard_output(tmp_path: Path) -> None:
+    before = os.lstat("/dev/stdout").st_ino
+    command = [launch.environment("openmpi") / "bin" / "python", "-m", "trainers", "--data", "iris", "--epochs", "1"]
+    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+    job = subprocess.run(
+        [*command, "--json", "/dev/stdout"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
     assert job.returncode == 0, job.stderr
-    assert "the end of epoch 1" in job.stdout
-
-
-def test_one_rank_needs_no_mpirun_and_tests_a_saved_model(tmp_path: Path) -> None:
-    trained = run(tmp_path, "--data", "iris", "--save", "model.npz").stdout
-    tested = run(tmp_path, "--data", "iris", "--load", "model.npz", "--epochs", "0").stdout
-    assert "test accuracy" in trained
-    assert trained.splitlines()[-1] == tested.splitlines()[-1]
-    assert "epoch " not in tested
+    assert '"test_accuracy": ' in job.stdout
+    assert os.lstat("/dev/stdout").st_ino == before
 
 
 RUINED = ["--optimizer", "sgd", "--lr", "1e30"]
@@ -233,14 +247,6 @@ def test_bad_arguments_end_the_job_with_one_line(mpirun: JobRunner) -> None:
     assert job.stdout == ""
 
 
-def test_results_on_the_standard_output(tmp_path: Path) -> None:
-    before = os.lstat("/dev/stdout").st_ino
-    job = run(tmp_path, "--data", "iris", "--epochs", "1", "--json", "/dev/stdout")
-    assert job.returncode == 0, job.stderr
-    assert '"test_accuracy": ' in job.stdout
-    assert os.lstat("/dev/stdout").st_ino == before
-
-
 @pytest.mark.jobs
 @pytest.mark.parametrize("mpi", [*launch.MPIS, ""])
 def test_ctrl_c_ends_the_job(mpi: str, tmp_path: Path) -> None:
@@ -251,7 +257,7 @@ def test_ctrl_c_ends_the_job(mpi: str, tmp_path: Path) -> None:
         lacking(error)
         raise
     launcher, *options = launch.LAUNCHERS[mpi or "openmpi"]
-    started_by = [str(folder / launcher), *options, "-n", "3"] if mpi else []
+    started_by = [str(folder / launcher), *options, "-n", "2"] if mpi else []
     # So many epochs that it does not end by itself in time.
     command = [*started_by, str(folder / "python"), "-m", "trainers", "--epochs", "100000"]
     output = tmp_path / "output"
@@ -428,34 +434,39 @@ def test_options_of_other_strategies_have_no_value() -> None:
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("strategy", ["mirrored", "parameter_server"])
-def test_options_of_watching(strategy: str, mpirun: JobRunner, tmp_path: Path) -> None:
+def test_options_of_watching(tmp_path: Path) -> None:
     """Three ranks: events, a table and a trace, which agree with the results."""
     pytest.importorskip("tensorboardX")
-    arguments = ["--strategy", strategy, "--epochs", "3", "--early-stopping", "5", "--json", "result.json"]
-    files = ["--trace", "trace.json", "--tensorboard", "logs", "--csv", "log.csv"]
-    if strategy == "parameter_server":
-        arguments += ["--servers", "1", "--updates", "async"]
-    job = mpirun(3, ["-m", "trainers", "--data", "iris", *arguments, *files], cwd=tmp_path)
-    assert job.returncode == 0, job.stdout + job.stderr
-    history = json.loads((tmp_path / "result.json").read_text())["history"]
-    assert len(history) == 3
-    with (tmp_path / "log.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["loss"]) for row in rows] == [epoch["loss"] for epoch in history]
-    shown = event_files.values(tmp_path / "logs" / "train")
-    for name in ("loss", "accuracy", "learning_rate", "samples_per_second", "communication_share", "seconds"):
-        values = [each for each in shown if each.tag == f"epoch_{name}"]
-        assert [each.step for each in values] == [0, 1, 2]
-        if name != "learning_rate":
-            assert [each.value for each in values] == pytest.approx([epoch[name] for epoch in history], rel=1e-6)
-    if strategy == "parameter_server":
-        counts = [each.value for each in shown if each.tag == "epoch_staleness"]
-        assert counts == [epoch["staleness"] for epoch in history]
-    events = check_trace(json.loads((tmp_path / "trace.json").read_text()), 3)
-    kinds = {event["cat"] for event in events}
-    assert {"data", "compute", "update"} < kinds
-    assert ("wait" in kinds) == (strategy == "mirrored")
+    arguments = ["--data", "iris", "--epochs", "3", "--early-stopping", "5", "--json", "result.json"]
+    arguments += ["--trace", "trace.json", "--tensorboard", "logs", "--csv", "log.csv"]
+    strategies = {"mirrored": [], "parameter_server": ["--servers", "1", "--updates", "async"]}
+    lines: list[Program] = [
+        ("trainers.cli.main", [*arguments, "--strategy", name, *own], tmp_path / name)
+        for name, own in strategies.items()
+    ]
+    for name in strategies:
+        (tmp_path / name).mkdir()
+    for strategy, ranks in zip(strategies, in_one_job(3, lines, tmp_path), strict=True):
+        folder = tmp_path / strategy
+        assert [rank["code"] for rank in ranks] == [0] * 3, ranks
+        history = json.loads((folder / "result.json").read_text())["history"]
+        assert len(history) == 3
+        with (folder / "log.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [float(row["loss"]) for row in rows] == [epoch["loss"] for epoch in history]
+        shown = event_files.values(folder / "logs" / "train")
+        for name in ("loss", "accuracy", "learning_rate", "samples_per_second", "communication_share", "seconds"):
+            values = [each for each in shown if each.tag == f"epoch_{name}"]
+            assert [each.step for each in values] == [0, 1, 2]
+            if name != "learning_rate":
+                assert [each.value for each in values] == pytest.approx([epoch[name] for epoch in history], rel=1e-6)
+        if strategy == "parameter_server":
+            counts = [each.value for each in shown if each.tag == "epoch_staleness"]
+            assert counts == [epoch["staleness"] for epoch in history]
+        events = check_trace(json.loads((folder / "trace.json").read_text()), 3)
+        kinds = {event["cat"] for event in events}
+        assert {"data", "compute", "update"} < kinds
+        assert ("wait" in kinds) == (strategy == "mirrored")
 
 
 def test_what_the_options_of_watching_mean() -> None:
