@@ -22,7 +22,8 @@ That takes less than 20 minutes on two cores; a summary at the end lists where t
             browser, the notebook, PyTorch's own tests, models in stages, 16 ranks over TCP, some simulated hosts, the
             longest benchmarks. A test whose file you name runs without --all too.
   --newest  on the newest Debian with its Python (scripts/debian.sh: root and debootstrap are needed), with the newest
-            versions of all packages but PyTorch: --quick, the tests of JAX and of the apps.
+            versions of all packages but PyTorch: --quick, the tests of JAX and of the apps. If they pass, the versions are
+            written to allreduce/doctor/tried.json, by which the doctor judges.
   --torch VERSION
             PyTorch's tests alone, on 1 to 3 ranks under Open MPI, with this version (2.15.0) of PyTorch in an
             environment of its own, .venv-torch-VERSION. PyTorch for Linux brings CUDA's libraries, gigabytes of them,
@@ -71,7 +72,8 @@ run_tests() { # run_tests FOLDER PYTEST-ARGUMENT...: pytest, in the environment 
 }
 
 if [ -n "$newest" ] && [ ! -d /environment ]; then
-    exec bash scripts/debian.sh bash -c 'mkdir -p /environment && exec bash scripts/test.sh --newest "$@"' test.sh "$@"
+    bash scripts/debian.sh bash -c 'mkdir -p /environment && exec bash scripts/test.sh --newest "$@"' test.sh "$@"
+    exec cp "$checkout/.debian-trixie/checkout/allreduce/doctor/tried.json" "$checkout/allreduce/doctor/tried.json"
 fi
 find_python
 if [ -n "$newest" ]; then
@@ -81,6 +83,7 @@ if [ -n "$newest" ]; then
     cd "$checkout"
     ALLREDUCE_TEST_QUICK=1 run_tests /environment --ignore tests/docs -m "not jobs" "$@"
     run_tests /environment tests/apps tests/frameworks tests/test_ranks.py -k "not mpich and (jax or keras or apps)" "$@"
+    run /environment/bin/python -m tests.tried
     exit
 fi
 if [ -n "$torch" ]; then

@@ -133,7 +133,9 @@ def judge(ranks: Sequence[Rank], needs: Needs, results: pairs.Results) -> list[F
     findings: list[Finding] = []
     for key, check in CHECKS.items():
         findings += (found._replace(area=check.area) for found in judge_one(key, ranks, needs))
-    return findings + [found._replace(area="pairs of ranks") for found in pairs.judge(ranks, needs, results)]
+    well, _ = _facts_of("network", ranks)
+    of_pairs = pairs.judge(ranks, needs, results, network.link_speed(well))
+    return findings + [found._replace(area="pairs of ranks") for found in of_pairs]
 
 
 def judge_one(key: str, ranks: Sequence[Rank], needs: Needs) -> Iterable[Finding]:

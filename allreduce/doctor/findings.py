@@ -10,6 +10,7 @@ from allreduce.notices import scaled
 from allreduce.transport.tables import spans
 
 OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")
+EXTRA = 'pip install ".[doctor]" in the checkout'  # libraries that let the doctor check more
 MOST_NAMED = 5  # items of a list that are named; the others are counted
 WIDTH, NARROWEST = 110, 40
 

@@ -6,6 +6,7 @@ findings from the facts of all ranks.
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -81,7 +82,8 @@ def judge_mpi(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
 
 # Versions
 
-LIBRARIES = ("jax", "keras", "ml_dtypes", "mpi4py", "numpy", "torch")
+TRIED = json.loads(Path(__file__).with_name("tried.json").read_text())  # versions that were tested, oldest first
+LIBRARIES = tuple(name for name in TRIED if name != "Python")
 PREFIXES = ("cupy", "nvidia-nccl")  # of package names that end in a CUDA version
 SAME = "install the same on all hosts: one environment in a folder that all of them see, or one container image"
 SLOWEST = "in every step all ranks wait for the slowest: use hosts of one kind"
@@ -113,9 +115,20 @@ def judge_versions(ranks: Sequence[Rank], needs: Needs) -> Iterator[Finding]:
         else:
             yield found
     yield ok("the same", ", ".join(same))
+    for name, tried in TRIED.items():
+        versions = {rank.facts["versions"].get(name) for rank in ranks} - {None}
+        if any(numbers(version)[:2] > numbers(tried[-1])[:2] for version in versions):
+            text = f"{', '.join(sorted(versions))}; this version of allreduce was tried with {', '.join(tried)}"
+            yield warning(f"{name}, tried", text, f"if something fails with it, use {name} {tried[-1]}")
+    yield ok("newest tried", ", ".join(f"{name} {tried[-1]}" for name, tried in TRIED.items()))
     why = "all ranks wait for those without the C library, and exact=True and int8 are refused"
     yield alike("kernels", ranks, lambda rank: rank.facts["kernels"], why)
     yield alike("CPU", ranks, lambda rank: rank.facts["cpu"], SLOWEST)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return (2, 13, 0) for "2.13.0+cpu"."""
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.partition("+")[0].split("."))
 
 
 # Cores

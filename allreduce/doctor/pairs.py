@@ -28,6 +28,7 @@ SLOWER = 3.0  # a slow pair's bandwidth is below the median of its kind by this 
 LATER = 5.0  # a slow pair's latency exceeds the median of its kind by this factor, and by
 LATER_SECONDS = 50e-6
 LONG_SECONDS = 50e-6  # a latency within a node above which something is wrong
+SHARE_OF_LINK = 0.25  # of an interface's nominal speed
 KINDS = ("same node", "across nodes")
 CAUSES = {
     KINDS[0]: "which cores they are bound to, and at what else runs there",
@@ -46,7 +47,7 @@ class PairTimes(NamedTuple):
     bandwidth: float  # bytes a second
 
     def __str__(self) -> str:
-        return f"{1e6 * self.latency:.3g} us, {self.bandwidth / 1e9:.3g} GB/s"
+        return f"{1e6 * self.latency:.3g} us, {speed(self.bandwidth)}"
 
 
 class Results(NamedTuple):
@@ -160,11 +161,11 @@ def slow(measured: Sequence[PairTimes], nodes: Sequence[int]) -> list[PairTimes]
     return found
 
 
-def judge(ranks: Sequence[Rank], needs: Needs, results: Results) -> Iterator[Finding]:
-    """Yield the findings."""
+def judge(ranks: Sequence[Rank], needs: Needs, results: Results, link: float | None) -> Iterator[Finding]:
+    """Yield the findings. link: bytes a second of the fastest network that the hosts share; None if unknown."""
     nodes = [rank.node for rank in ranks]
     for name, alike in _kinds(results.measured, nodes).items():
-        yield _of_kind(name, alike, len(set(nodes)), needs)
+        yield _of_kind(name, alike, len(set(nodes)), needs, link)
     for name, alike in _kinds(slow(results.measured, nodes), nodes).items():
         yield _slow_ones(name, alike, ranks)
     if results.unreachable:
@@ -186,12 +187,18 @@ def _median(alike: Sequence[PairTimes]) -> PairTimes:
     return PairTimes(0, 0, median_low(p.latency for p in alike), median_high(p.bandwidth for p in alike))
 
 
-def _of_kind(name: str, alike: Sequence[PairTimes], nodes: int, needs: Needs) -> Finding:
+def _of_kind(name: str, alike: Sequence[PairTimes], nodes: int, needs: Needs, link: float | None) -> Finding:
     usual = _median(alike)
     text = f"{usual} (median of {plural(len(alike), 'pair')})"
     if name == KINDS[1]:
         wire = 2 * ELEMENT * needs.parameters * (nodes - 1) / nodes / usual.bandwidth
         text += f": gradients of {count(needs.parameters)} parameters take {wire:.2g} s a step or more"
+        if link is not None and usual.bandwidth < SHARE_OF_LINK * link:
+            advice = (
+                f"an interface has {speed(link)}: make MPI use it (Open MPI: --mca btl_tcp_if_include NETWORK), "
+                "and check what else uses it"
+            )
+            return warning(name, text, advice)
     elif usual.latency > LONG_SECONDS:
         advice = "ranks wait for a core, or MPI does not use shared memory here (look under cores, and at --mca btl)"
         return warning(name, text, advice)
@@ -206,3 +213,7 @@ def _slow_ones(name: str, pairs: Sequence[PairTimes], ranks: Sequence[Rank]) -> 
         texts.append(f"ranks {pair.first} and {pair.second} ({hosts}): {pair}")
     advice = f"look at {CAUSES[name]}; a ring is as fast as its slowest pair"
     return warning("slow pairs", f"{name}: {some(texts)}", advice)
+
+
+def speed(bandwidth: float) -> str:
+    return f"{bandwidth / 1e9:.3g} GB/s"

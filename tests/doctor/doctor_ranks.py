@@ -10,10 +10,12 @@ from allreduce.doctor.pairs import PairTimes, Results
 
 GIB = 1 << 30
 NEEDS = Needs(25_000_000)
+LINK: Any = {"name": "eth0", "address": "10.0.0.1", "network": "10.0.0.0/24", "speed": 1000}
 
 
-def facts_of(node_rank: int) -> dict[str, Any]:
+def facts_of(node: int, node_rank: int) -> dict[str, Any]:
     """Return the facts of a rank on a good host, in a cluster of such hosts."""
+    interfaces = [LINK | {"address": f"10.0.0.{node + 1}"}]
     return {
         "mpi": {
             "library": "Open MPI v5.0.11", "threads": "MPI_THREAD_MULTIPLE", "unguarded": "", "launch": None,
@@ -32,14 +34,14 @@ def facts_of(node_rank: int) -> dict[str, Any]:
             "cpu": "EPYC",
             "kernels": "C",
         },
-        "network": [],
+        "network": None if node_rank else {"interfaces": interfaces, "infiniband": []},
     }  # fmt: skip
 
 
 def cluster(*sizes: int) -> list[Rank]:
     """Return the facts of ranks on good hosts, with these numbers of ranks each."""
     places = [(node, node_rank) for node, size in enumerate(sizes) for node_rank in range(size)]
-    return [Rank(rank, node, f"host{node}", facts_of(place)) for rank, (node, place) in enumerate(places)]
+    return [Rank(rank, node, f"host{node}", facts_of(node, place)) for rank, (node, place) in enumerate(places)]
 
 
 def measured(ranks: list[Rank], **slow: tuple[float, float]) -> Results:

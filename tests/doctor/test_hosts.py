@@ -1,17 +1,21 @@
 """The doctor's findings about hosts: MPI, cores, memory, versions, GPUs, network."""
 
+import re
 import sys
 import threading
+from ipaddress import ip_address, ip_network
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mpi4py import MPI
 
 from allreduce.doctor import command, host, network
-from allreduce.doctor.findings import PROBLEM, WARNING, Needs, Rank
+from allreduce.doctor.findings import EXTRA, PROBLEM, WARNING, Needs, Rank
 from allreduce.process import launcher, proc, variables
 from allreduce.topology import Topology
-from tests.doctor.doctor_ranks import GIB, cluster, judged, only, worse
+from tests import launch
+from tests.doctor.doctor_ranks import GIB, LINK, cluster, judged, only, worse
 from tests.gpu import fake_cupy
 
 
@@ -104,6 +108,27 @@ def test_versions_that_differ() -> None:
     assert "EPYC on rank 0; Xeon on rank 1" in only(judged("versions", ranks)).text
 
 
+def test_versions_that_are_newer_than_those_tried() -> None:
+    ranks = cluster(1, 1)
+    newest = host.TRIED["torch"][-1]
+    for version, told in ((newest, False), (f"{newest}+cpu", False), ("2.4.1", False), ("2.99.0a0", True)):
+        for rank in ranks:
+            rank.facts["versions"]["versions"] |= {"torch": version}
+        found = worse(judged("versions", ranks))
+        assert [finding.name for finding in found] == ["torch, tried"] * told
+        assert all(finding.level == WARNING and f"torch {newest}" in finding.advice for finding in found)
+        (line,) = (finding for finding in judged("versions", ranks) if finding.name == "newest tried")
+        assert f"torch {newest}" in line.text
+
+
+def test_the_versions_that_were_tried_are_those_that_are_asked_for() -> None:
+    """The versions that the extra and the tests require."""
+    oldest = host.TRIED["torch"][0].removesuffix(".0")
+    assert f'torch = ["torch>={oldest}"]' in (launch.ROOT / "pyproject.toml").read_text()
+    (pinned,) = re.findall("^torch==(.*)$", (launch.ROOT / "tests" / "constraints.txt").read_text(), re.M)
+    assert pinned in host.TRIED["torch"]
+
+
 def with_gpus(ranks: list[Rank], number: int) -> list[Rank]:
     """Give each host this number of GPUs."""
     places = [sum(other.node == rank.node for other in ranks[: rank.rank]) for rank in ranks]
@@ -138,10 +163,20 @@ def test_gpus() -> None:
     assert "extra" in only(judged("gpus", ranks)).advice
 
 
-def test_threads_without_the_library_that_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "threadpoolctl", None)
+def test_without_its_libraries_the_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("psutil", "threadpoolctl"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert host._threads() == 3
+    topology = Topology(MPI.COMM_SELF)
+    facts = {key: check.gather(topology) for key, check in command.CHECKS.items()}
+    topology.close()
+    found = [each for key in command.CHECKS for each in judged(key, [Rank(0, 0, "host0", facts)])]
+    assert [each.name for each in found if EXTRA in each.text + each.advice] == []
+    assert network.interfaces() is None
+    ranks = cluster(1, 1)
+    ranks[1].facts["network"]["interfaces"] = None
+    assert [each.name for each in judged("network", ranks) if EXTRA in each.text] == ["interfaces"]
 
 
 def test_cupy_is_asked_for_the_gpu_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,10 +203,27 @@ def test_limits_of_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert proc.available_bytes() == 850
 
 
+def test_interfaces_of_this_host() -> None:
+    pytest.importorskip("psutil")
+    found = network.interfaces()
+    assert found is not None
+    assert not [each for each in found if each["network"].startswith("127.")]
+    assert all(ip_address(each["address"]) in ip_network(each["network"]) for each in found)
+
+
 def test_network() -> None:
     ranks = cluster(2, 2)
-    assert judged("network", ranks) == []
-    ranks[2].facts["network"] = ["mlx5_0"]
+    docker = {"name": "docker0", "address": "172.17.0.1", "network": "172.17.0.0/16", "speed": None}
+    for rank in (ranks[0], ranks[2]):
+        rank.facts["network"]["interfaces"] = [*rank.facts["network"]["interfaces"], docker]
+    found = only(judged("network", ranks))
+    assert "172.17.0.1 is the address of host0 and host1 (docker0)" in found.text
+    assert "btl_tcp_if_exclude lo,docker0" in found.advice
+    ranks[2].facts["network"]["interfaces"] = [LINK | {"address": "10.9.0.1", "network": "10.9.0.0/24"}]
+    found = only(judged("network", ranks))
+    assert "no network in common (host0: eth0 10.0.0.1, docker0 172.17.0.1; host1: eth0 10.9.0.1)" in found.text
+    ranks = cluster(2, 2)
+    ranks[2].facts["network"] |= {"infiniband": ["mlx5_0"]}
     assert "missing on host0" in only(judged("network", ranks)).text
 
 
@@ -185,6 +237,10 @@ def test_ranks_that_do_not_meet_hear_what_may_be_in_the_way(capsys: pytest.Captu
         if timer is not None:
             timer.join(30)
     assert "the ranks are not connected yet" in capsys.readouterr().err
+    said = network.connecting_advice("host0", [LINK])
+    assert "This host, host0, has eth0 in 10.0.0.0/24.\n" in said
+    assert "--mca btl_tcp_if_include 10.0.0.0/24" in said
+    assert "has no known network" in network.connecting_advice("host0", [])
 
 
 @pytest.mark.parametrize("name", variables.ANY_RANK)
@@ -194,6 +250,17 @@ def test_one_rank_says_that_they_do_not_meet(monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setenv(name, "1")
     with network.advise_if_late(seconds=60):
         assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+
+
+def test_a_host_that_does_not_tell_of_its_network(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> Any:
+        raise PermissionError("no sockets here")
+
+    monkeypatch.setattr(network, "interfaces", refuse)
+    network._print_advice()
+    assert "has no known network" in capsys.readouterr().err
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from allreduce.doctor import pairs
+from allreduce.doctor import network, pairs
 from allreduce.doctor.findings import PROBLEM, WARNING
 from allreduce.doctor.pairs import FEW, PairTimes, Results
 from tests.doctor.doctor_ranks import NEEDS, cluster, measured, only
@@ -14,11 +14,11 @@ from tests.doctor.doctor_ranks import NEEDS, cluster, measured, only
 
 def test_64_ranks_with_one_slow_pair_name_it() -> None:
     ranks = cluster(32, 32)
-    found = only(pairs.judge(ranks, NEEDS, measured(ranks, r3_40=(51e-6, 0.03e9))))
+    found = only(pairs.judge(ranks, NEEDS, measured(ranks, r3_40=(51e-6, 0.03e9)), None))
     assert (found.level, found.name) == (WARNING, "slow pairs")
     assert "ranks 3 and 40 (host0 - host1): 51 us, 0.03 GB/s" in found.text
     assert found.text.count("ranks ") == 1
-    late = only(pairs.judge(ranks, NEEDS, measured(ranks, r5_6=(2e-3, 8e9))))
+    late = only(pairs.judge(ranks, NEEDS, measured(ranks, r5_6=(2e-3, 8e9)), None))
     assert "ranks 5 and 6 (host0): 2e+03 us" in late.text
     assert "bound" in late.advice
 
@@ -28,7 +28,7 @@ def test_half_of_the_pairs_are_slow_beside_the_other_half() -> None:
     bad_host = {f"r{min(2, rank)}_{max(2, rank)}": (50e-6, 0.0129e9) for rank in (0, 1, 3)}
     results = measured(ranks, **bad_host)
     assert sorted(pair[:2] for pair in results.measured) == sorted(chain(*pairs.plan([0, 1, 2, 3])))
-    findings = list(pairs.judge(ranks, NEEDS, results))
+    findings = list(pairs.judge(ranks, NEEDS, results, None))
     assert "0.12 GB/s (median of 6 pairs)" in findings[0].text
     assert "ranks 0 and 2 (host0 - host2)" in only(findings).text
 
@@ -72,11 +72,14 @@ def test_each_rank_meets_its_neighbour_and_each_node_others_near_and_far(sizes: 
     assert len(rounds) <= 4 * FEW + 2 * len(sizes).bit_length()
 
 
-def test_no_answer_and_slow_memory() -> None:
+def test_no_answer_and_a_slow_link_and_slow_memory() -> None:
     ranks = cluster(1, 1)
-    silent = only(pairs.judge(ranks, NEEDS, Results([], [(0, 1)])))
+    silent = only(pairs.judge(ranks, NEEDS, Results([], [(0, 1)]), None))
     assert (silent.level, silent.text) == (PROBLEM, "ranks 0 and 1 (host0 - host1)")
-    crowded = only(pairs.judge(cluster(2), NEEDS, Results([PairTimes(0, 1, 4e-3, 1e9)], [])))
+    unused = only(pairs.judge(ranks, NEEDS, measured(ranks), 12.5e9))
+    assert "an interface has 12.5 GB/s" in unused.advice
+    assert network.link_speed([rank._replace(facts=rank.facts["network"]) for rank in ranks]) == 125e6
+    crowded = only(pairs.judge(cluster(2), NEEDS, Results([PairTimes(0, 1, 4e-3, 1e9)], []), None))
     assert crowded.name == "same node"
 
 

@@ -43,7 +43,7 @@ MODULES_OF_THE_ROOT = {"allreduce_commands.py", "allreduce_torch_autoload.py", "
 TOP_LEVEL = FOLDERS | PAGES_OF_THE_ROOT | MODULES_OF_THE_ROOT | {".gitignore", "Dockerfile", "pyproject.toml"}
 
 CORE = {"numpy", "mpi4py", "ml_dtypes"}
-LAZY = {"cupy", "threadpoolctl"}  # inside functions only
+LAZY = {"cupy", "psutil", "threadpoolctl"}  # inside functions only
 TORCH = {"torch"}  # in allreduce/torch_backend/, which nothing else imports
 JAX = {"jax"}  # in allreduce/jax, which nothing else imports
 
