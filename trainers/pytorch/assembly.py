@@ -27,11 +27,13 @@ from trainers.pytorch.reducer import Clock, Reducer
 from trainers.pytorch.sharded import ShardedOptimizer
 from trainers.pytorch.sparse import sparse_parameters, warn_of_dense
 from trainers.pytorch.state import broadcast_state, broadcast_tensors, compare
+from trainers.pytorch.transforms import started
 from trainers.replicas.pytorch import devices
 from trainers.replicas.pytorch.devices import Host
 from trainers.replicas.pytorch.division import TENSORS, division_of
 from trainers.replicas.pytorch.replica import Buffers
 from trainers.state.backup import kept_copies
+from trainers.strategies.transforms.transform import AppliedTransforms
 
 POLICY = "failed ranks (ULFM): MirroredOptimizer continues on the remaining ranks, and raises RankLostError"
 
@@ -44,12 +46,14 @@ class Assembly:
 
     topology: the ranks. backend: reduces the gradients. reducer: averages them. owners: the ranks that update.
     trained, frozen: the parameters of `optimizer`, by name.
+    transforms: the started ones, which go on after a failure.
     buffers: with SkipNotFinite, copies of the model's buffers from before the step.
     """
 
     topology: Topology
     backend: AllReduce
     reducer: Reducer
+    transforms: AppliedTransforms
     owners: TorchOwners
 
     def __init__(self, optimizer: Optimizer, model: torch.nn.Module, options: Options) -> None:
@@ -87,16 +91,20 @@ class Assembly:
         self._cleanup.callback(group.leave, number)
         self._cleanup.callback(topology.release, comm)
         check_arguments(comm, optimizer, model, options)
+        if "transforms" not in vars(self):
+            self.transforms = together(comm, partial(started, options.transforms, options.average))
         self.trained, self.frozen = split_frozen(optimizer, model)
         compare(comm, describe(optimizer, model))
         warn_of_dense(comm.rank, optimizer, model, self.trained)
         device = devices.device_of(self.trained.values())
-        clock = Clock(self._make_backend(comm, device))
+        traced = self._make_backend(comm, device)
         if comm.size > 1:
             broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
             broadcast_state(comm, optimizer)
-        self._make_reducer(comm, group, number, clock)
+        self._make_reducer(comm, group, number, device)
         self.reducer.steps = steps
+        if traced is not None:
+            self.reducer.clock = Clock(traced)
         self.owners = self._make_owners(comm)
         if options.on_bad == "skip":
             self._hook(model.register_forward_pre_hook(Hook(self.buffers.before_forward)))
@@ -118,28 +126,29 @@ class Assembly:
         self._cleanup.callback(backend.observers.remove, recorder)
         return recorder
 
-    def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, clock: Clock) -> None:
+    def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, device: Host) -> None:
         """Create the Reducer, with the buckets of dense and sparse gradients. Collective."""
-        options, on_gpu = self.options, next(iter(self.trained.values())).is_cuda
-        queue, during = group.queue(number, self.topology, options.buckets.overlap, on_gpu)
+        queue, during = group.queue(number, self.topology, self.options.buckets.overlap, device.kind == "cuda")
         self._cleanup.callback(queue.drop)
         sparse = sparse_parameters(self.optimizer, self.model)
-        tensors = options.sharded is not None and division_of(self.optimizer, options.sharded.shard)[0] == TENSORS
-        given = self.trained, sparse, options, self.backend, comm, queue, during, group, number
-        self.reducer = Reducer(*given, tensors, clock)
+        given = self.trained, sparse, self.options, self.backend, comm, queue, during, group, number
+        self._tensors = (
+            self.options.sharded is not None and division_of(self.optimizer, self.options.sharded.shard)[0] == TENSORS
+        )
+        self.reducer = Reducer(*given, self._tensors)
         self._cleanup.callback(self.reducer.close)
         self._local_cleanup.callback(self.reducer.close, None)
 
     def _make_owners(self, comm: MPI.Intracomm) -> TorchOwners:
         """Create the owners of the parameters. Collective."""
         options, before = self.options, vars(self).get("owners")
-        given = self.optimizer, self.model, self.reducer, self.buffers, before
+        given = self.optimizer, self.model, self.trained, options, self.reducer, self.buffers, self.transforms
         if options.local:
-            return LocalSteps(*given)
+            return LocalSteps(*given, before=before, backend=self.backend)
         if options.sharded is None or not self.reducer.parameters:
-            return TorchOwners(*given)
+            return TorchOwners(*given, before=before)
         copies = kept_copies(options.sharded.copies, comm.rank, ulfm.in_force()) if comm.size > 1 else 1
-        sharded = ShardedOptimizer(*given, copies=copies)
+        sharded = ShardedOptimizer(*given, before=before, backend=self.backend, copies=copies, tensors=self._tensors)
         self._cleanup.callback(sharded.abandon)
         self._local_cleanup.callback(sharded.abandon)
         for module in self.model.modules():

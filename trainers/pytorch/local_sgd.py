@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from allreduce import notices
 from allreduce.arrays.parts import Part
+from allreduce.backend import AllReduce
 from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, root_value, together
@@ -48,9 +49,9 @@ class LocalSteps(TorchOwners):
 
     kind = "local"
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        options, trained, backend, before = self.options, self.trained, self.reducer.backend, given[-1]
+    def __init__(self, *given: Any, backend: AllReduce, before: TorchOwners | None) -> None:
+        super().__init__(*given, before=before)
+        options, trained = self.options, self.trained
         self.taken = 0
         self.rows: float | None = None
         self._compared = 0.0  # mean inner steps of the ranks at the last comparison
@@ -121,18 +122,19 @@ class LocalSteps(TorchOwners):
             return None, error
 
     def _prepare(self) -> None:
-        """Clip this rank's gradients. Raises _BadError where the step is left out, after it has kept an error for the
-        end of the round. Local."""
+        """Transform this rank's gradients. Raises _BadError where the step is left out, after it has kept an error for
+        the end of the round. Local."""
         gradients = [*self._dense(), *self._sparse()]
-        if self.options.on_bad is None or all(bool(torch.isfinite(each).all()) for each in gradients):
-            self.transform()
-            return
+        bad = self.options.on_bad is not None and not all(bool(torch.isfinite(each).all()) for each in gradients)
         text = NOT_FINITE.format(self.reducer.comm.rank, self.steps + 1)
-        if self.options.on_bad == "skip":
+        error = NotFiniteError(text) if bad else self._changed_by(self.transforms)
+        if error is None:
+            return
+        if bad and self.options.on_bad == "skip":
             self.skipped += 1
             notices.log.warning("allreduce: %s; this rank leaves the step out", text)
         else:
-            self.rounds.error = self.rounds.error or NotFiniteError(text)
+            self.rounds.error = self.rounds.error or error
         raise _BadError
 
     def _checked(self, closure: Closure) -> Any:

@@ -20,8 +20,9 @@ from trainers.arguments import is_number
 from trainers.options.average import LocalSGD, Sharded
 from trainers.options.buckets import DEFAULT_BUCKETS, Buckets
 from trainers.pytorch.assembly import Assembly
-from trainers.pytorch.options import GROUP_ADDED, Listed, Options
+from trainers.pytorch.options import GROUP_ADDED, Options
 from trainers.pytorch.state import broadcast_tensors
+from trainers.pytorch.transforms import Listed
 
 
 class MirroredOptimizer(Optimizer):
@@ -201,7 +202,7 @@ class MirroredOptimizer(Optimizer):
 
     def _take_edits(self) -> None:
         """Copy rank 0's parameters to all ranks. Runs in the queue."""
-        if self._parts.reducer.comm.size > 1:
+        if self._parts.reducer.ranks > 1:
             broadcast_tensors(self._parts.reducer.comm, self.model.parameters())
         self._parts.owners.synchronize_state()
 
@@ -252,10 +253,9 @@ class MirroredOptimizer(Optimizer):
 
     @property
     def measured(self) -> dict[str, float]:
-        """The norm of the averages in the last step that was taken, NaN before the first one: {"grad_norm": 2.5} with
-        ClipNorm, else {}. Local."""
-        clipping = self._parts.owners.clipping
-        return {} if clipping is None else {clipping.meter.name: float(clipping.meter.last)}
+        """The numbers that the transforms have measured in the last step that was taken, NaN before the first one:
+        {"grad_norm": 2.5} with ClipNorm. Local."""
+        return {meter.name: float(meter.last) for meter in self._parts.transforms.meters}
 
     @property
     def closed(self) -> bool:

@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -27,18 +26,15 @@ from trainers.options.average import REPLICATED, SHARDED, Exact, LocalSGD, Shard
 from trainers.options.buckets import Buckets
 from trainers.pytorch.hooks import owner_of
 from trainers.pytorch.sparse import sparse_parameters
+from trainers.pytorch.transforms import Listed, list_error, without_checks
 from trainers.replicas.pytorch.division import division_of, foreign_error
 from trainers.replicas.pytorch.tensors import DTYPES, is_dense
 from trainers.state import backup
-from trainers.strategies.transforms.clip import ClipNorm
 from trainers.strategies.transforms.skip import SkipNotFinite
 from trainers.watching.check_divergence import CheckDivergence
 from trainers.watching.check_gradients import CheckGradients
 
 CHECK_EVERY = 1000  # steps
-
-Listed = ClipNorm | SkipNotFinite | CheckDivergence | CheckGradients
-LISTED = (ClipNorm, CheckDivergence, CheckGradients | SkipNotFinite)  # at most one of each
 
 NO_EXACT = "is of trainers: MirroredTrainer(TorchReplica(module, loss, optimizer), average=Exact())"
 AGAIN = "close() this one (after state_dict(), when sharded) and make it again"
@@ -56,8 +52,10 @@ class Options:
     compress: gradients are sent with fewer bits: "bfloat16", "float16", "int8", "powersgd:4", or an object of options
         (see allreduce.create). Parameters and sparse gradients are not compressed.
     buckets: how the gradients are cut, and whether they are reduced during backward; see Buckets.
-    transforms: a list of ClipNorm, SkipNotFinite, CheckGradients, and CheckDivergence(every=1000), the default.
-        `step` clips what the program has left in `.grad`.
+    transforms: a list of ClipNorm, SkipNotFinite, and those of your program that only change averaged gradients
+        (`Applied.reduced`); and of CheckGradients and CheckDivergence(every=1000), the default. They run in `step`, in
+        the order of the list, on what the program has left in `.grad`. All ranks raise the error of one, and none
+        updates.
     trace: a file for Perfetto, written by `close`: compute, buckets, waits and updates of all ranks; or a Trace.
     """
 
@@ -86,11 +84,6 @@ class Options:
         return self.average if isinstance(self.average, LocalSGD) else None
 
     @property
-    def clip_norm(self) -> float | None:
-        """The norm to which averaged gradients are clipped; None without ClipNorm."""
-        return next((each.norm for each in self.transforms if isinstance(each, ClipNorm)), None)
-
-    @property
     def divergence(self) -> CheckDivergence:
         """How often replicas are compared."""
         given = (each for each in self.transforms if isinstance(each, CheckDivergence))
@@ -110,8 +103,7 @@ class Options:
         values["update"] = SHARDED if self.sharded == Sharded() else self.update
         values["buckets"] = Buckets(self.buckets.overlap, float(self.buckets.mb), float(self.buckets.first_mb))
         gradients = [CheckGradients(self.on_bad)] if self.on_bad else []
-        clipping = [each for each in self.transforms if isinstance(each, ClipNorm)]
-        values["transforms"] = [self.divergence, *gradients, *clipping]
+        values["transforms"] = [self.divergence, *gradients, *without_checks(self.transforms)]
         traced = f", average={self.average}" + ", trace=..." * (self.trace is not None)
         return f"MirroredOptimizer({', '.join(f'{name}={value!r}' for name, value in values.items())}{traced})"
 
@@ -123,11 +115,8 @@ class Options:
             yield OptionError(f"{self.average!r} {NO_EXACT}")
         if not isinstance(self.buckets, Buckets):
             yield OptionError(f"buckets must be a Buckets, got {self.buckets!r}")
-        if not _may_be_listed(self.transforms):
-            yield OptionError(
-                "transforms is a list of at most one ClipNorm, one CheckDivergence, and one CheckGradients or "
-                f"SkipNotFinite, got {self.transforms!r}; the program itself computes gradients and counts steps"
-            )
+        if wrong := list_error(self.transforms):
+            yield OptionError(wrong)
         if wrong := name_error("CheckGradients: on_bad", self.on_bad, checks.ANSWERS, optional=True):
             yield OptionError(wrong)
         if isinstance(self.allreduce, AllReduce) and self.topology not in (None, self.allreduce.topology):
@@ -144,14 +133,6 @@ class Options:
         """Return the options with which the optimizer is created again after a failure."""
         given = self.allreduce.config if isinstance(self.allreduce, AllReduce) else self.allreduce
         return replace(self, allreduce=given, topology=None, trace=None)
-
-
-def _may_be_listed(given: Any) -> bool:
-    """Whether this is a list of transforms and checks, at most one of each of LISTED. Local."""
-    listed = list(given) if isinstance(given, Sequence) else [None]
-    return all(isinstance(each, Listed) for each in listed) and all(
-        sum(isinstance(each, kind) for each in listed) <= 1 for kind in LISTED
-    )
 
 
 # The other arguments

@@ -6,7 +6,7 @@ trainers.pytorch.local_sgd it takes steps of its own, and the ranks average thei
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from mpi4py import MPI
@@ -15,11 +15,13 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from allreduce import notices
+from allreduce.arrays import gpu
 from allreduce.elastic.retry import Commit
-from allreduce.errors import OptionError
-from allreduce.transport.control import all_values
+from allreduce.errors import OptionError, UnavailableError
+from allreduce.transport.control import all_values, raise_together
 from trainers.arrays import squares
 from trainers.checks import check_equal
+from trainers.pytorch.options import Options
 from trainers.pytorch.reducer import Reducer
 from trainers.pytorch.state import (
     broadcast_state,
@@ -28,39 +30,48 @@ from trainers.pytorch.state import (
     load_root_state,
     receive,
 )
+from trainers.replica import Slices
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.replica import Buffers
 from trainers.replicas.pytorch.tensors import as_array, is_dense
 from trainers.state.owners import Owners
 from trainers.strategies.transforms.clip import Clipping
+from trainers.strategies.transforms.transform import AppliedTransforms
 
 Closure = Callable[[], Any]
+ResultT = TypeVar("ResultT")
 
 
 class TorchOwners(Owners):
     """All ranks update all parameters by averaged gradients. It has the methods of MirroredOptimizer.
 
-    plain: the user's optimizer, of `model`. reducer: averages the gradients of its parameters.
-    buffers: restores the model's buffers when a step is left out. before: the owners before a failure.
+    plain: the user's optimizer, of `model`. trained: its parameters by name. reducer: averages their gradients.
+    buffers: restores the model's buffers when a step is left out. transforms: change the averages in a step.
+    before: the owners before a failure.
     The constructor is collective.
 
-    skipped: the number of steps that were left out. clipping: of the averages in a step, with ClipNorm.
-    lost: whether parts of the state could not be recovered. recovered: during a recovery, the complete state of all
-    ranks.
+    skipped: the number of steps that were left out. lost: whether parts of the state could not be recovered.
+    recovered: during a recovery, the complete state of all ranks.
     """
 
     def __init__(
-        self, plain: Optimizer, model: Module, reducer: Reducer, buffers: Buffers, before: "TorchOwners | None"
+        self,
+        plain: Optimizer,
+        model: Module,
+        trained: dict[str, Parameter],
+        options: Options,
+        reducer: Reducer,
+        buffers: Buffers,
+        transforms: AppliedTransforms,
+        *,
+        before: "TorchOwners | None",
     ) -> None:
-        self.plain, self.model, self.reducer, self.buffers = plain, model, reducer, buffers
-        self.trained, self.options = reducer.trained, reducer.options
+        self.plain, self.model, self.trained, self.options = plain, model, trained, options
+        self.reducer, self.buffers, self.transforms = reducer, buffers, transforms
         reducer.rates = partial(rates_of, plain)
-        self.skipped, self.lost = 0, False
-        self.recovered: Any = None
-        self.clipping = None if self.options.clip_norm is None else Clipping(self.options.clip_norm)
-        if before is not None:
-            self.skipped, self.lost, self.recovered = before.skipped, before.lost, before.recovered
-            self.clipping = before.clipping
+        self.skipped: int = 0 if before is None else before.skipped
+        self.lost: bool = before is not None and before.lost
+        self.recovered: Any = None if before is None else before.recovered
 
     @property
     def steps(self) -> int:
@@ -89,7 +100,7 @@ class TorchOwners(Owners):
     def _step_with(self, closure: Closure | None) -> Any:
         """Average and update; return the loss of the closure, which averages its gradients itself. Collective."""
         if closure is not None:
-            return self.plain.step(partial(self._clipped, closure))
+            return self.plain.step(partial(self._transformed, closure))
         self.apply()
         return None
 
@@ -103,22 +114,44 @@ class TorchOwners(Owners):
             self.plain.step()
 
     def transform(self) -> None:
-        """As Owners.transform: clip the averages, with ClipNorm. Collective."""
-        if self.clipping is not None:
-            self._clip(self.clipping)
+        """As Owners.transform; all ranks raise the error of one. Collective."""
+        if self.transforms.applied:
+            error = self._changed_by(self.transforms)
+            self._agreed("transforms gradients", partial(raise_together, self.reducer.comm, error))
 
-    def _clipped(self, closure: Closure) -> Any:
-        """Call a closure that averages its gradients, and clip these. Collective."""
+    def _agreed(self, call: str, check: Callable[[], ResultT]) -> ResultT:
+        """Return the result of a check of all ranks, after the transforms. Collective. If it raises, the gradients that
+        some ranks have transformed are dropped."""
+        try:
+            with self.reducer.clock.span("wait"):
+                return self.reducer.run_in_queue(call, check)
+        except Exception:
+            if self.transforms.applied:
+                self.reducer.forget(release=True)
+            raise
+
+    def _transformed(self, closure: Closure) -> Any:
+        """Call a closure that averages its gradients, and let the transforms change these. Collective."""
         loss = closure()
         self.transform()
         return loss
 
     @torch.no_grad()
-    def _clip(self, clipping: Clipping) -> None:
-        """Clip the averages that this rank is to read, by the norm of all. Collective if they are scattered."""
-        squares, device = self.squares(), self.reducer.device
-        tensors = [each.data for each in [*self._dense(), *self._sparse()] if each.numel()]
-        clipping.reduced(tensors if device.kind == "cuda" else list(map(device.array, tensors)), None, squares)
+    def _changed_by(self, transforms: AppliedTransforms) -> Exception | None:
+        """Let these transforms change the averages that this rank is to read; return the error of one. Collective if
+        one needs the squares of a sharded update."""
+        if not transforms.applied:
+            return None
+        transforms.take_kept()  # of a step that another error has ended
+        tensors, device = [each for each in [*self._dense(), *self._sparse()] if each.numel()], self.reducer.device
+        if device.kind == "cuda" and not has_cupy():
+            transforms.transform([each.data for each in tensors], self._part(), self.squares)
+        else:
+            device.cupy_after_torch()
+            arrays = list(map(device.array, tensors))
+            transforms.transform(arrays, self._part(), device.ordered_with_cupy()(self.squares))
+            device.torch_after_cupy()
+        return transforms.take_kept()
 
     def _mean_loss(self, closure: Closure) -> Any:
         """Call a closure, average its gradients, and return the mean of its losses over the ranks. Collective.
@@ -128,13 +161,13 @@ class TorchOwners(Owners):
         """
         reducer, loss = self.reducer, closure()
         self.reduce()
-        if loss is None or reducer.comm.size == 1:
+        if loss is None or reducer.ranks == 1:
             return loss
         value = loss.item() if isinstance(loss, Tensor) else float(loss)
         weight = 1.0 if reducer.rows is None else reducer.rows.weight
         call = "averages the loss of a closure"
         losses = reducer.run_in_queue(call, partial(all_values, reducer.comm, value * weight, call))
-        mean = sum(losses) / reducer.comm.size
+        mean = sum(losses) / reducer.ranks
         return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
 
     def _end_step(self) -> None:
@@ -164,7 +197,8 @@ class TorchOwners(Owners):
     def clip(self, max_norm: float) -> float:
         self.reduce()
         clipping = Clipping(max_norm)
-        self._clip(clipping)
+        if (error := self._changed_by(AppliedTransforms([clipping]))) is not None:
+            raise error
         return float(clipping.meter.last)
 
     def squares(self) -> float:
@@ -192,6 +226,11 @@ class TorchOwners(Owners):
                 each.grad = each.grad.coalesce()
                 found.append(flat(each.grad.values()))
         return found
+
+    def _part(self) -> Slices | None:
+        """Return a slice for each tensor of `_dense`, of all elements in the order of the buckets; None if it returns
+        all. Local."""
+        return None
 
     def count_rows(self, number: float) -> None:
         self.reducer.count_rows(number)
@@ -270,6 +309,13 @@ def square(tensor: Tensor) -> float:
     if tensor.is_cuda:
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
     return float(squares.sum_of_squares(as_array(tensor)))
+
+
+def has_cupy() -> bool:
+    try:
+        return gpu.cupy() is not None
+    except UnavailableError:
+        return False
 
 
 def flat(tensor: Tensor) -> Tensor:

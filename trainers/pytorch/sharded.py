@@ -14,6 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.nn import Parameter
 
+from allreduce.backend import AllReduce
 from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, raise_together
@@ -21,6 +22,7 @@ from trainers.pytorch.buckets import Gradient, allocate_flat, changed
 from trainers.pytorch.owners import Closure, TorchOwners, flat, rates_of, square
 from trainers.pytorch.reducer import SCATTERED
 from trainers.pytorch.rows import combined
+from trainers.replica import Slices
 from trainers.replicas.pytorch import fused
 from trainers.replicas.pytorch.blocks import Blocks, held_by, largest_block
 from trainers.replicas.pytorch.tensors import Placed, shaped, version_of
@@ -38,7 +40,7 @@ FullState = tuple[int, list[dict[str, Any]]]  # after how many steps; of each pa
 
 class ShardedOptimizer(TorchOwners):
     """Updates this rank's blocks of the parameters, which it has moved into flat memory: slices, or with
-    `reducer.tensors` whole tensors.
+    `tensors` whole tensors.
 
     given: the arguments of TorchOwners. The hyperparameters of `plain` are used; it has the state only of parameters
         that are frozen or have sparse gradients. copies: see ShardedParameters.
@@ -48,10 +50,10 @@ class ShardedOptimizer(TorchOwners):
 
     kind = "sharded"
 
-    def __init__(self, *given: Any, copies: int) -> None:
-        super().__init__(*given)
-        plain, reducer, backend, comm = self.plain, self.reducer, self.reducer.backend, self.reducer.comm
-        self._tensors = tensors = reducer.tensors
+    def __init__(self, *given: Any, before: TorchOwners | None, backend: AllReduce, copies: int, tensors: bool) -> None:
+        super().__init__(*given, before=before)
+        plain, reducer, comm = self.plain, self.reducer, self.reducer.comm
+        self._tensors = tensors
         self.replace_kernels()
         group_of = {id(each): at for at, group in enumerate(plain.param_groups) for each in group["params"]}
         self._groups = [group_of[id(each)] for each in reducer.parameters]
@@ -68,6 +70,7 @@ class ShardedOptimizer(TorchOwners):
         self._held = held_by(reducer.plan, [share.parts for share in shares], self.shards.cuts, most)
         self.blocks = Blocks(plain, reducer.parameters, self._held, flats, reducer.flats, tensors=tensors)
         self.optimizer = self.blocks.optimizer
+        self._error: Exception | None = None  # of a transform in this step
         self._updated: set[int] = set()  # indices of parameters that any rank has updated before
         self._dtypes: list[set[torch.dtype]] = [set() for _ in plain.param_groups]  # of the averaged parameters
         for group, parameter in zip(self._groups, reducer.parameters, strict=True):
@@ -122,6 +125,10 @@ class ShardedOptimizer(TorchOwners):
     def _catch_up(self, mine: int) -> None:
         """Do nothing: every rank has updated its part in each step."""
 
+    def transform(self) -> None:
+        """As Owners.transform. An error is kept for `update`, in which the ranks agree. Collective."""
+        self._error = self._changed_by(self.transforms)
+
     def update(self) -> None:
         """Update this rank's blocks, from gradients that are averaged at least there. Collective."""
         reducer = self.reducer
@@ -129,9 +136,8 @@ class ShardedOptimizer(TorchOwners):
         call = f"updates parameters with lr {rates_of(self.plain)}"
         if moved:
             call += f" after {', '.join(moved)} got other memory"
-        begin = partial(self._begin_update, bool(moved), reducer.take_edits())
-        with reducer.clock.span("wait"):
-            used = reducer.run_in_queue(call, begin)
+        begin = partial(self._begin_update, bool(moved), self._error or reducer.take_edits())
+        used = self._agreed(call, begin)
         with reducer.clock.span("update"):
             self.update_blocks(used)
 
@@ -186,6 +192,13 @@ class ShardedOptimizer(TorchOwners):
             return super()._dense()
         given = zip(self._held, self.blocks.grads, strict=True)
         return [flat(grad) for each, own in given if self.reducer.averaged(each.parameter) for grad in own]  # no gaps
+
+    def _part(self) -> Slices | None:
+        if self.reducer.state != SCATTERED:
+            return None
+        held = [each for each in self._held if self.reducer.averaged(each.parameter)]
+        begins = [(each.start - each.blocks[0].start, block) for each in held for block in each.blocks]
+        return tuple(slice(begin + block.start, begin + block.stop) for begin, block in begins)
 
     def set_steps(self, steps: int) -> None:
         self.shards.extend(steps)

@@ -1,9 +1,12 @@
-"""MirroredOptimizer(transforms=): ClipNorm and SkipNotFinite of `fit(transforms=)` in a PyTorch loop."""
+"""MirroredOptimizer(transforms=): the objects of `fit(transforms=)` change averaged gradients in a PyTorch loop."""
 
-import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -30,13 +33,53 @@ from tests.ranks.pytorch.trained import (
 from tests.ranks.together import raised_everywhere
 from trainers import EMA, Accumulate, ClipNorm, Schedule, SkipNotFinite
 from trainers.arrays.squares import sum_of_squares
-from trainers.callbacks import CheckGradients
+from trainers.callbacks import EarlyStopping
+from trainers.errors import ArgumentError
 from trainers.options.average import LocalSGD, Sharded
 from trainers.pytorch import Buckets, GradientError, MirroredOptimizer
+from trainers.strategies.transforms.transform import Applied, Transform
+from trainers.watching.meter import NormMeter
 
 NORM = 0.05
 UPDATES = {"replicated": "replicated", "sharded": "sharded", "tensors": Sharded(shard="tensors")}
 all_updates = pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+
+
+@dataclass(frozen=True)
+class Own(Transform):
+    """A program's own transform. fails: in this call of `reduced`, on the last rank. squares: whether it needs them."""
+
+    factor: float = 1.0
+    fails: int = -1
+    squares: bool = True
+
+    def start(self, replica: Any) -> Applied:
+        return OwnApplied(self)
+
+
+class OwnApplied(Applied):
+    made: "OwnApplied"
+    part: Any = None
+
+    def __init__(self, options: Own) -> None:
+        self.options, self.begun, self.calls = options, 0, []
+        self.meter, self.needs_squares = NormMeter("largest"), options.squares
+        OwnApplied.made = self
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def reduced(self, gradients: Sequence[Any], part: Any, squares: Any) -> None:
+        assert all(type(each) is np.ndarray and each.ndim == 1 for each in gradients)
+        self.part = part
+        if part is not None:
+            assert [each.stop - each.start for each in part] == [each.size for each in gradients[: len(part)]]
+        self.calls.append((sum(each.size for each in gradients), squares))
+        for each in gradients:
+            each *= each.dtype.type(self.options.factor)
+        self.meter.set(max((float(abs(each).max()) for each in gradients if each.size), default=0.0))
+        if len(self.calls) - 1 == self.options.fails and MPI.COMM_WORLD.rank == SIZE - 1:
+            raise KeyError("a word")
 
 
 def batch(number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,16 +164,24 @@ def test_gaps_and_sparse_gradients(world: MPI.Intracomm, flat: allreduce.Topolog
     words = torch.tensor([[1, 2, 2], [3, 2, 1], [5, 6, 7], [8, 0, 8], [4, 4, 4]])
     plain = torch.optim.SGD(reference.parameters(), lr=0.5)
     make = partial(torch.optim.SGD, model.parameters(), lr=0.5)
-    with mirrored(make(), model, topology=flat, update=update, transforms=[ClipNorm(NORM)]) as optimizer:
+    with mirrored(make(), model, topology=flat, update=update, transforms=[ClipNorm(NORM), Own(0.5)]) as optimizer:
         optimizer.zero_grad()
         model(words[world.rank], world.rank == 0).square().sum().backward()
         optimizer.step()
         assert optimizer.measured["grad_norm"] > NORM
+        found, squares = OwnApplied.made.calls[0]
+        assert squares == pytest.approx(NORM**2, rel=1e-3)  # the second one in the list has the result of the first
+        if update == "replicated":
+            used = sum(each.numel() for part in (model.one, model.all) for each in part.parameters())
+            rows = len(words[:SIZE].unique())
+            assert found == used + 4 * rows
     loss = sum(reference(words[rank], rank == 0).square().sum() for rank in range(SIZE)) / SIZE
     loss.backward()
     assert reference.table.weight.grad is not None
     reference.table.weight.grad = reference.table.weight.grad.to_dense()
     nn.utils.clip_grad_norm_(reference.parameters(), NORM)
+    for each in reference.parameters():
+        each.grad = None if each.grad is None else each.grad / 2
     plain.step()
     assert_close(model, reference)
     assert all(torch.equal(here, before[f"none.{name}"]) for name, here in model.none.named_parameters())
@@ -139,7 +190,7 @@ def test_gaps_and_sparse_gradients(world: MPI.Intracomm, flat: allreduce.Topolog
 
 def test_lbfgs(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model, x = nn.Linear(3, 1), torch.arange(6.0).reshape(2, 3)
-    with mirrored(torch.optim.LBFGS(model.parameters(), max_iter=4), model, transforms=[ClipNorm(NORM)]) as optimizer:
+    with mirrored(torch.optim.LBFGS(model.parameters(), max_iter=4), model, transforms=[Own()]) as optimizer:
 
         def closure() -> Any:
             optimizer.zero_grad()
@@ -148,20 +199,53 @@ def test_lbfgs(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
             return loss
 
         optimizer.step(closure)
-        assert optimizer.measured["grad_norm"] > 0
+        assert len(OwnApplied.made.calls) > 2
+    assert_mirrored(world, model)
+
+
+@both_updates
+@pytest.mark.parametrize("way", ["step", "closure", "join"])
+def test_an_error_on_one_rank_ends_the_step_on_all(
+    world: MPI.Intracomm, flat: allreduce.Topology, update: str, way: str
+) -> None:
+    """No rank updates, and a program that catches the error may go on."""
+    model = network()
+    with mirrored(plain_sgd(model), model, topology=flat, update=update, transforms=[Own(fails=1)]) as optimizer:
+
+        def run() -> None:
+            if way == "closure":
+                optimizer.step(partial(gradients, model, optimizer, batch()))
+            elif way == "step":
+                step(model, optimizer)
+            else:
+                with optimizer.join():
+                    for _ in range(world.rank == 0):
+                        step(model, optimizer)
+
+        run()
+        before = [each.detach().clone() for each in model.parameters()]
+        text = raised_everywhere(world, KeyError, run)
+        assert "a word" in text
+        assert SIZE == 1 or f"rank {SIZE - 1}: " in text
+        optimizer.step()  # of nothing: some ranks have transformed their gradients, so all have dropped them
+        assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        run()
+        assert optimizer.steps == 3
     assert_mirrored(world, model)
 
 
 @both_updates
 def test_join(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """The norm is measured on all ranks, also on those that have no batches left."""
+    """Transforms that remember something see each step on all ranks, also on those that have no batches left."""
     model = network()
-    with mirrored(plain_sgd(model), model, topology=flat, update=update, transforms=[ClipNorm(NORM)]) as optimizer:
+    with mirrored(
+        plain_sgd(model), model, topology=flat, update=update, transforms=[Own(), ClipNorm(NORM)]
+    ) as optimizer:
         with optimizer.join():
             for number in range(1 + world.rank):
                 step(model, optimizer, number)
-        assert len(set(world.allgather(optimizer.measured["grad_norm"]))) == 1
-        assert optimizer.measured["grad_norm"] > 0
+        assert len(OwnApplied.made.calls) == SIZE
+        assert len(set(world.allgather(tuple(squares for _, squares in OwnApplied.made.calls)))) == 1
     assert_mirrored(world, model)
 
 
@@ -188,11 +272,12 @@ def test_what_the_program_left_in_grad(world: MPI.Intracomm, flat: allreduce.Top
 @several
 def test_edits_of_scattered_gradients_are_found_as_before(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = network()
-    with mirrored(plain_sgd(model), model, topology=flat, update="sharded", transforms=[ClipNorm(NORM)]) as optimizer:
-        gradients(model, optimizer, batch())
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        raised_everywhere(world, GradientError, optimizer.step)
-        step(model, optimizer)
+    for transforms in ([ClipNorm(NORM)], [Own(fails=0, squares=False), ClipNorm(NORM)]):
+        with mirrored(plain_sgd(model), model, topology=flat, update="sharded", transforms=transforms) as optimizer:
+            gradients(model, optimizer, batch())
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            raised_everywhere(world, GradientError, optimizer.step)
+            step(model, optimizer)  # the error of a transform in the step before is no error of this one
 
 
 @all_updates
@@ -212,24 +297,40 @@ def test_a_norm_counts_the_gradients_that_the_program_has_left(
     assert_close(model, reference, 1e-4)
 
 
+@several
+def test_the_parts_of_all_ranks_are_all_elements_once(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model = nn.ModuleList([nn.Linear(3, 33), nn.Linear(33, 2).double()])  # buckets of two dtypes
+    options = {"topology": flat, "update": "sharded", "buckets": Buckets(False, **SMALL_BUCKETS)}
+    with mirrored(plain_sgd(model), model, transforms=[Own()], **options) as optimizer:
+        model[1](model[0](torch.ones(1, 3)).double()).sum().backward()
+        optimizer.step()
+        own = [(each.start, each.stop) for each in OwnApplied.made.part if each.start < each.stop]
+    parts = sorted(part for rank in world.allgather(own) for part in rank)
+    total = sum(each.numel() for each in model.parameters())
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(parts))  # between them are gaps of buckets
+    assert sum(stop - start for start, stop in parts) == total
+
+
 @both_updates
-def test_a_step_that_is_left_out_clips_nothing(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
+def test_a_step_that_is_left_out_transforms_nothing(
+    world: MPI.Intracomm, flat: allreduce.Topology, update: str
+) -> None:
     model = network()
-    transforms = [SkipNotFinite(), ClipNorm(NORM)]
+    transforms = [SkipNotFinite(), Own()]
     with mirrored(plain_sgd(model), model, topology=flat, update=update, transforms=transforms) as optimizer:
         optimizer.zero_grad()
         (model[2].bias.sum() * float("nan" if world.rank == 0 else 1)).backward()
         optimizer.step()
         assert optimizer.steps_skipped == 1
-        assert math.isnan(optimizer.measured["grad_norm"])
+        assert not OwnApplied.made.calls
         step(model, optimizer)
-        assert optimizer.measured["grad_norm"] > 0
+        assert len(OwnApplied.made.calls) == OwnApplied.made.begun == 1
     assert_mirrored(world, model)
 
 
 @pytest.mark.parametrize("closure", [False, True])
 def test_local_sgd(world: MPI.Intracomm, flat: allreduce.Topology, closure: bool) -> None:
-    """A rank clips its own gradients."""
+    """A rank clips its own gradients; the error of a transform comes to all ranks at the end of the round."""
     ends = []
     for own in (False, True):
         model = network()
@@ -249,23 +350,79 @@ def test_local_sgd(world: MPI.Intracomm, flat: allreduce.Topology, closure: bool
                     optimizer.step()
         ends.append([each.detach().clone() for each in model.parameters()])
     assert all(torch.equal(here, there) for here, there in zip(*ends, strict=True))
+    model = network()
+    with mirrored(plain_sgd(model), model, topology=flat, average=LocalSGD(3), transforms=[Own(fails=1)]) as optimizer:
+        step(model, optimizer)
+        step(model, optimizer)
+        assert optimizer.steps == 2 - (world.rank == SIZE - 1)
+        assert "a word" in raised_everywhere(world, KeyError, partial(step, model, optimizer))
+    assert_mirrored(world, model)
 
 
-REFUSED: dict[str, Any] = {
-    "EMA": [EMA(0.9)],
-    "Accumulate": [Accumulate(2)],
-    "Schedule": [Schedule()],
-    "two": [ClipNorm(1.0), ClipNorm(2.0)],
-    "checks": [SkipNotFinite(), CheckGradients()],
-    "class": [ClipNorm],
-    "no list": ClipNorm(1.0),
+@dataclass(frozen=True)
+class Needs(Transform):
+    """What needs a fit."""
+
+    what: str
+
+    def __repr__(self) -> str:
+        return f"Needs({self.what!r})"
+
+    def error(self, replica: Any, average: Any) -> str:
+        return "no luck" if self.what == "error" else ""
+
+    def start(self, replica: Any) -> Applied:
+        if self.what == "replica":
+            replica.learning_rates = [replica.learning_rates[0] / 2]
+        if self.what == "set":
+            replica.learning_rates = [0.0]
+        if self.what == "nothing":
+            return None  # type: ignore[return-value]
+        if self.what == "rank" and MPI.COMM_WORLD.rank == SIZE - 1:
+            raise ZeroDivisionError("by nothing")
+        members = {
+            "compute": lambda self, inner, rows: inner(rows),
+            "updated": lambda self, spans: None,
+            "begin": lambda self: replica.metrics,
+        }
+        found = {name: value for name, value in members.items() if name == self.what}
+        applied = type("Work", (Applied,), found)()
+        if self.what == "watchers":
+            applied.watchers = [EarlyStopping()]
+        return applied
+
+
+@dataclass(frozen=True)
+class Twice(Own):
+    """Has the meter of Own."""
+
+
+REFUSED: dict[str, tuple[list[Any], type[Exception], str]] = {
+    "EMA": ([EMA(0.9)], errors.OptionError, "EMA.*use torch.optim.swa_utils.AveragedModel"),
+    "Accumulate": ([Accumulate(2)], errors.OptionError, r"Accumulate.*use backward inside of optimizer.no_sync\(\)"),
+    "Schedule": ([Schedule()], errors.OptionError, "Schedule.*use a scheduler of torch.optim.lr_scheduler"),
+    "compute": ([Needs("compute")], errors.OptionError, r"Needs\('compute'\): nothing calls Work.compute in a PyTorch"),
+    "updated": ([Needs("updated")], errors.OptionError, "nothing calls Work.updated"),
+    "replica": ([Needs("replica")], errors.OptionError, r"has no replica, can't use Needs.*'learning_rates'"),
+    "set": ([Needs("set")], errors.OptionError, r"has no replica, can't use Needs.*'learning_rates'"),
+    "begin": ([Needs("begin")], errors.OptionError, r"has no replica, can't use Needs\('begin'\): .*'metrics'"),
+    "nothing": ([Needs("nothing")], errors.OptionError, "start must return an Applied, got None"),
+    "error": ([Needs("error")], errors.OptionError, "no luck"),
+    "watchers": ([Needs("watchers")], errors.OptionError, "callbacks of a fit"),
+    "rank": ([Needs("rank")], ZeroDivisionError, "by nothing"),
+    "two": ([ClipNorm(1.0), ClipNorm(2.0)], errors.OptionError, "transforms is a list of Transforms of different"),
+    "class": ([ClipNorm], errors.OptionError, "transforms is a list of Transforms"),
+    "meters": ([Own(), Twice()], ArgumentError, 'two numbers of a step are named "largest"'),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_a_fit_is_refused(flat: allreduce.Topology, name: str) -> None:
+def test_what_needs_a_fit_is_refused(world: MPI.Intracomm, flat: allreduce.Topology, name: str) -> None:
+    transforms, kind, words = REFUSED[name]
     model = network()
-    with pytest.raises(errors.OptionError, match="transforms is a list of at most one ClipNorm"):
-        MirroredOptimizer(plain_sgd(model), model, topology=flat, transforms=REFUSED[name])
-    with mirrored(plain_sgd(model), model, topology=flat, transforms=[ClipNorm(NORM)]) as optimizer:
+    with pytest.raises(kind, match=words):
+        MirroredOptimizer(plain_sgd(model), model, topology=flat, transforms=transforms)
+    if name == "rank":
+        return
+    with mirrored(plain_sgd(model), model, topology=flat, transforms=[Own()]) as optimizer:
         step(model, optimizer)

@@ -36,7 +36,8 @@ class Applied:
     """A transform in one fit: it has what changes while the fit runs. Override the methods that the transform needs.
 
     All methods are local, and called in the order of the list: `start`, `begin`, `plan`, `end_step` on all ranks, the
-    others on the ranks that compute or update. An error of one ends the fit on all ranks.
+    others on the ranks that compute or update. An error of one ends the fit on all ranks. A MirroredOptimizer calls
+    `begin` and `reduced` alone.
 
     meter: adds up a number of each step, of which the logs have the mean. watchers: callbacks of the fit.
     needs_squares: whether `reduced` gets the sum of the squares of all gradients, which may cost a message.
