@@ -97,14 +97,12 @@ class Assembly:
         compare(comm, describe(optimizer, model))
         warn_of_dense(comm.rank, optimizer, model, self.trained)
         device = devices.device_of(self.trained.values())
-        traced = self._make_backend(comm, device)
+        clock = Clock(self._make_backend(comm, device))
         if comm.size > 1:
             broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
             broadcast_state(comm, optimizer)
-        self._make_reducer(comm, group, number, device)
+        self._make_reducer(comm, group, number, clock)
         self.reducer.steps = steps
-        if traced is not None:
-            self.reducer.clock = Clock(traced)
         self.owners = self._make_owners(comm)
         if options.on_bad == "skip":
             self._hook(model.register_forward_pre_hook(Hook(self.buffers.before_forward)))
@@ -126,29 +124,28 @@ class Assembly:
         self._cleanup.callback(backend.observers.remove, recorder)
         return recorder
 
-    def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, device: Host) -> None:
+    def _make_reducer(self, comm: MPI.Intracomm, group: OptimizerGroup, number: int, clock: Clock) -> None:
         """Create the Reducer, with the buckets of dense and sparse gradients. Collective."""
-        queue, during = group.queue(number, self.topology, self.options.buckets.overlap, device.kind == "cuda")
+        options, on_gpu = self.options, next(iter(self.trained.values())).is_cuda
+        queue, during = group.queue(number, self.topology, options.buckets.overlap, on_gpu)
         self._cleanup.callback(queue.drop)
         sparse = sparse_parameters(self.optimizer, self.model)
-        given = self.trained, sparse, self.options, self.backend, comm, queue, during, group, number
-        self._tensors = (
-            self.options.sharded is not None and division_of(self.optimizer, self.options.sharded.shard)[0] == TENSORS
-        )
-        self.reducer = Reducer(*given, self._tensors)
+        tensors = options.sharded is not None and division_of(self.optimizer, options.sharded.shard)[0] == TENSORS
+        given = self.trained, sparse, options, self.backend, comm, queue, during, group, number
+        self.reducer = Reducer(*given, tensors, clock)
         self._cleanup.callback(self.reducer.close)
         self._local_cleanup.callback(self.reducer.close, None)
 
     def _make_owners(self, comm: MPI.Intracomm) -> TorchOwners:
         """Create the owners of the parameters. Collective."""
         options, before = self.options, vars(self).get("owners")
-        given = self.optimizer, self.model, self.trained, options, self.reducer, self.buffers, self.transforms
+        given = self.optimizer, self.model, self.reducer, self.buffers, self.transforms, before
         if options.local:
-            return LocalSteps(*given, before=before, backend=self.backend)
+            return LocalSteps(*given)
         if options.sharded is None or not self.reducer.parameters:
-            return TorchOwners(*given, before=before)
+            return TorchOwners(*given)
         copies = kept_copies(options.sharded.copies, comm.rank, ulfm.in_force()) if comm.size > 1 else 1
-        sharded = ShardedOptimizer(*given, before=before, backend=self.backend, copies=copies, tensors=self._tensors)
+        sharded = ShardedOptimizer(*given, copies=copies)
         self._cleanup.callback(sharded.abandon)
         self._local_cleanup.callback(sharded.abandon)
         for module in self.model.modules():

@@ -11,7 +11,6 @@ from torch.nn import Parameter
 
 from allreduce import notices
 from allreduce.arrays.parts import Part
-from allreduce.backend import AllReduce
 from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, root_value, together
@@ -49,9 +48,9 @@ class LocalSteps(TorchOwners):
 
     kind = "local"
 
-    def __init__(self, *given: Any, backend: AllReduce, before: TorchOwners | None) -> None:
-        super().__init__(*given, before=before)
-        options, trained = self.options, self.trained
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        options, trained, backend, before = self.options, self.trained, self.reducer.backend, given[-1]
         self.taken = 0
         self.rows: float | None = None
         self._compared = 0.0  # mean inner steps of the ranks at the last comparison

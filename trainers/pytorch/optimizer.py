@@ -202,7 +202,7 @@ class MirroredOptimizer(Optimizer):
 
     def _take_edits(self) -> None:
         """Copy rank 0's parameters to all ranks. Runs in the queue."""
-        if self._parts.reducer.ranks > 1:
+        if self._parts.reducer.comm.size > 1:
             broadcast_tensors(self._parts.reducer.comm, self.model.parameters())
         self._parts.owners.synchronize_state()
 

@@ -21,7 +21,6 @@ from allreduce.errors import OptionError, UnavailableError
 from allreduce.transport.control import all_values, raise_together
 from trainers.arrays import squares
 from trainers.checks import check_equal
-from trainers.pytorch.options import Options
 from trainers.pytorch.reducer import Reducer
 from trainers.pytorch.state import (
     broadcast_state,
@@ -45,7 +44,7 @@ ResultT = TypeVar("ResultT")
 class TorchOwners(Owners):
     """All ranks update all parameters by averaged gradients. It has the methods of MirroredOptimizer.
 
-    plain: the user's optimizer, of `model`. trained: its parameters by name. reducer: averages their gradients.
+    plain: the user's optimizer, of `model`. reducer: averages the gradients of its parameters.
     buffers: restores the model's buffers when a step is left out. transforms: change the averages in a step.
     before: the owners before a failure.
     The constructor is collective.
@@ -58,16 +57,13 @@ class TorchOwners(Owners):
         self,
         plain: Optimizer,
         model: Module,
-        trained: dict[str, Parameter],
-        options: Options,
         reducer: Reducer,
         buffers: Buffers,
         transforms: AppliedTransforms,
-        *,
         before: "TorchOwners | None",
     ) -> None:
-        self.plain, self.model, self.trained, self.options = plain, model, trained, options
-        self.reducer, self.buffers, self.transforms = reducer, buffers, transforms
+        self.plain, self.model, self.reducer, self.buffers, self.transforms = plain, model, reducer, buffers, transforms
+        self.trained, self.options = reducer.trained, reducer.options
         reducer.rates = partial(rates_of, plain)
         self.skipped: int = 0 if before is None else before.skipped
         self.lost: bool = before is not None and before.lost
@@ -161,13 +157,13 @@ class TorchOwners(Owners):
         """
         reducer, loss = self.reducer, closure()
         self.reduce()
-        if loss is None or reducer.ranks == 1:
+        if loss is None or reducer.comm.size == 1:
             return loss
         value = loss.item() if isinstance(loss, Tensor) else float(loss)
         weight = 1.0 if reducer.rows is None else reducer.rows.weight
         call = "averages the loss of a closure"
         losses = reducer.run_in_queue(call, partial(all_values, reducer.comm, value * weight, call))
-        mean = sum(losses) / reducer.ranks
+        mean = sum(losses) / reducer.comm.size
         return torch.full_like(loss.detach(), mean) if isinstance(loss, Tensor) else mean
 
     def _end_step(self) -> None:

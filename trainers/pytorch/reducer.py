@@ -112,7 +112,7 @@ class Reducer:
         a bucket of its own, after the dense ones, and all ranks get its averages.
     options: of the MirroredOptimizer. backend: allocates the buffers and reduces them. comm: used in the queue only.
     queue: runs the reductions, in one order on all ranks. during: whether it does so during backward.
-    group, number: the optimizers on these ranks, and the number of this one.
+    group, number: the optimizers on these ranks, and the number of this one. clock: records this rank's time.
     tensors: with update="sharded", whether a rank updates whole tensors, not slices.
 
     state: LOCAL: this rank's gradients may not be averaged yet. SCATTERED: dense averages in `bucket.share.parts`,
@@ -131,10 +131,11 @@ class Reducer:
         group: OptimizerGroup,
         number: int,
         tensors: bool,
+        clock: Clock,
     ) -> None:
+        self.trained, self.options, self.backend, self.tensors, self.clock = trained, options, backend, tensors, clock
         self._queue, self.during, self.comm, self.group, self.number = queue, during, comm, group, number
-        self.device = devices.device_of(trained.values())
-        self.ranks, self._same_data = comm.size, SameData(backend)  # also known after close()
+        self.device, self._same_data = devices.device_of(trained.values()), SameData(backend)
         averaged = {} if options.local else trained
         dense = [(name, each) for name, each in averaged.items() if id(each) not in sparse]
         rows = [(name, each) for name, each in averaged.items() if id(each) in sparse]
@@ -148,7 +149,7 @@ class Reducer:
         self._describe(backend, memories, dense)
         slots = {slot.parameter: (layout.dtype, slot.start) for layout in self.plan for slot in layout.slots}
         self.gradients = [Gradient(*named, self.flats, *slots[index]) for index, named in enumerate(dense)]
-        shares = self._shares(backend, tensors) if scatter else [None for _ in self.plan]
+        shares = self._shares() if scatter else [None for _ in self.plan]
         parts = [
             (each, memories[each.dtype].part(each.start, each.stop), self.gradients, backend, share)
             for each, share in zip(self.plan, shares, strict=True)
@@ -157,7 +158,7 @@ class Reducer:
         self.sparse = [SparseBucket(index, *named, backend) for index, named in enumerate(rows, len(dense))]
         self.buckets: list[DenseBucket | SparseBucket] = [*self.dense, *self.sparse]
         self._reduces_to = SCATTERED if scatter else AVERAGED
-        self.names, self._all = [name for name, _ in dense + rows], list(trained.values())
+        self.names = [name for name, _ in dense + rows]
         self.state = LOCAL
         self._owns_gradients = False  # see take_over
         self.enabled = True  # False inside of no_sync()
@@ -166,7 +167,6 @@ class Reducer:
         self.check: GradientCheck | None = None
         if options.on_bad is not None and self.buckets:
             self.check = GradientCheck(options.on_bad, [bucket.gradient_array() for bucket in self.buckets])
-        self.clock = Clock()
         self.rows: Rows | None = None  # the rows of this step's batches, if rows() was called
         self._last_rows: Rows | None = None  # the rows of the last average
         self.rates: Callable[[], str] = str  # returns the learning rates of this rank
@@ -191,15 +191,16 @@ class Reducer:
             parts = [Part(name, start, tuple(each.shape)) for name, each, start in named]
             backend.describe(memory.array, parts)
 
-    def _shares(self, backend: AllReduce, tensors: bool) -> Sequence[Share]:
+    def _shares(self) -> Sequence[Share]:
         """Return the part of each bucket that this rank updates: its chunk, or whole tensors. Collective."""
         lengths = [bucket.stop - bucket.start for bucket in self.plan]
         itemsizes = [dtypes.parse(bucket.dtype).itemsize for bucket in self.plan]
-        return shares_of(backend, self.comm, lengths, list(map(spans_of, self.plan)) if tensors else None, itemsizes)
+        whole = list(map(spans_of, self.plan)) if self.tensors else None
+        return shares_of(self.backend, self.comm, lengths, whole, itemsizes)
 
     def take_over(self, owner: object) -> None:
         """Become the owner of these parameters; after `close`, backward through them raises. Local."""
-        take_over(self._all, owner)
+        take_over(self.trained.values(), owner)
         self._owns_gradients = True
 
     # From a gradient to its average: hook, backward, bucket
@@ -406,7 +407,7 @@ class Reducer:
         if self.rows is self._last_rows and not self.in_closure:  # keep rows that were set for the next average
             self.rows = None
         if release:
-            for parameter in self._all:
+            for parameter in self.trained.values():
                 parameter.grad = None
 
     def end_step(self, release: bool) -> None:
@@ -426,7 +427,7 @@ class Reducer:
         for gradient in self.gradients:
             gradient.release()
         if self._owns_gradients and why is not None:
-            refuse(self._all, why)
+            refuse(self.trained.values(), why)
         self._owns_gradients = False
         self._backward = None
         self.device.finish()

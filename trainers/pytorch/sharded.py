@@ -14,7 +14,6 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.nn import Parameter
 
-from allreduce.backend import AllReduce
 from allreduce.elastic.retry import Commit
 from allreduce.errors import OptionError
 from allreduce.transport.control import all_values, raise_together
@@ -40,7 +39,7 @@ FullState = tuple[int, list[dict[str, Any]]]  # after how many steps; of each pa
 
 class ShardedOptimizer(TorchOwners):
     """Updates this rank's blocks of the parameters, which it has moved into flat memory: slices, or with
-    `tensors` whole tensors.
+    `reducer.tensors` whole tensors.
 
     given: the arguments of TorchOwners. The hyperparameters of `plain` are used; it has the state only of parameters
         that are frozen or have sparse gradients. copies: see ShardedParameters.
@@ -50,10 +49,10 @@ class ShardedOptimizer(TorchOwners):
 
     kind = "sharded"
 
-    def __init__(self, *given: Any, before: TorchOwners | None, backend: AllReduce, copies: int, tensors: bool) -> None:
-        super().__init__(*given, before=before)
-        plain, reducer, comm = self.plain, self.reducer, self.reducer.comm
-        self._tensors = tensors
+    def __init__(self, *given: Any, copies: int) -> None:
+        super().__init__(*given)
+        plain, reducer, backend, comm = self.plain, self.reducer, self.reducer.backend, self.reducer.comm
+        self._tensors = tensors = reducer.tensors
         self.replace_kernels()
         group_of = {id(each): at for at, group in enumerate(plain.param_groups) for each in group["params"]}
         self._groups = [group_of[id(each)] for each in reducer.parameters]
