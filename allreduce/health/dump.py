@@ -2,8 +2,7 @@
 
 - All ranks write one when a wait is reported or ends in an error, when an error ends the job, and at SIGUSR1. The rank
   that reports the wait or ends the job asks the others for their dumps by a status message.
-- A thread of each rank writes it, whatever the program does meanwhile. If that thread can't run, because C code holds
-  the GIL, a timer of faulthandler, which needs no GIL, writes the stacks.
+- A thread of each rank writes it, whatever the program does meanwhile, unless C code holds the GIL.
 - At SIGUSR1 a rank also prints where it waits and its stacks, with or without a folder, and continues. faulthandler
   prints the stack of the main thread at once; a thread, which a byte from Python's own signal handler wakes, prints the
   rest. It holds the GIL, because stacks that change while they are read would crash the program.
@@ -23,7 +22,6 @@ from typing import IO, TextIO
 from allreduce.health import abort
 from allreduce.notices import log
 from allreduce.process import children
-from allreduce.process.start import LONGEST_SECONDS
 from allreduce.transport import processes
 from allreduce.transport.wait import DescribedCall, WaitRecord
 
@@ -41,7 +39,7 @@ Entry = tuple[str, int, object, float, float]
 calls: deque[Entry] = deque(maxlen=KEPT)
 record = calls.append
 _files: dict[str, IO[str] | None] = {}  # by folder
-_times = {"dumped": -AGAIN_SECONDS, "armed": -AGAIN_SECONDS}
+_dumped = [-AGAIN_SECONDS]  # the time of the last dump
 _sockets: list[int] = []  # both ends of a pair, open until exit
 
 
@@ -68,9 +66,9 @@ def write(why: str, last: bool = False) -> None:
     """
     now = time.monotonic()
     file = _file()
-    if file is None or (now - _times["dumped"] < AGAIN_SECONDS and not last):
+    if file is None or (now - _dumped[0] < AGAIN_SECONDS and not last):
         return
-    _times["dumped"] = now
+    _dumped[0] = now
     rank, size = processes.here()
     where = f"rank {rank} of {size}, process {os.getpid()} on {socket.gethostname()}"
     try:
@@ -82,7 +80,6 @@ def write(why: str, last: bool = False) -> None:
         file.write(f"The last calls of rank {rank}:\n{_last_calls()}\n")
         file.flush()
     except (OSError, ValueError) as error:  # a full disk, say, or a file that is closed at exit; the wait continues
-        faulthandler.cancel_dump_traceback_later()
         _disable(error)
 
 
@@ -121,28 +118,13 @@ def status() -> str:
     return "\n  ".join(waits) or f"this rank waits for no other rank{last}"
 
 
-def restart_timer(seconds: float) -> None:
-    """Restart the timer that writes the stacks after `seconds` and a little more. Local."""
-    now = time.monotonic()
-    file = _file()
-    if file is not None and seconds < LONGEST_SECONDS and now - _times["armed"] >= AGAIN_SECONDS:
-        _times["armed"] = now
-        faulthandler.dump_traceback_later(seconds + 2 * AGAIN_SECONDS, file=file)
-
-
-def stop_timer() -> None:
-    """Stop the timer, at exit. Local."""
-    if _files:
-        faulthandler.cancel_dump_traceback_later()
-
-
 def _file() -> IO[str] | None:
     folder = os.environ.get(DUMP, "")
     if folder and folder not in _files:
         try:
             os.makedirs(folder, exist_ok=True)
             path = os.path.join(folder, PATTERN.format(processes.here()[0]))
-            _files[folder] = open(path, "a", opener=_no_link)  # noqa: SIM115, a timer may write to it until exit
+            _files[folder] = open(path, "a", opener=_no_link)  # noqa: SIM115, until exit
         except OSError as error:
             _disable(error)
     return _files.get(folder)
@@ -167,6 +149,7 @@ def install() -> None:
 
     A handler that the program has set, or sets later, stays.
     """
+    _file()  # now: the program may change its folder
     free = hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     main = threading.current_thread() is threading.main_thread()
     stderr = sys.__stderr__

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from mpi4py import MPI
 
@@ -48,12 +48,6 @@ def seconds(variable: str) -> float:
     return variables.seconds(variable, DEFAULTS[variable])
 
 
-class Deadlines(Protocol):
-    """Calls that may take too long without a wait for other ranks; checked together with the waits, in any thread."""
-
-    def check_deadline(self) -> None: ...
-
-
 class StallDetector:
     """Reports long waits of a topology's ranks, and ends waits that can't succeed. Constructor and `close`: collective.
 
@@ -80,14 +74,13 @@ class StallDetector:
         _topologies[self._ranks] += 1
         self._ranks += f"#{_topologies[self._ranks]}"  # several topologies may have the same ranks
         self.active = ranks > 1
-        self.checks: weakref.WeakSet[Deadlines] = weakref.WeakSet()
+        # workers, whose `check_deadline` ends calls that take too long without a wait for other ranks; in any thread
+        self.checks: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waits: list[WaitRecord] = []
         self._announce_seconds = min(ANNOUNCE_SECONDS, self.stall / 2)
         self._lock = threading.RLock()  # a rank may end the job during a check
         self._from_threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.closed = False
-        if self.active and dump.enabled():
-            dump.restart_timer(self.stall)
         _watchdog.add(self)
 
     def wait_record(self, number: int, raises: bool = False) -> WaitRecord:
@@ -241,8 +234,6 @@ class StallDetector:
         for wait, call in long:
             if wait.error is None:  # else it ends the call, which may still tell the other ranks
                 self._judge(wait, call, now)
-        if dump.enabled():
-            dump.restart_timer(self.stall)
         while self.messages.dump_requests:
             rank, text = self.messages.dump_requests.pop(0)
             dump.write(f"rank {rank} {text}")
@@ -361,7 +352,6 @@ class _Watchdog:
     def _end(self, why: str) -> None:
         """At exit, before MPI_Finalize: stop the thread, and tell the other ranks that this one leaves."""
         self._stop.set()
-        dump.stop_timer()
         if self._thread is not None:
             self._thread.join(timeout=5)
         for detector in self.detectors():

@@ -82,13 +82,11 @@ def call(tree: Any, backend: AllReduce, kind: str, op: str = "sum", root: int = 
     arrays = [jax.numpy.asarray(leaf) for _, leaf in leaves]
     for array in arrays:
         _check(collective, array.shape, array.dtype)
-    made: list[Any] = [None] * len(arrays)
+    found = {}
     for dtype in dict.fromkeys(array.dtype for array in arrays):
-        numbers = [number for number, array in enumerate(arrays) if array.dtype == dtype]
-        found = _primitive.bind(*(arrays[number] for number in numbers), collective=collective)
-        for number, array in zip(numbers, found, strict=True):
-            made[number] = array
-    return jax.tree.unflatten(structure, made)
+        alike = [array for array in arrays if array.dtype == dtype]
+        found[dtype] = iter(_primitive.bind(*alike, collective=collective))
+    return jax.tree.unflatten(structure, [next(found[array.dtype]) for array in arrays])
 
 
 def _check(collective: Collective, shape: tuple[int, ...], dtype: Any) -> None:

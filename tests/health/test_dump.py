@@ -1,6 +1,5 @@
 """The files in which all ranks write where they wait, their stacks and their last calls; and SIGUSR1."""
 
-import faulthandler
 import re
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from tests import launch
 from tests.conftest import JobRunner
 
 PROGRAM = """
-import ctypes, os, signal, threading, time
+import os, signal, threading, time
 import numpy as np
 import allreduce
 topology = allreduce.Topology()
@@ -20,14 +19,10 @@ grads = reduce.allocate(50_000)
 reduce(grads)
 def looks_for_data():
     time.sleep(5)
-def keeps_the_lock():
-    ctypes.PyDLL(None).sleep(5)
 if topology.rank == 0:
     threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 if topology.rank == 1:
     looks_for_data()
-if topology.rank == 2:
-    keeps_the_lock()
 reduce(grads)
 topology.close()
 print("came to the end", flush=True)
@@ -36,7 +31,7 @@ print("came to the end", flush=True)
 
 @pytest.mark.parametrize("mpi", launch.MPIS)
 def test_a_stall_and_a_signal(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
-    """Also of a rank that computes, and of a rank whose C code holds the GIL; afterwards the job continues."""
+    """Also of a rank that computes; afterwards the job continues."""
     folder = tmp_path / "dumps"
     limits = {"ALLREDUCE_STALL_SECONDS": "1", "ALLREDUCE_DUMP": str(folder)}
     job = mpirun(3, ["-c", PROGRAM], mpi=mpi, timeout=60, env=limits)
@@ -46,10 +41,9 @@ def test_a_stall_and_a_signal(mpirun: JobRunner, tmp_path: Path, mpi: str) -> No
     assert "200000 bytes (call number " in job.stderr
     assert str(folder / "dump-rank-*.txt") in job.stderr
     assert "in looks_for_data" in (folder / "dump-rank-1.txt").read_text()
-    assert "in keeps_the_lock" in (folder / "dump-rank-2.txt").read_text()
     first = (folder / "dump-rank-0.txt").read_text()
     assert "has waited " in first.splitlines()[1]
-    assert first.index("in _compare") < first.index("The last calls of rank 0:")  # below the stacks
+    assert first.rindex("in _compare") < first.rindex("The last calls of rank 0:")  # below the stacks
     waiting = job.stderr.partition("rank 0 of 3: process ")[2]
     assert waiting.partition("has waited ")[2].partition(" s in ")[2].startswith("all_reduce: length 50000"), job.stderr
     assert "in _compare" in job.stderr  # the stacks that SIGUSR1 prints
@@ -112,15 +106,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the file with the dumps of this rank, none of which was written recently."""
     monkeypatch.setenv(dump.DUMP, str(tmp_path))
     monkeypatch.setattr(dump, "_files", {})
-    monkeypatch.setattr(dump, "_times", {"dumped": float("-inf"), "armed": float("-inf")})
+    monkeypatch.setattr(dump, "_dumped", [float("-inf")])
     return tmp_path / "dump-rank-0.txt"
-
-
-def test_a_timer_for_ages(file: Path) -> None:
-    """A time longer than any system clock counts means never."""
-    for seconds in (1e10, 1e12, 1e300, float("inf")):
-        dump.restart_timer(seconds)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_a_full_disk(file: Path, caplog: pytest.LogCaptureFixture) -> None:
