@@ -11,7 +11,7 @@ CASTAGNOLI = 0x82F63B78  # reflected
 class Value(NamedTuple):
     tag: str
     step: int
-    value: Any  # a float, or of a histogram its buckets
+    value: float
 
 
 def values(folder: Path) -> list[Value]:
@@ -82,9 +82,5 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def _value(message: dict[int, list[Any]], step: int) -> Value:
-    """Parse a Summary.Value: tag 1, simple_value 2, histo 5 (whose buckets are 7)."""
-    tag = message[1][0].decode()
-    if 2 in message:
-        return Value(tag, step, struct.unpack("<f", message[2][0])[0])
-    (buckets,) = fields(message[5][0])[7]
-    return Value(tag, step, [each for (each,) in struct.iter_unpack("<d", buckets)])
+    """Parse a Summary.Value: tag 1, simple_value 2."""
+    return Value(message[1][0].decode(), step, struct.unpack("<f", message[2][0])[0])

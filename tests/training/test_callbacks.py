@@ -207,7 +207,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [each[1:] for each in trained if each.tag == "epoch_loss"] == [(0, 0.5), (1, 0.25)]
     assert [each[1:] for each in trained if each.tag == "epoch_learning_rate"] == [(0, 0.125), (1, 0.125)]
     assert [each[1:] for each in trained if each.tag == "epoch_samples_per_second"] == [(0, 1000), (1, 2000)]
-    assert [each[1:] for each in trained if each.tag == "epoch_staleness"] == [(0, [3, 0, 1])]
+    assert "epoch_staleness" not in [each.tag for each in trained]  # counts are no number
     assert [each[1:] for each in trained if each.tag == "batch_loss"] == [(3, 2), (6, 1)]  # losses are batch numbers
 
 

@@ -23,9 +23,9 @@ class TensorBoard(FileCallback):
         waits for a GPU.
 
     By epoch: epoch_loss and the other metrics, epoch_learning_rate, epoch_samples_per_second,
-    epoch_communication_share, epoch_seconds, and all other logs of the trainer: numbers as scalars, lists of counts
-    (staleness) as histograms. By batch: batch_loss, ... Raises ArgumentError on all ranks if tensorboardX is missing
-    (the extra "tensorboard"), or if the folder can't be written.
+    epoch_communication_share, epoch_seconds, and all other logs of the trainer that are numbers. By batch:
+    batch_loss, ... Raises ArgumentError on all ranks if tensorboardX is missing (the extra "tensorboard"), or if the
+    folder can't be written.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str] = "logs", update_freq: str | int = "epoch") -> None:
@@ -91,20 +91,12 @@ class EventFile:
             self._writer = writer(os.path.join(folder, "events"), f".{os.getpid()}.{time.time_ns()}")
 
     def write(self, values: Mapping[str, Any], step: int) -> None:
-        """Write numbers, and histograms of integers: of lists, whose element i is the number of values i; leave out
-        other values."""
+        """Write the values that are numbers."""
         for tag, value in values.items():
             if isinstance(value, numbers.Real):
-                summary = self._summary.scalar(tag, float(value))
-            elif isinstance(value, list | tuple) and value:
-                sums = [sum(n * at**power for at, n in enumerate(value)) for power in (0, 1, 2)]
-                limits = [at + 0.5 for at in range(len(value))]
-                largest = max((at for at, n in enumerate(value) if n), default=0)
-                summary = self._summary.histogram_raw(tag, 0, largest, *sums, limits, list(value))
-            else:
-                continue
-            with writing(self._folder):
-                self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+                event = self._event(wall_time=time.time(), step=step, summary=self._summary.scalar(tag, float(value)))
+                with writing(self._folder):
+                    self._writer.write_event(event)
 
     def flush(self) -> None:
         with writing(self._folder):
