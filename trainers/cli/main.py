@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python -m train
                 command = import_module(COMMANDS[given[0]])
                 sigterm.agreed = bool(command.run(given[1:], world, f"{program} {given[0]}"))  # True: it obeys SIGTERM
                 return code
-            while (prepared := prepare(arguments, world, program)) is None:
+            while (prepared := prepare(given, world, program)) is None:
                 world = world.survivors()
             job, member = prepared
             if member := member or join(job, world):
@@ -121,7 +121,7 @@ class Member(NamedTuple):
     network: NumpyNetwork
 
 
-def prepare(arguments: Sequence[str] | None, world: Topology, program: str) -> tuple[Job, Member | None] | None:
+def prepare(arguments: Sequence[str], world: Topology, program: str) -> tuple[Job, Member | None] | None:
     """Read the options and data, and create this rank's topology and network. Collective.
 
     Returns None if a rank failed meanwhile and --on-failure continue is given: the remaining ranks begin again. With
@@ -142,7 +142,7 @@ def prepare(arguments: Sequence[str] | None, world: Topology, program: str) -> t
     return None
 
 
-def _goes_on(arguments: Sequence[str] | None) -> bool:
+def _goes_on(arguments: Sequence[str]) -> bool:
     """Whether --on-failure continue is given; False if the arguments are invalid."""
     try:
         return parse(arguments, shown=False).on_failure == "continue"
@@ -150,13 +150,13 @@ def _goes_on(arguments: Sequence[str] | None) -> bool:
         return False
 
 
-def _read(arguments: Sequence[str] | None, world: Topology, program: str) -> Job:
+def _read(arguments: Sequence[str], world: Topology, program: str) -> Job:
     """Read the options and the data. Collective."""
     options = together(world.world, lambda: parse(arguments, world.rank == 0, program))
     together(world.world, lambda: check(options, world.size))
     if options.log_dir:
         together(world.world, lambda: log_to(options.log_dir))
-        log.info("%s: %s", world, " ".join(sys.argv[1:] if arguments is None else arguments))
+        log.info("%s: %s", world, " ".join(arguments))
     together(world.world, lambda: results.check_targets(options) if world.rank == 0 else None)
     return Job(options, together(world.world, lambda: _data(options, world)))
 

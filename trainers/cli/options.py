@@ -6,7 +6,6 @@ declarations.
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -508,12 +507,11 @@ def add_options(parser: argparse.ArgumentParser, everything: bool = True) -> Non
             option.add_to(groups[heading], everything or option.common)
 
 
-def parse(arguments: Sequence[str] | None, shown: bool, program: str = "python -m trainers") -> argparse.Namespace:
+def parse(arguments: Sequence[str], shown: bool, program: str = "python -m trainers") -> argparse.Namespace:
     """Return the checked options, with their defaults. Raises ArgumentError; --help and --help-all exit.
 
     The options of other strategies stay None. shown: whether this rank prints. program: its name in --help.
     """
-    given = sys.argv[1:] if arguments is None else arguments
     parser = RankParser(
         shown,
         prog=program,
@@ -521,8 +519,8 @@ def parse(arguments: Sequence[str] | None, shown: bool, program: str = "python -
         description="Train a small network on all ranks together, and test it.",
         epilog=EXAMPLES,
     )
-    add_options(parser, "--help-all" in given)
-    options = parser.parse_args(given)
+    add_options(parser, "--help-all" in arguments)
+    options = parser.parse_args(arguments)
     options.strategy = options.strategy or MIRRORED
     options.data = options.data or BY_NAME["data"].default
     for option in BY_NAME.values():
