@@ -460,9 +460,6 @@ def test_options_of_watching(tmp_path: Path) -> None:
             assert [each.step for each in values] == [0, 1, 2]
             if name != "learning_rate":
                 assert [each.value for each in values] == pytest.approx([epoch[name] for epoch in history], rel=1e-6)
-        if strategy == "parameter_server":
-            counts = [each.value for each in shown if each.tag == "epoch_staleness"]
-            assert counts == [epoch["staleness"] for epoch in history]
         events = check_trace(json.loads((folder / "trace.json").read_text()), 3)
         kinds = {event["cat"] for event in events}
         assert {"data", "compute", "update"} < kinds
