@@ -18,9 +18,10 @@ That takes less than 20 minutes on two cores; a summary at the end lists where t
   --changed the tests and pages of the files that differ from the branch main: `python -m tests.changed` lists them.
   --all     also the tests marked `expensive`, which take long and seldom find a defect: the commands of every page (else
             those of README.md and docs/start), the site's programs with Lightning, Fabric, Accelerate, Transformers,
-            JAX and Keras, those before their conversion, and those that import PyTorch in a job of their own, the
-            browser, the notebook, PyTorch's own tests, models in stages, 16 ranks over TCP, some simulated hosts, the
-            longest benchmarks. A test whose file you name runs without --all too.
+            JAX and Keras, those before their conversion, and those that import PyTorch in a job of their own, Keras
+            over JAX, the browser, the notebook, PyTorch's own tests and the program that runs its files, models in
+            stages, 16 ranks over TCP, some simulated hosts, the longest benchmarks. A test whose file you name runs
+            without --all too.
   --newest  on the newest Debian with its Python (scripts/debian.sh: root and debootstrap are needed), with the newest
             versions of all packages but PyTorch: --quick, the tests of JAX and of the apps. If they pass, the versions are
             written to allreduce/doctor/tried.json, by which the doctor judges.

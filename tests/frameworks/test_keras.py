@@ -21,8 +21,10 @@ def keras_is_there() -> None:
 
 @pytest.mark.parametrize(
     ("environment", "parts"),
-    [(TORCH, ["data", "fit", "rest", "replica", "trainers"]), (JAX, ["fit", "sharded"])],
-    ids=["torch", "jax"],
+    [
+        pytest.param(TORCH, ["data", "fit", "rest", "replica", "trainers"], id="torch"),
+        pytest.param(JAX, ["fit", "sharded"], id="jax", marks=pytest.mark.expensive),
+    ],
 )
 def test_job(mpirun: JobRunner, tmp_path: Path, environment: dict[str, str], parts: list[str]) -> None:
     """All checks of keras_job.py; with JAX a part of them. With TensorFlow it is run by hand."""
