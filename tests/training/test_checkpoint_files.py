@@ -5,6 +5,8 @@ import io
 import json
 import logging
 import os
+import signal
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -245,3 +247,41 @@ def test_what_a_killed_writer_left_is_cleaned_away(tmp_path: Path) -> None:
     (tmp_path / "mine.npz.12345678").touch()
     checkpoint.clean(str(tmp_path))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint-00000001.npz", "mine.npz.12345678"]
+
+
+def test_a_forked_child_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
+    """A DataLoader's worker, forked during a fit, may live longer than it."""
+    with checkpoint.in_use(str(tmp_path)):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        with pytest.raises(CheckpointError, match="another running training"), checkpoint.in_use(str(tmp_path)):
+            pass
+    try:
+        with checkpoint.in_use(str(tmp_path)):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_of_a_killed_training_does_not_keep_the_folder_locked(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    training = os.fork()
+    if not training:
+        with checkpoint.in_use(str(tmp_path)):
+            if os.fork():
+                os._exit(0)
+            os.write(writing, b"%d" % os.getpid())
+            time.sleep(60)
+            os._exit(0)
+    os.waitpid(training, 0)
+    child = int(os.read(reading, 20))
+    os.close(reading)
+    os.close(writing)
+    try:
+        with checkpoint.in_use(str(tmp_path)):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)

@@ -5,14 +5,15 @@ entries begin with "checkpoint": the progress of the training, the state of sing
 name only when it is complete and on disk, so a kill at any moment leaves the earlier checkpoints intact.
 """
 
+import fcntl
 import json
 import logging
 import math
 import os
 import re
 import zipfile
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,9 +236,49 @@ def prune(folder: str, total: int, keep: int) -> None:
             os.unlink(path)
 
 
+_locked: set[int] = set()  # the handles of the folders that this process has locked
+
+
+def _close_locked() -> None:
+    """Close the handles in a forked child: as long as a DataLoader's worker had one, its folder would stay locked."""
+    while _locked:
+        with suppress(OSError):
+            os.close(_locked.pop())
+
+
+os.register_at_fork(after_in_child=_close_locked)
+
+
+@contextmanager
+def in_use(folder: str) -> Iterator[None]:
+    """Context manager: lock the folder for one training. Raises CheckpointError if another one, in any process, has
+    locked it.
+
+    On file systems without locks for folders (NFS), nothing is locked.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    _locked.add(handle)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"another running training writes its checkpoints to {folder}; give each a folder of its own"
+            ) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        if handle in _locked:
+            _locked.discard(handle)
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was just forked may not have closed its handle yet
+            os.close(handle)
+
+
 def clean(folder: str) -> None:
-    """Remove the temporary files of writers that were killed. Raises CheckpointError."""
-    with as_error(CheckpointError, f"the temporary files in {folder} can't be removed"):
-        for name in filter(TEMPORARY.fullmatch, os.listdir(folder)):
+    """Remove the temporary files of writers that were killed. Raises OSError."""
+    for name in os.listdir(folder):
+        if TEMPORARY.fullmatch(name):
             with suppress(FileNotFoundError, IsADirectoryError):  # this module creates no folders of such names
                 os.unlink(os.path.join(folder, name))

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -104,6 +105,7 @@ class Saver:
         self._same_data = checkpoint.same_data
         self._writer = ThreadPoolExecutor(1, "writes checkpoints")
         self._writing: Future[None] | None = None  # the last write, until `finish` has taken its result
+        self._folder_lock = ExitStack()
         # of this rank, in the checkpoint that was loaded: the state of its callbacks, and the place in its loader
         self.watching: dict[str, np.ndarray] = {}
         self.loader: dict[str, np.ndarray] = {}
@@ -111,8 +113,7 @@ class Saver:
         self._written = 0  # number of steps at the last checkpoint
         self._since = time.monotonic()
         self._overdue = False  # whether one is due at the next step, because a rank has failed; on all ranks
-        self._first = True  # whether the next write is the first one of this fit
-        self._loaded = False  # whether the folder had a checkpoint of this training before
+        self._has_lock = False  # whether this rank, rank 0, has locked the folder
 
     @property
     def _chief(self) -> bool:
@@ -141,12 +142,12 @@ class Saver:
         progress = self._load(saved)
         if progress is None:
             return None
-        self._written, self._loaded = progress.total, True
+        self._written = progress.total
         return path, progress
 
     def _find_newest(self) -> tuple[str, Saved] | None:
         """Return the newest checkpoint from which this training may resume, or None. On rank 0."""
-        self._make_folder()
+        self._lock_folder()
         return files.newest(self._folder, self._check)
 
     def _check(self, path: str, saved: Saved) -> None:
@@ -178,20 +179,26 @@ class Saver:
             text = f"{path} is of the middle of an epoch, and a {strategy.name} resumes from the end of one"
             raise UnusableError(text)
 
-    def _make_folder(self) -> None:
-        """Create the folder if it is missing. Raises CheckpointError."""
+    def _lock_folder(self) -> None:
+        """Create the folder if it is missing, lock it until `close`, and remove temporary files of killed writers.
+
+        Raises CheckpointError.
+        """
         folder = self._folder
         try:
             os.makedirs(folder, exist_ok=True)
+            self._folder_lock.enter_context(files.in_use(folder))
+            files.clean(folder)
         except OSError as error:
             reason = f"{error.strerror or error}; give a folder that can be written to"
             raise CheckpointError(f"checkpoints can't be written to {folder}: {reason}") from error
+        self._has_lock = True
 
     def rejoin(self) -> None:
-        """Continue on new ranks after a failure; a checkpoint is due, because the failure may have prevented one.
-        Collective: a new rank 0 may be on another host, which has no folder yet."""
-        self._overdue, self._first = True, False  # also on a rank that has joined, which may be rank 0 now
-        together(self._group.comm, lambda: self._make_folder() if self._chief else None)
+        """Continue on new ranks after a failure; a checkpoint is due, because the failure may have prevented one. A new
+        rank 0 locks the folder. Collective."""
+        self._overdue = True
+        together(self._group.comm, lambda: self._lock_folder() if self._chief and not self._has_lock else None)
 
     def _load(self, saved: Saved | None) -> Progress | None:
         """Load a checkpoint on all ranks; returns its progress, None if there is no checkpoint. Collective. saved: the
@@ -273,7 +280,6 @@ class Saver:
         Raises the error of the previous checkpoint (a full disk, for example) on all ranks.
         """
         progress = self._described(progress)
-        first, self._first = self._first, False
         owners = self._strategy.owners
         packed, watching = together(self._group.comm, partial(self._finish_and_pack, callbacks, progress))
         with owners.whole():
@@ -286,7 +292,7 @@ class Saver:
             local = [model_file.unpack(each) for each in gathered]
             local[0] |= watching  # not packed: it may be large, and does not change
             saved = Saved(type(replica).__name__, saved_config(replica), state, progress, local, shared)
-            self._writing = self._writer.submit(self._write, saved, first)
+            self._writing = self._writer.submit(self._write, saved)
 
         together(self._group.comm, lambda: start() if self._chief else None)
         self._overdue = False
@@ -316,16 +322,8 @@ class Saver:
         own |= random_state()
         return model_file.pack(own if self._chief else own | watching), watching
 
-    def _write(self, saved: Saved, first: bool) -> None:
-        """Write a checkpoint, and remove the oldest ones. In the writer's thread. first: it is the first one of this
-        fit, so temporary files in the folder are of writers that were killed."""
-        if first:
-            if not self._loaded and files.paths(self._folder):
-                raise CheckpointError(
-                    f"another training has written checkpoints to {self._folder} meanwhile; give each a folder of its "
-                    "own"
-                )
-            files.clean(self._folder)
+    def _write(self, saved: Saved) -> None:
+        """Write a checkpoint, and remove the oldest ones. In the writer's thread."""
         path = files.path_of(self._folder, saved.progress.total)
         files.write(path, saved)
         files.prune(self._folder, saved.progress.total, self._keep)
@@ -349,10 +347,12 @@ class Saver:
             log.error("trainers: %s", error)
 
     def close(self) -> None:
-        """Wait for the last write, and log its error. Local."""
+        """Wait for the last write, and unlock the folder; log an error of the write. Local."""
         self._end_writing()
         self._writer.shutdown()
         self._memory.clear()
+        self._folder_lock.close()
+        self._has_lock = False
 
 
 def _with_prefix(own: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
