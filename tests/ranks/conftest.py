@@ -116,7 +116,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items
             if JOB == ("openmpi", 2) or item.get_closest_marker("every_pair")
         }
-        chosen = pairs.chosen([item.nodeid for item in items], f"{JOB}", every_pair)  # all cases by hand, or with -k
+        names = [item.nodeid for item in items]
+        chosen = pairs.chosen(names, f"{JOB}", every_pair, own_pairs=JOB[0] == "openmpi")  # all by hand, or with -k
         items[:] = [item for item in items if item.nodeid in chosen]
 
 

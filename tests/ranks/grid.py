@@ -21,6 +21,7 @@ OPS = ("sum", "mean", "max", "min", "prod")
 QUICK = bool(os.environ.get("ALLREDUCE_TEST_QUICK"))  # set by `scripts/test.sh --quick`
 PAD = 3  # elements before a slice of an allocated buffer, and behind it
 SENTINEL = 5
+PERIOD = 1009  # a prime, so each chunk begins elsewhere in it
 
 
 class Bounds(NamedTuple):
@@ -52,10 +53,10 @@ def lengths(ranks: int) -> tuple[int, ...]:
     return tuple(sorted({0, 1, ranks - 1, ranks, ranks + 1, 1000, 100003}))
 
 
-def ops_at(length: int, ranks: int, dtype: np.dtype) -> tuple[str, ...]:
-    """Return all operations on 2 ranks; on more ranks, which take long, at two lengths only."""
-    chosen = OPS if ranks <= 2 or length in (ranks + 1, 1000) else ("sum", "mean")
-    return tuple(op for op in chosen if op != "mean" or dtype.kind != "i")
+def ops_at(place: int, dtype: np.dtype) -> tuple[str, str]:
+    """Return "sum", and one of the other operations, in turn from place to place."""
+    others = [op for op in OPS[1:] if op != "mean" or dtype.kind != "i"]
+    return "sum", others[place % len(others)]
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -64,10 +65,12 @@ def numpy_dtype(name: str) -> np.dtype:
 
 @functools.cache
 def values(dtype: np.dtype, length: int, rank: int, turn: int) -> np.ndarray:
-    """Return the values of rank `rank` in round `turn`: floats of 0.5 to 1.5 and integers of 1 to 7, of both signs."""
-    mixed = (np.arange(length, dtype=np.int64) * 7919 + rank * 104729 + turn * 15485863) % 1009
+    """Return the values of rank `rank` in round `turn`: floats of 0.5 to 1.5 and integers of 1 to 7, of both signs.
+    They repeat after PERIOD elements."""
+    mixed = (np.arange(PERIOD) * 7919 + rank * 104729 + turn * 15485863) % PERIOD
     sign = 1 - 2 * (mixed & 1)
-    made = (sign * (mixed % 7 + 1) if dtype.kind == "i" else sign * (0.5 + mixed / 1009)).astype(dtype)
+    made = (sign * (mixed % 7 + 1) if dtype.kind == "i" else sign * (0.5 + mixed / PERIOD)).astype(dtype)
+    made = np.resize(made, length)
     made.flags.writeable = False
     return made
 
@@ -75,7 +78,11 @@ def values(dtype: np.dtype, length: int, rank: int, turn: int) -> np.ndarray:
 @functools.cache
 def expected(dtype: np.dtype, length: int, op: str, ranks: int, turn: int) -> Bounds:
     """Return the reduction of all ranks' values, with its tolerance."""
-    sides = [values(dtype, length, rank, turn) for rank in range(ranks)]
+    low, high = _expected([values(dtype, PERIOD, rank, turn) for rank in range(ranks)], dtype, op)
+    return Bounds(np.resize(low, length), np.resize(high, length))
+
+
+def _expected(sides: list[np.ndarray], dtype: np.dtype, op: str) -> Bounds:
     if dtype.kind == "i":
         exact = _reduce(np.stack(sides), op)
         return Bounds(exact, exact)
@@ -84,7 +91,7 @@ def expected(dtype: np.dtype, length: int, op: str, ranks: int, turn: int) -> Bo
     wide = np.stack(sides).astype(np.float64)
     exact = _reduce(wide, op)
     size = np.abs(wide).sum(axis=0) if op in ("sum", "mean") else np.abs(exact)
-    slack = 0 if op in ("max", "min") else ranks * np.finfo(dtype).eps * size
+    slack = 0 if op in ("max", "min") else len(sides) * np.finfo(dtype).eps * size
     return Bounds(exact - slack, exact + slack)
 
 
@@ -102,32 +109,38 @@ def _one_unit(exact: np.ndarray, dtype: np.dtype) -> Bounds:
     return Bounds(rounded - unit, rounded + unit)
 
 
-def arrays(reduce: AllReduce, dtype: str, wanted: tuple[int, ...]) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
-    """Yield kind, length, the array to reduce, and the whole memory around it. Collective."""
+def arrays(
+    reduce: AllReduce, dtype: str, wanted: tuple[int, ...]
+) -> Iterator[tuple[int, str, int, np.ndarray, np.ndarray]]:
+    """Yield a place, kind, length, the array to reduce, and the whole memory around it. Collective.
+
+    place: so that each kind and each length has several of the next ones.
+    """
     parsed = numpy_dtype(dtype)
     large = reduce.allocate(max(wanted) + 2 * PAD, dtype)
-    for length in wanted:
+    for place, length in enumerate(wanted):
         whole = reduce.allocate(length, dtype)
         assert length == 0 or whole.ctypes.data % 64 == 0  # or XLA copies it
-        yield "allocated", length, whole, whole
-        if reduce.size <= 3:  # a slice is found in the same way on any number of ranks, and many ranks take long
-            yield "slice of allocated", length, large[PAD : PAD + length], large[: length + 2 * PAD]
+        yield place, "allocated", length, whole, whole
         foreign = np.empty(length, parsed)
-        yield "foreign", length, foreign, foreign
+        yield place + 1, "foreign", length, foreign, foreign
         rows = next(rows for rows in (7, 5, 3, 2, 1) if length % rows == 0)
         table = np.empty((rows, length // rows), parsed, order="F" if length % 2 else "C")
-        yield "2-D", length, table, table
+        yield place + 2, "2-D", length, table, table
+        if reduce.size <= 3:  # a slice is found in the same way on any number of ranks, and many ranks take long
+            yield place + 3, "slice of allocated", length, large[PAD : PAD + length], large[: length + 2 * PAD]
 
 
 def run_grid(reduce: AllReduce, dtype: str, comm: MPI.Intracomm, lengths_: tuple[int, ...] | None = None) -> int:
-    """Run all cases of one dtype on a backend, twice each, and raise AssertionError for those that fail.
+    """Run all lengths and kinds of memory of one dtype on a backend, each with two operations, twice, and raise
+    AssertionError for those that fail.
 
     No rank stops at a failure, because the others would wait for it. Returns the number of cases.
     """
     failures: list[str] = []
     digests: dict[str, int] = {}
-    for kind, length, array, around in arrays(reduce, dtype, lengths_ or lengths(comm.size)):
-        for op in ops_at(length, comm.size, array.dtype):
+    for place, kind, length, array, around in arrays(reduce, dtype, lengths_ or lengths(comm.size)):
+        for op in ops_at(place, array.dtype):
             for turn in (0, 1):
                 case = f"{kind}, length {length}, {op}, turn {turn}"
                 around[...] = SENTINEL

@@ -106,14 +106,14 @@ class Composition(Judge):
             action()
         self._close()
 
-    def run_each(self, rounds: int = 1) -> bool:
+    def run_each(self) -> bool:
         """Make calls of every kind. Returns whether such backends can be made here."""
         if not self._open():
             return False
-        for _ in range(rounds):
-            for action, _ in self._actions():
-                action()
-                action()
+        for scratch in (False, True):
+            self._allocate(self.pick(1000, 4099), self.pick(*WIDE), scratch)
+        for action, _ in self._actions():
+            action()
         self._close()
         return True
 
@@ -226,7 +226,7 @@ class Composition(Judge):
             one, two = one[start:stop], two[start:stop]
             if self.chance(0.3) and one.size % 2 == 0:
                 one, two = one.reshape(2, -1), two.reshape(2, -1)
-        return Memory(kind, scratch, one, two, whole)
+        return Memory(kind, kind == "scratch", one, two, whole)
 
     # Memory and its state
 
@@ -279,7 +279,7 @@ class Composition(Judge):
         ):  # on nodes of other sizes the leaders have some
             held = (state.get(name, np.zeros(0)) for state in (one, two))
             self.equal(f"state, {name}", *held, everywhere=False)
-        how = ("of the next rank", "none on one rank", "the same")[self.calls["state"] // 2 % 3 - 1]
+        how = self.pick("of the next rank", "none on one rank", "the same")
         self.note(f"load_state, {how}")
         if how == "of the next rank":  # as after a start on other ranks or nodes
             one, two = (self.comm.sendrecv(state, (self.rank - 1) % self.size, source=self.next)

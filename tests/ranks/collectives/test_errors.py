@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any
@@ -433,6 +432,7 @@ def test_a_call_that_failed_half_way_is_the_last(
 
 NUMERIC = (*ON_CPU, "adasum")
 OPS = ("sum", "mean", "prod", "max")
+EXTREME = {3e38: ("sum", "prod"), 1e-44: ("mean", "prod"), -np.inf: ("sum", "mean"), np.nan: ("sum", "max")}
 
 
 @pytest.mark.skipif(SIZE > 3, reason="what happens on three ranks happens on more")
@@ -451,12 +451,9 @@ def test_numpy_told_to_raise_after_the_first_call(
         half = np.ones(300, np.float16) if name != "native" else np.ones(300)
         arrays = [reduce.allocate(3000, "float32"), np.ones(3000, np.float32), np.ones((3, 2), np.float32), half]
         _reduce_all(reduce, arrays, 1.0, OPS)
-        for how in ("raise", "warn")[: 2 if SIZE <= 2 else 1]:  # many ranks take long
-            with warnings.catch_warnings(), np.errstate(all=how):  # type: ignore[call-overload]
-                warnings.simplefilter("error")
-                for at, value in enumerate((3e38, 1e-44, -np.inf, np.nan)):
-                    every = SIZE <= 2 and how == "raise"  # what warns is what raises
-                    _reduce_all(reduce, arrays, value, OPS if every else OPS[at : at + 1])
+        with np.errstate(all="raise"):
+            for value, ops in EXTREME.items():
+                _reduce_all(reduce, arrays, value, ops)
         reduce.close()
 
 
