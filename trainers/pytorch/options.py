@@ -196,13 +196,20 @@ def _argument_errors(optimizer: Optimizer, model: Module, options: Options) -> I
         yield OptionError("the optimizer is a MirroredOptimizer already; pass the plain optimizer")
     if wrong := foreign_error(model, optimizer):
         yield OptionError(wrong)
-    trained, sparse = split_frozen(optimizer, model)[0], sparse_parameters(optimizer, model)
+    trained = split_frozen(optimizer, model)[0]
     if not trained:
         yield OptionError("there is nothing to train: every parameter of the optimizer has requires_grad=False")
     for name, each in trained.items():
         yield from _errors_of_parameter(name, each, *next(iter(trained.items())))
+    yield from _update_errors(optimizer, model, trained, options)
+
+
+def _update_errors(
+    optimizer: Optimizer, model: Module, trained: dict[str, Parameter], options: Options
+) -> Iterator[OptionError]:
     if options.local:
         yield from _local_errors(trained, options.local)
+    sparse = sparse_parameters(optimizer, model)
     dense = [name for name, each in trained.items() if id(each) not in sparse]
     rest = [name for name, each in trained.items() if id(each) in sparse]
     if dense and isinstance(optimizer, torch.optim.SparseAdam):
