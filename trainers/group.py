@@ -121,9 +121,9 @@ class RankGroup:
         self.enter(row)
         return all_values(self.comm, value, row)
 
-    def on_one(self, action: Callable[[], None]) -> None:
-        """Call `action` on rank 0; an error in it is raised on all ranks. Collective."""
-        together(self.comm, lambda: action() if self.rank == 0 else None)
+    def on_one(self, action: Callable[[], None], root: int = 0) -> None:
+        """Call `action` on rank `root`; an error in it is raised on all ranks. Collective."""
+        together(self.comm, lambda: action() if self.rank == root else None)
 
     def all_raise(self, error: BaseException) -> bool:
         """Whether all ranks raise this error and none has failed: collective calls are still possible. Local."""

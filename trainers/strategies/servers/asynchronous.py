@@ -251,6 +251,31 @@ def _version(push: Arrival) -> int:
     return push.message.header.version
 
 
+class EpochRows:
+    """The rows of one epoch, divided into parts that servers deal to workers. The ranks of a worker divide a part.
+
+    parts: the number of parts of a batch. place, ranks: this rank's place in its worker, and the number of its ranks.
+    """
+
+    def __init__(self, batches: BatchSource, epoch: int, parts: int, place: int = 0, ranks: int = 1) -> None:
+        self._batches, self._epoch, self._parts = batches, epoch, parts
+        self._place, self._ranks = place, ranks
+        self.ended = False  # the stream has ended on this rank: the part that was taken does not exist
+
+    def take(self, number: int) -> Batch:
+        """Return this rank's rows of part `number` of the epoch, which is a part of batch number // parts. `rows` and
+        `share` of the result are those of the part. Raises DataError."""
+        step, part = divmod(number, self._parts)
+        own, owns = part * self._ranks + self._place, self._parts * self._ranks
+        batch = self._batches.share(self._epoch, step, own, owns)
+        if self._batches.streams:
+            self.ended = self._batches.seen[step][0] == 0
+            return batch._replace(rows=batch.own, share=1.0)
+        places = range(part * self._ranks, (part + 1) * self._ranks)
+        rows = sum(self._batches.part_rows(step, place, owns) for place in places)
+        return batch._replace(rows=rows, share=batch.own / rows if rows else 0.0)
+
+
 class AsynchronousServers(ServerStrategy):
     """A server applies each gradient as it arrives; parts of batches are dealt to the workers that are free."""
 
@@ -377,6 +402,7 @@ class AsynchronousServers(ServerStrategy):
         """Run an epoch on a rank of a worker: its leader gets parts from the servers and pushes their gradients, and
         all ranks compute them."""
         client, worker = self._client, self._worker
+        rows = EpochRows(run.batches, number, self.parts, worker.place, worker.size)
         worker.halts = False  # of the last epoch
         if client is not None:
             client.begin()
@@ -387,10 +413,9 @@ class AsynchronousServers(ServerStrategy):
             worker.share_parameters()
             self.replica.refresh()
             self._ask(run)  # so that the servers reply while this rank computes
-            computed = self._compute_together(run, number, part)
+            computed = self._compute_together(run, rows, part)
             if client is not None:
-                ended = run.batches.seen.get(part // self.parts, (1, 0))[0] == 0  # of arrays nothing is seen
-                self._push(client, run, GRADIENTS if computed else ENDED if ended else NOTHING, part, versions)
+                self._push(client, run, GRADIENTS if computed else ENDED if rows.ended else NOTHING, part, versions)
             if computed:
                 run.keep_error(partial(run.end_batch, part // self.parts))
         if client is not None:
@@ -416,12 +441,12 @@ class AsynchronousServers(ServerStrategy):
         gradients = self._gradients if kind == GRADIENTS else None
         client.push(headers, gradients, [*self.measured[: len(self.replica.metrics)], *self._used])
 
-    def _compute_together(self, run: EpochRun, epoch: int, number: int) -> bool:
+    def _compute_together(self, run: EpochRun, rows: EpochRows, number: int) -> bool:
         """Compute the gradients and metrics of part `number` on the ranks of this worker, and sum them. Returns False
         if there are none: no rows, an error, or discarded gradients. `run` keeps errors. Collective over the worker."""
         metrics, measured = len(self.replica.metrics), self.measured
         self.rule.take_none()
-        count = run.keep_error(partial(self._compute_part, run, epoch, number))
+        count = run.keep_error(partial(self._compute_part, run, rows, number))
         sums = np.array([*measured[:metrics], self.rule.weight, *~self.rule.unused], np.float64)
         if not self._worker.settle(bool(count), self._halt(run) != 0, sums):
             if count:
@@ -438,12 +463,12 @@ class AsynchronousServers(ServerStrategy):
         run.keep_error(lambda: self._tally.add(measured[:metrics], own, number // self.parts))
         return run.error is None
 
-    def _compute_part(self, run: EpochRun, epoch: int, number: int) -> int:
+    def _compute_part(self, run: EpochRun, rows: EpochRows, number: int) -> int:
         """Compute this rank's gradients and metrics of part `number`, weighted by its share of the part's rows. Returns
         the rows of the part; 0 if there are none or the gradients are discarded. May raise any exception."""
         step = number // self.parts
         with self.clock.span("data"):
-            batch = self._share(run.batches, epoch, number)
+            batch = rows.take(number)
         if not batch.rows:
             return 0
         run.begin_batch(step)
@@ -454,14 +479,3 @@ class AsynchronousServers(ServerStrategy):
             return 0
         measured *= batch.share
         return batch.rows
-
-    def _share(self, batches: BatchSource, epoch: int, number: int) -> Batch:
-        """Return this rank's rows of part `number` of an epoch, a part of batch number // parts, which the ranks of a
-        worker divide. `rows` and `share` of the result are those of the part. Raises DataError."""
-        step, part = divmod(number, self.parts)
-        place, ranks = self._worker.place, self._worker.size
-        batch = batches.share(epoch, step, part * ranks + place, self.parts * ranks)
-        if batches.streams:
-            return batch._replace(rows=batch.own, share=1.0)
-        rows = sum(batches.part_rows(step, part * ranks + each, self.parts * ranks) for each in range(ranks))
-        return batch._replace(rows=rows, share=batch.own / rows if rows else 0.0)
