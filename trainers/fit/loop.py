@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from allreduce.arrays import gpu
 from allreduce.elastic.standby import JOINED
 from allreduce.transport.control import all_values, combine, on_all_ranks, raise_together, together
+from allreduce.transport.wait import wait_for
 from trainers.data import Batch, BatchSource
 from trainers.errors import DivergedError
 from trainers.files.checkpoint import BEGIN, EVALUATION, EVENTS, SAVE, STEPS, Arrays, Progress
@@ -24,7 +26,7 @@ from trainers.group import broadcast_arrays
 from trainers.replica import Replica, check_rows, undo_batch
 from trainers.strategies import alike
 from trainers.strategies.interface import Strategy
-from trainers.strategies.rule import FLAGS, logs_of
+from trainers.strategies.rule import FLAGS, WEIGHT, logs_of
 from trainers.watching.callback import Callbacks, checked
 from trainers.watching.history import VALIDATION, Epoch, History
 from trainers.watching.meter import CHECK_EVERY
@@ -37,11 +39,27 @@ POSITION = "learn the positions of the ranks in a fit"
 Validation = Callable[[], dict[str, float]]
 
 
-def reduce_left_out_step(strategy: Strategy, flags: tuple[float, ...], last: np.ndarray) -> None:
-    """Sum the flags of a step that is left out, without an update: as `strategy.core(flags)`. Collective. last: the
-    metrics of the step."""
-    sums = combine(strategy.group.comm, np.array(flags), "leave a step out")
-    gpu.write(strategy.measured, np.concatenate([last, sums]).astype(strategy.measured.dtype))
+def reduce_left_out_step(strategy: Strategy, share: float, flags: tuple[float, ...], last: np.ndarray) -> None:
+    """Sum the metrics and flags of a step that is left out, without an update: as `strategy.core(flags)`. Collective.
+
+    share: this rank's share of the batch; its metrics are already weighted by it. Ranks whose metrics are not finite
+        are not counted. last: the metrics to return if no rank is counted.
+    """
+    metrics = len(strategy.replica.metrics)
+    measured = strategy.measured
+    own = gpu.on_host(measured)[:metrics].astype(np.float64)
+    sums = np.zeros(metrics + 1 + len(flags))
+    if np.isfinite(own).all():
+        sums[: metrics + 1] = [*own, share]
+    sums[metrics + 1 :] = flags
+    weight = metrics + 1 + WEIGHT
+    sums[weight] *= np.isfinite(own).all()
+    wait_for(strategy.group.comm, strategy.group.comm.Iallreduce(MPI.IN_PLACE, sums, MPI.SUM), "leave a step out")
+    means = sums[:metrics] / sums[metrics] if sums[metrics] else last
+    if strategy.replica.counts and sums[weight] > 0:
+        means[0] = sums[0] / sums[weight]
+    result = np.concatenate([means, sums[metrics + 1 :]]).astype(measured.dtype)
+    gpu.write(measured, result)
 
 
 class Fit:
@@ -88,6 +106,7 @@ class Fit:
         self._epochs, self._validate, self._goes_on = epochs, validate, watched.goes_on
         self._entered = -1  # the last epoch that this rank has begun
         self._since = 0.0  # when this epoch began here
+        self._share = 0.0  # this rank's share of the current batch
         on_gpu = strategy.replica.device != "cpu"
         self._read_every = CHECK_EVERY if on_gpu else 1  # reading the flags makes the host wait for a GPU
 
@@ -348,6 +367,7 @@ class Fit:
         self.keep_error(lambda: self._compute(shares))
         self.keep_error(partial(self.batches.peek, step + 1))
         if self.error is not None:
+            self._share = 0.0
             strategy.core.compute(None)
         if self._read_every > 1:
             with strategy.clock.span("agree"):
@@ -356,7 +376,7 @@ class Fit:
         flags = self.flags(leaves_out)
         if leaves_out:
             undo_batch(strategy.replica)
-            reduce_left_out_step(strategy, flags, self.meter.last())
+            reduce_left_out_step(strategy, self._share, flags, self.meter.last())
         else:
             strategy.core(flags)
             self.keep_error(strategy.rule.raise_kept)
@@ -402,6 +422,7 @@ class Fit:
         strategy = self.strategy
         with strategy.clock.span("data"):
             batch = self.check_batch(next(shares))
+            self._share = batch.share
         with strategy.clock.span("compute"):
             strategy.core.compute(batch)
 

@@ -77,8 +77,7 @@ class Callback:
         self.on_batch_begin(batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Called after a batch; `logs` has its loss and metrics, or after a step that is left out those of the step
-        before."""
+        """Called after a batch; `logs` has its loss and metrics."""
         self.on_batch_end(batch, logs)
 
     def on_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
