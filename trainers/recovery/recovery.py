@@ -208,7 +208,7 @@ class Recovery:
                 call.save_before_stop()
 
         def end(continues: bool) -> None:
-            strategy.saved = None
+            strategy.saved, strategy.carried = None, {}
             self._record_failure(before, during, time.monotonic() - begin, continues)
 
         try:

@@ -1,8 +1,10 @@
 """The `Strategy` interface, and `EpochRun`, the part of a fit that a strategy uses."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+import numpy as np
 
 from allreduce import notices
 from allreduce.backend import AllReduce
@@ -85,6 +87,7 @@ class Strategy:
     core: Any = None  # the Step (strategies.step) of a strategy whose ranks take every step together, while connected
     # this rank's pieces of the state during a recovery (the list may be empty); None otherwise
     saved: list[Piece] | None = None
+    carried: Mapping[str, np.ndarray] = {}  # during a recovery: the backend's state on the old ranks
     average: Average | None = None  # the argument of MirroredTrainer
     allreduce: AllReduce = None  # type: ignore[assignment]  # sums the gradients of all ranks; None if none does
     group: RankGroup
@@ -184,7 +187,7 @@ class Strategy:
     def rescue(self) -> None:
         """Keep this rank's pieces of the state, and drop everything made on the old ranks. Local.
 
-        Called again when another rank fails during the recovery, after which `saved` is dropped.
+        Called again when another rank fails during the recovery, after which `saved` and `carried` are dropped.
         """
         raise NotImplementedError
 

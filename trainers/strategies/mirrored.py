@@ -224,6 +224,7 @@ class Mirrored(Strategy):
         # already set if another rank fails during the recovery: the replica may no longer hold the state
         if self.saved is None:
             self.saved = self.pieces()
+            self.carried = self.allreduce.state()
         if self.clock.trace is not None:
             self.group.topology.unregister(self.clock.trace)  # the trace continues on the new ranks
         self.abandon()
@@ -234,6 +235,8 @@ class Mirrored(Strategy):
         self.part, self.parts = self.group.rank, self.group.size
         self.allreduce = self._make_backend()
         self._make_buffer()
+        if self.carried:
+            self.allreduce.load_state(self.carried)
         done = self._adopt_newest() or go_back()
         if done:
             self._divide()
