@@ -16,7 +16,8 @@ from mpi4py import MPI
 from allreduce import Topology
 from allreduce.transport import deferred_free
 from trainers import NumpyNetwork, stopwatch
-from trainers.errors import ArgumentError, DivergedError
+from trainers.data import Arrays, Batch, Batches
+from trainers.errors import ArgumentError, DataError, DivergedError
 from trainers.replica import copy_of
 from trainers.replicas.numpy.optimizers import SGD, Adam
 from trainers.strategies import spare_replicas
@@ -28,6 +29,7 @@ from trainers.strategies.servers.asynchronous import (
     Asynchronous,
     Dealer,
     EpochLedger,
+    EpochRows,
 )
 from trainers.strategies.servers.mailbox import (
     ASK,
@@ -224,6 +226,29 @@ def test_parameters_that_are_no_numbers_are_seen() -> None:
     assert not shard.is_finite()
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_rows_are_fetched_before_they_are_needed(ahead: bool) -> None:
+    fetched: list[int] = []
+
+    class Recorded(Batches):
+        def share(self, epoch: int, step: int, part: int | None, parts: int | None = None) -> Batch:
+            fetched.append(step)
+            if step == 2:
+                raise DataError("no such row")
+            return super().share(epoch, step, part, parts)
+
+    x = np.arange(12.0).reshape(12, 1)
+    batches = Recorded(Arrays((x, x)), 4, 0, 2, shuffle=False, ahead=1)
+    rows = EpochRows(batches, 0, 2, ahead)
+    rows.prepare(3)  # the second half of the second batch
+    assert fetched == [1] * ahead
+    np.testing.assert_array_equal(rows.take(3).x[:, 0], [6, 7])
+    rows.prepare(4)  # raises nothing
+    with pytest.raises(DataError):
+        rows.take(4)
+    assert fetched == [1, 2]
+
+
 class Counter(Mailbox):
     """A mailbox that receives these messages, and records the kind and the receiver of each answer."""
 
@@ -394,7 +419,7 @@ def test_what_a_loss_has_cut_off_goes_two_losses_later() -> None:
     with Topology(MPI.COMM_SELF) as topology:
         waiter, dtype = Waiter(topology, stopwatch.make("cpu")), np.dtype(np.float32)
         mailbox = Mailbox(topology.world, waiter, [0], 1, 8, dtype)
-        client = Client(topology.world, waiter, [0], [slice(0, 8)], 1, dtype)
+        client = Client(topology.world, waiter, waiter, [0], [slice(0, 8)], 1, dtype)
         held = weakref.ref(mailbox), weakref.ref(client)
         mailbox.abandon()
         client.abandon()

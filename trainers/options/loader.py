@@ -23,8 +23,8 @@ class Loader(Checked):
         to the next. None: one pass.
     collate: makes (x, y), or (x, y, weights), of new arrays, from a batch, or from a list of a data set's rows, which
         by default are stacked.
-    prefetch: without `rows`: whether a thread fetches the next batches of a fit in which the ranks take steps together.
-        None: of data sets and memory maps only.
+    prefetch: without `rows`: whether a thread fetches the next batches of a fit. None: of data sets and memory maps
+        only.
     """
 
     data: Any

@@ -4,14 +4,12 @@ The chief on rank 0 serves in a second thread, so that a slow computation on ran
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from allreduce.call.queue import Queue, Worker
-from allreduce.errors import RankLostError, UnavailableError
 from allreduce.topology import Topology
 from allreduce.transport.control import all_values, root_value
 from trainers.arguments import is_integer
@@ -22,7 +20,7 @@ from trainers.replica import Replica, attach, copy_of
 from trainers.strategies.interface import EpochRun
 from trainers.strategies.servers.mailbox import END, ENDED, FAILED, GRADIENTS, NOTHING, STOP, WORK, Arrival, Header
 from trainers.strategies.servers.server import Policy, Server, Shard
-from trainers.strategies.servers.service import HOW_FAR, SIZES, ServerStrategy
+from trainers.strategies.servers.service import HOW_FAR, SIZES, ServerStrategy, wait_before_raising
 from trainers.watching.meter import Tally
 
 CHIEF = 0
@@ -147,8 +145,8 @@ class SpareReplicas(ServerStrategy):
     """The strategy of SpareReplicasTrainer. spare: the number of ranks for which a step does not wait."""
 
     rates_follow_batches = False  # the chief sets the rates of the step that it takes
+    thread = "serve"
     extra = 3  # see First
-    _queue: Queue = None  # type: ignore[assignment]  # of the chief's second thread
 
     def __init__(self, replica: Replica, name: str, spare: int) -> None:
         super().__init__(replica, name)
@@ -188,28 +186,6 @@ class SpareReplicas(ServerStrategy):
         # rank 0 computes in these arrays; the chief's thread updates the arrays that the model is bound to
         if group.rank == CHIEF:
             self._own_parameters, self._own_gradients = map(np.zeros_like, (self._parameters, self._gradients))
-
-    def _make_endpoints(self) -> None:
-        # of a worker of its own: its calls wait for calls of another kind, so no other queue may wait for them
-        worker = Worker(self.group.topology)
-        try:
-            self._queue = worker.queue(f"parameters of {self.name}", threaded=True, alone=True)
-        except UnavailableError:  # on all ranks
-            worker.free(self.group.topology)
-            raise
-        super()._make_endpoints()
-
-    def close(self) -> None:
-        super().close()
-        if self._queue is not None:
-            self._queue.worker.free(self.group.topology)
-            self._queue = None  # type: ignore[assignment]
-
-    def _abandon_ends(self) -> None:
-        super()._abandon_ends()
-        if self._queue is not None:
-            self._queue.worker.abandon()
-            self._queue = None  # type: ignore[assignment]
 
     def _set_part(self) -> None:
         self.part, self.parts = self.group.rank, self.group.size
@@ -264,14 +240,11 @@ class SpareReplicas(ServerStrategy):
         server = Server(self._mailbox, self._shard)
         future = self._queue.submit(partial(server.serve, policy, range(self.group.size)))
         try:
-            self._work(run, number, copied or self.replica, self._own_parameters, self._own_gradients)
+            with wait_before_raising(future):
+                self._work(run, number, copied or self.replica, self._own_parameters, self._own_gradients)
             self.clock.start()
             future.wait()
             self.clock.stop()
-        except RankLostError:
-            with suppress(Exception):  # the other thread ends by the same failure
-                future.wait()
-            raise
         finally:
             self._taken, self._cut_short = policy.done, policy.cut_short
             self._dropped += policy.dropped
@@ -306,8 +279,7 @@ class SpareReplicas(ServerStrategy):
         client = self._client
         client.begin()
         (reply,), metrics = client.replies, len(replica.metrics)
-        client.ask(self._halt(run))
-        client.receive()
+        client.fetch(self._halt(run))
         client.copy_parameters(parameters)  # this rank may be late, and the step, or the end, not the first one
         replica.refresh()
         while reply.header.kind == WORK:
@@ -316,8 +288,7 @@ class SpareReplicas(ServerStrategy):
             kind = NOTHING if kind is None else kind
             header = Header(kind, step, reply.header.version, self._halt(run))
             client.push([header], gradients if kind == GRADIENTS else None, self._values)
-            client.ask(self._halt(run))
-            client.receive()
+            client.fetch(self._halt(run))
             client.copy_parameters(parameters)
             replica.refresh()
             self.measured[:metrics] = reply.measures[:metrics]

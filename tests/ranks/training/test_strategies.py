@@ -249,7 +249,8 @@ def test_divergence_is_told_on_all_ranks(kind: str, flat: allreduce.Topology) ->
 
 @few
 def test_an_mpi_without_threads(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chief, which must serve while it computes, is impossible; servers need no thread."""
+    """Workers request parameters after they have computed; a chief, which must serve while it computes, is
+    impossible."""
     monkeypatch.setattr(queue, "thread_error", lambda: UnavailableError("no MPI_THREAD_MULTIPLE"))
     x, y = data()
     with flat.split(0) as own:  # nobody has started the thread of its worker

@@ -31,7 +31,7 @@ from trainers.strategies.servers.mailbox import (
 )
 from trainers.strategies.servers.options import Options
 from trainers.strategies.servers.server import Policy, Server, Shard
-from trainers.strategies.servers.service import HOW_FAR, ServerStrategy
+from trainers.strategies.servers.service import HOW_FAR, ServerStrategy, wait_before_raising
 from trainers.strategies.servers.worker import WorkerRanks
 
 EMPTY, DROPPED = -1, -2  # outcomes of a part that was not applied: no gradients, dropped
@@ -254,17 +254,36 @@ def _version(push: Arrival) -> int:
 class EpochRows:
     """The rows of one epoch, divided into parts that servers deal to workers. The ranks of a worker divide a part.
 
-    parts: the number of parts of a batch. place, ranks: this rank's place in its worker, and the number of its ranks.
+    parts: the number of parts of a batch. ahead: whether `prepare` fetches rows in advance. place, ranks: this rank's
+        place in its worker, and the number of its ranks.
     """
 
-    def __init__(self, batches: BatchSource, epoch: int, parts: int, place: int = 0, ranks: int = 1) -> None:
-        self._batches, self._epoch, self._parts = batches, epoch, parts
+    def __init__(
+        self, batches: BatchSource, epoch: int, parts: int, ahead: bool, place: int = 0, ranks: int = 1
+    ) -> None:
+        self._batches, self._epoch = batches, epoch
+        self._parts, self._ahead = parts, ahead
         self._place, self._ranks = place, ranks
+        self._ready: dict[int, Batch | Exception] = {}
         self.ended = False  # the stream has ended on this rank: the part that was taken does not exist
+
+    def prepare(self, number: int) -> None:
+        """Fetch the rows of part `number` in advance; an error is raised by `take`."""
+        if self._ahead:
+            try:
+                self._ready[number] = self._share(number)
+            except Exception as error:  # any exception of the data set: `take` raises it
+                self._ready[number] = error
 
     def take(self, number: int) -> Batch:
         """Return this rank's rows of part `number` of the epoch, which is a part of batch number // parts. `rows` and
         `share` of the result are those of the part. Raises DataError."""
+        found = self._ready.pop(number, None)
+        if isinstance(found, Exception):
+            raise found
+        return self._share(number) if found is None else found
+
+    def _share(self, number: int) -> Batch:
         step, part = divmod(number, self._parts)
         own, owns = part * self._ranks + self._place, self._parts * self._ranks
         batch = self._batches.share(self._epoch, step, own, owns)
@@ -278,6 +297,8 @@ class EpochRows:
 
 class AsynchronousServers(ServerStrategy):
     """A server applies each gradient as it arrives; parts of batches are dealt to the workers that are free."""
+
+    thread = "ask"
 
     def __init__(self, replica: Replica, name: str, options: Options) -> None:
         super().__init__(replica, name)
@@ -402,36 +423,36 @@ class AsynchronousServers(ServerStrategy):
         """Run an epoch on a rank of a worker: its leader gets parts from the servers and pushes their gradients, and
         all ranks compute them."""
         client, worker = self._client, self._worker
-        rows = EpochRows(run.batches, number, self.parts, worker.place, worker.size)
+        rows = EpochRows(run.batches, number, self.parts, run.batches.ahead > 0, worker.place, worker.size)
         worker.halts = False  # of the last epoch
         if client is not None:
             client.begin()
-        self._ask(run)
-        while (dealt := self._dealt()).kind != END:
-            part = dealt.step
+
+        def fetch() -> None:
+            if client is not None:
+                client.fetch(self._halt(run) or int(worker.halts))
+            worker.announce(Header() if client is None else client.replies[0].header)
+            if worker.dealt.kind == WORK:
+                rows.prepare(worker.dealt.step)
+
+        fetch()
+        while worker.meet(self._halt(run) != 0).kind != END:
+            part = worker.dealt.step
             versions = [] if client is None else client.copy_parameters(self._parameters)
             worker.share_parameters()
             self.replica.refresh()
-            self._ask(run)  # so that the servers reply while this rank computes
-            computed = self._compute_together(run, rows, part)
-            if client is not None:
-                self._push(client, run, GRADIENTS if computed else ENDED if rows.ended else NOTHING, part, versions)
-            if computed:
-                run.keep_error(partial(run.end_batch, part // self.parts))
+            coming = self._queue.submit(fetch)
+            with wait_before_raising(coming):
+                computed = self._compute_together(run, rows, part)
+                if client is not None:
+                    self._push(client, run, GRADIENTS if computed else ENDED if rows.ended else NOTHING, part, versions)
+                if computed:
+                    run.keep_error(partial(run.end_batch, part // self.parts))
+            self.clock.start()
+            coming.wait()
+            self.clock.stop()
         if client is not None:
             client.bye()
-
-    def _ask(self, run: EpochRun) -> None:
-        if self._client is not None:
-            self._client.ask(self._halt(run) or int(self._worker.halts))
-
-    def _dealt(self) -> Header:
-        """Receive a part, and the servers' parameters. Returns the first server's reply on all ranks of this worker.
-        Collective over the worker."""
-        if self._client is None:
-            return self._worker.learn(Header())
-        self._client.receive()
-        return self._worker.learn(self._client.replies[0].header)
 
     def _push(self, client: Client, run: EpochRun, kind: int, part: int, versions: Sequence[int]) -> None:
         """Push the gradients of a part, or a push without gradients. kind: of the push. versions: of each server's

@@ -229,19 +229,19 @@ class Client:
 
     comm: the communicator of servers and workers. servers: the servers' ranks in it. parts: the slice of the flat
         buffers that each server holds. measures, dtype: see Message.
+    waiter: for the thread that pushes. waiter_ahead: for the thread that asks, which may be another one.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, waiter: Waiter, servers: Sequence[int], parts: Sequence[slice], measures: int,
-        dtype: np.dtype,
+        self, comm: MPI.Intracomm, waiter: Waiter, waiter_ahead: Waiter, servers: Sequence[int], parts: Sequence[slice],
+        measures: int, dtype: np.dtype,
     ) -> None:  # fmt: skip
-        self._comm, self._waiter = comm, waiter
+        self._comm, self._waiter, self._waiter_ahead = comm, waiter, waiter_ahead
         self._servers, self._parts = list(servers), list(parts)
         lengths = [part.stop - part.start for part in parts]
         self._questions = [Message(measures, 0, dtype) for _ in servers]
         self._pushes = [Message(measures, length, dtype) for length in lengths]
         self.replies = [Message(measures, length, dtype) for length in lengths]
-        self._asked: list[MPI.Request] = []  # of the last question
         self._sends: list[MPI.Request] = []  # of the last push
 
     def begin(self) -> None:
@@ -251,33 +251,27 @@ class Client:
 
     # Asking
 
-    def ask(self, halt: int) -> None:
-        """Ask the first server for a part; `receive` waits for the reply. Do not read `replies` between the two.
+    def fetch(self, halt: int) -> None:
+        """Ask the first server for a part; if it deals one, ask the other servers for their parameters. Fills
+        `replies`.
 
         halt: nonzero asks to end the epoch.
         """
         halt = halt or any(reply.header.halt for reply in self.replies)
-        self._send([0], Header(halt=halt))
-
-    def receive(self) -> None:
-        """Wait for the reply; if it deals a part, ask the other servers for their parameters. Fills `replies`."""
-        self._finish_asking()
+        question = Header(halt=halt)
+        self._ask([0], question)
         dealt = self.replies[0].header
         if dealt.kind == WORK:
-            question = self._questions[0].header
-            self._send(range(1, len(self._servers)), question._replace(taken=dealt.taken))
-            self._finish_asking()
+            self._ask(range(1, len(self._servers)), question._replace(taken=dealt.taken))
 
-    def _send(self, servers: Sequence[int], question: Header) -> None:
+    def _ask(self, servers: Sequence[int], question: Header) -> None:
+        requests: list[MPI.Request] = []
         for server in servers:
             asked, rank = self._questions[server], self._servers[server]
             asked.header = question
-            self._asked.append(self._comm.Irecv(self.replies[server].mpi_buffer(), rank, REPLY))
-            self._asked.append(self._comm.Isend(asked.mpi_buffer(), rank, ASK))
-
-    def _finish_asking(self) -> None:
-        asked, self._asked = self._asked, []
-        self._waiter.all_of(asked, "receive parameters from the servers")
+            requests.append(self._comm.Irecv(self.replies[server].mpi_buffer(), rank, REPLY))
+            requests.append(self._comm.Isend(asked.mpi_buffer(), rank, ASK))
+        self._waiter_ahead.all_of(requests, "receive parameters from the servers")
 
     def copy_parameters(self, parameters: np.ndarray) -> list[int]:
         """Copy the received slices into `parameters`. Returns each server's version."""

@@ -1,6 +1,7 @@
 """Base of the strategies with servers: the roles of the ranks, the flat buffers, and the collection of the state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,8 @@ from mpi4py import MPI
 
 from allreduce.arrays import dtypes
 from allreduce.arrays.chunks import chunk
-from allreduce.errors import RankLostError
+from allreduce.call.queue import Future, Queue, Worker
+from allreduce.errors import RankLostError, UnavailableError
 from allreduce.process import malloc
 from allreduce.topology import Topology
 from allreduce.transport.chunked import pieces
@@ -40,16 +42,21 @@ class ServerStrategy(Strategy, Owners):
     servers: the ranks that hold the parameters, in the order of their slices. workers: the ranks of each worker. Its
         first rank, the leader, speaks with the servers.
     extra: the numbers (float64) in each message besides the metrics and one for each of Replica.optional.
+    thread: the task of the second thread while this rank computes: "ask": requests the next part and its parameters
+        (without MPI threads this is done after the computation); "serve": runs the server (needs MPI threads), and a
+        rank requests its next part when it has pushed its gradients.
     """
 
     synchronous = False
     mirrors = "epoch"
     kind = "servers"
     extra = 0
+    thread: str
     # None where this rank has none
     _mailbox: Mailbox = None  # type: ignore[assignment]  # of a server
     _client: Client = None  # type: ignore[assignment]  # of the leader of a worker
     _shard: Shard = None  # type: ignore[assignment]  # of a server
+    _queue: Queue = None  # type: ignore[assignment]  # of the second thread
 
     def __init__(self, replica: Replica, name: str) -> None:
         super().__init__(replica, name)
@@ -117,24 +124,38 @@ class ServerStrategy(Strategy, Owners):
         self._bound = self._gradients
 
     def _make_endpoints(self) -> None:
-        """Create this rank's mailbox and client. Collective."""
+        """Create this rank's queue, mailbox and client. Collective."""
         topology, rank = self.group.topology, self.group.rank
+        self._queue = self._make_queue()
         self._set_part()
         self._messages: MPI.Intracomm = topology.private()
         self._waiter = Waiter(topology, self.clock)
-        # a rank that also computes serves in a second thread, whose waits do not count as communication
-        self._server_waiter = Waiter(topology, stopwatch.make("cpu") if rank in self.leaders else self.clock)
+        # waits that overlap with computation do not count as communication
+        self._overlapped_waiter = Waiter(topology, stopwatch.make("cpu"))
         if rank in self.servers:
             part = self._slices[self.servers.index(rank)]
             if self._shard is None:
                 self._shard = Shard(self.replica, self.rule, self._parameters, self._gradients, part)
             length = part.stop - part.start
-            ends = self._messages, self._server_waiter, self.leaders
-            self._mailbox = Mailbox(*ends, self._measures, length, self._dtype)
+            waiter = self._overlapped_waiter if self.thread == "serve" else self._waiter
+            self._mailbox = Mailbox(self._messages, waiter, self.leaders, self._measures, length, self._dtype)
         if rank in self.leaders:
-            parts = self.servers, self._slices
-            self._client = Client(self._messages, self._waiter, *parts, self._measures, self._dtype)
+            ahead = self._overlapped_waiter if self.thread == "ask" else self._waiter
+            ends = self._messages, self._waiter, ahead
+            self._client = Client(*ends, self.servers, self._slices, self._measures, self._dtype)
         self._connected = True
+
+    def _make_queue(self) -> Queue:
+        """Create the queue of the second thread, of a worker of its own: its calls wait for calls of another kind on
+        other ranks, so no other queue may wait for them. Collective."""
+        name, worker = f"parameters of {self.name}", Worker(self.group.topology)
+        try:
+            return worker.queue(name, threaded=True, alone=True)
+        except UnavailableError:  # on all ranks
+            if self.thread != "ask":
+                worker.free(self.group.topology)
+                raise
+            return worker.queue(name, alone=True)
 
     def close(self) -> None:
         if not self._connected:
@@ -144,10 +165,13 @@ class ServerStrategy(Strategy, Owners):
         for end in (self._mailbox, self._client):
             if end is not None:
                 end.close()
+        if self._queue is not None:
+            self._queue.close()
+            self._queue.worker.free(self.group.topology)
         self._unbind_replica(state)
         self._worker.close()
         self._waiter.forget()
-        self._server_waiter.forget()
+        self._overlapped_waiter.forget()
         self.group.topology.release(self._messages)
 
     def abandon(self) -> None:
@@ -157,7 +181,7 @@ class ServerStrategy(Strategy, Owners):
 
     def _abandon_ends(self) -> None:
         """Drop everything that leads to other ranks. Local."""
-        for end in (self._mailbox, self._client, self._worker):
+        for end in (self._mailbox, self._client, self._queue and self._queue.worker, self._worker):
             if end is not None:
                 end.abandon()
 
@@ -174,7 +198,7 @@ class ServerStrategy(Strategy, Owners):
 
     def rescue(self) -> None:
         self._abandon_ends()
-        self._mailbox = self._client = None  # type: ignore[assignment]
+        self._mailbox = self._client = self._queue = None  # type: ignore[assignment]
         self._worker = WorkerRanks(self.clock)
 
     def follow(self, previous: tuple[int, ...]) -> None:
@@ -296,3 +320,15 @@ class ServerStrategy(Strategy, Owners):
             own = [Piece(0, 0, part.start, part.stop, sliced, {name: state[name] for name in sorted(others)})]
         # the group's communicator may be freed by now
         return {**state, **gathered(self._messages, own, self._parameters.size)}
+
+
+@contextmanager
+def wait_before_raising(other: Future) -> Iterator[None]:
+    """Context manager: if the block raises RankLostError, wait for the other thread's call `other` to end, then raise
+    it."""
+    try:
+        yield
+    except RankLostError:
+        with suppress(Exception):
+            other.wait()
+        raise

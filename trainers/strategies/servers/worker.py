@@ -8,6 +8,7 @@ from mpi4py import MPI
 from allreduce.backend import AllReduce
 from allreduce.topology import Topology
 from allreduce.transport.control import combine
+from allreduce.transport.wait import wait_for
 from trainers.backends import backend_for
 from trainers.stopwatch import Stopwatch
 from trainers.strategies.servers.mailbox import Header
@@ -21,7 +22,7 @@ class WorkerRanks:
 
     topology: of these ranks, the leader first; closed with this object. None if every worker has one rank.
     size: the number of ranks. place: this rank's place among them; the leader has place 0.
-    halts: whether a rank of the worker has asked to end the epoch.
+    halts: whether a rank of the worker has asked to end the epoch. dealt: the header of the servers' last reply.
     """
 
     def __init__(self, clock: Stopwatch, topology: Topology | None = None) -> None:
@@ -30,8 +31,9 @@ class WorkerRanks:
         self._sum: Callable[[], object] = lambda: None  # sums `_gradients`
         self._gradients = self._parameters = np.empty(0)
         self.size, self.place = (1, 0) if topology is None else (topology.size, topology.rank)
-        self._comm = MPI.COMM_SELF if topology is None else topology.private()
-        self.halts = False
+        # two threads communicate at the same time
+        self._comm, self._ahead = (MPI.COMM_SELF if topology is None else topology.private() for _ in range(2))
+        self.halts, self.dealt = False, Header()
 
     @property
     def leads(self) -> bool:
@@ -62,11 +64,23 @@ class WorkerRanks:
             self._backend.broadcast(self._parameters)
             self._clock.stop()
 
-    def learn(self, reply: Header) -> Header:
-        """Return the servers' reply to the leader. reply: on the leader; zeros on the other ranks."""
-        numbers = np.array(reply, np.int64)
-        self._combine(numbers, "learn the next part of the worker")
-        return Header(*numbers.tolist())
+    def announce(self, reply: Header) -> None:
+        """Set `dealt` on all ranks to the servers' reply to the leader; other ranks' `reply` is ignored. For the second
+        thread."""
+        dealt = np.array(reply, np.int64)
+        if self.size > 1:
+            wait_for(self._ahead, self._ahead.Ibcast(dealt), "learn the next part of the worker")
+        self.dealt = Header(*dealt.tolist())
+
+    def meet(self, halts: bool) -> Header:
+        """Return `dealt` once all ranks have finished the last part, and set `halts`.
+
+        halts: whether this rank asks to end the epoch.
+        """
+        found = np.array([halts], np.int64)
+        self._combine(found, "begin the next part of the worker")
+        self.halts = bool(found[0])
+        return self.dealt
 
     def settle(self, computed: bool, halts: bool, measured: np.ndarray) -> bool:
         """Return whether all ranks have computed their share of a part. Sums `measured` over the ranks, in place, and
