@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -18,14 +19,15 @@ _works: Any = weakref.WeakKeyDictionary()  # of DDP's reducers
 
 def apply() -> None:
     """Replace the functions. With groups of other backends they work as before. A second call changes nothing."""
+    _replace(_monitored_barrier, "monitored_barrier", dist, distributed_c10d)
     _replace(_attach_flight_recorder, "_maybe_attach_flight_recorder", distributed_c10d)
     _replace(_register_builtin_comm_hook, "_register_builtin_comm_hook", DistributedDataParallel)
     _replace(_set_forward_pass_work_handle, "_set_forward_pass_work_handle", dist.Reducer)
 
 
-def _replace(replacement: Function, name: str, owner: Any) -> None:
-    """Replace the function `name` of `owner` by `replacement(original, ...)`, if this PyTorch has it."""
-    original = getattr(owner, name, None)
+def _replace(replacement: Function, name: str, *owners: Any) -> None:
+    """Replace the function `name` of `owners` by `replacement(original, ...)`, if this PyTorch has it."""
+    original = getattr(owners[0], name, None)
     if original is None or hasattr(original, "_replaced_by_allreduce"):
         return
 
@@ -34,7 +36,22 @@ def _replace(replacement: Function, name: str, owner: Any) -> None:
         return replacement(original, *args, **options)
 
     vars(call)["_replaced_by_allreduce"] = True
-    setattr(owner, name, call)
+    for owner in owners:
+        setattr(owner, name, call)
+
+
+def _monitored_barrier(
+    original: Function, group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Call our group's monitored_barrier: PyTorch's function refuses every backend but gloo.
+
+    A program that has imported the function by its name before this backend was loaded keeps PyTorch's.
+    """
+    asked = dist.group.WORLD if group is None else group
+    if isinstance(asked, AllReduceProcessGroup):
+        asked.monitored_barrier(timeout, wait_all_ranks)
+    else:
+        original(group, timeout, wait_all_ranks)
 
 
 def _attach_flight_recorder(original: Function, group: Any, *args: Any, **options: Any) -> Any:

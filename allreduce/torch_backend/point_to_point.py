@@ -9,6 +9,7 @@ import torch
 from mpi4py import MPI
 
 from allreduce import notices
+from allreduce.errors import RankLeftError
 from allreduce.health.stall import LEFT_SECONDS
 from allreduce.topology import Topology
 from allreduce.torch_backend.move import mpi_buffer
@@ -25,7 +26,7 @@ class GroupMessages:
     """The messages of one group, on a communicator of their own. Creating it is collective.
 
     group: the group's name. The stall report shows one wait at a time; waits of further threads end in the same errors.
-    largest_tag: of messages in this MPI.
+    largest_tag: of users' messages in this MPI; monitored_barrier has the next one.
     """
 
     def __init__(self, topology: Topology, group: str) -> None:
@@ -33,7 +34,8 @@ class GroupMessages:
         self.statuses, self.group = topology.detector.messages, group
         largest = self.comm.Get_attr(MPI.TAG_UB)
         assert isinstance(largest, int)
-        self.largest_tag = largest
+        self.largest_tag = largest - 1
+        self._barriers = 0  # the number of the last barrier, which is sent in its messages
 
     def fail(self, error: BaseException) -> None:
         """End the unfinished messages with `error`. Local."""
@@ -41,13 +43,67 @@ class GroupMessages:
             if message.messages is self:
                 message.fail(error)
 
+    # monitored_barrier: every rank reports to rank 0 and waits for its answer
+
+    def monitored_barrier(self, limit: float, wait_all_ranks: bool) -> None:
+        """Wait for all ranks; raise TimedOut after `limit` seconds, on rank 0 with the missing rank. Collective.
+
+        wait_all_ranks: name all missing ranks, not only the first. The errors contain gloo's wording, which programs
+        may match.
+        """
+        self._barriers += 1
+        deadline = time.monotonic() + limit
+        if self.comm.rank:
+            self._token("reporting to rank 0", 0, limit, receives=False).wait_for(limit)
+            try:
+                self._await("waiting for rank 0", 0, deadline, limit)
+            except (TimedOut, RankLeftError) as error:
+                raise TimedOut(
+                    f"Rank {self.comm.rank} successfully reached monitoredBarrier, but received errors while waiting "
+                    f"for send/recv from rank 0: {error}"
+                ) from None
+            return
+        missing = []
+        for rank in range(1, self.comm.size):
+            try:
+                self._await(f"rank {rank}", rank, deadline, limit)
+            except (TimedOut, RankLeftError):
+                missing.append(rank)
+                if not wait_all_ranks:
+                    break
+        if missing:
+            ranks = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            raise TimedOut(
+                f"Rank 0 timed out in monitoredBarrier after {limit:g} s: {ranks} failed to pass monitoredBarrier"
+                + (" (wait_all_ranks=True names all that did)" if not wait_all_ranks else "")
+            )
+        for rank in range(1, self.comm.size):
+            self._token("answering", rank, limit, receives=False).wait_for(limit)
+
+    def _await(self, step: str, rank: int, deadline: float, limit: float) -> None:
+        """Wait for the message of this barrier; older ones are of barriers that timed out."""
+        while True:
+            message = self._token(step, rank, limit, receives=True)
+            try:
+                message.wait_for(max(deadline - time.monotonic(), 0))
+            except (TimedOut, RankLeftError):
+                message.cancel()
+                raise
+            if int(message.result()[0]) >= self._barriers:
+                return
+
+    def _token(self, step: str, rank: int, limit: float, receives: bool) -> "SentMessage":
+        """Send the number of this barrier to a rank, or receive one from there."""
+        token, name = torch.tensor([self._barriers], dtype=torch.int64, device="cpu"), f"monitored_barrier ({step})"
+        return SentMessage("monitored_barrier", name, token, limit, self, rank, self.largest_tag + 1, receives)
+
 
 @not_compiled
 class SentMessage(Operation):
     """A message between two ranks. Any thread may wait for it; one thread at a time calls MPI.
 
-    The constructor starts it. kind: "send" to rank `peer`, or "recv" from there; `peer` may then be MPI.ANY_SOURCE.
-    name: of the message, for errors.
+    The constructor starts it: from rank `peer`, which may be MPI.ANY_SOURCE, if it `receives`, else to that rank.
+    kind: "send" or "recv", the name of its event in a profile. name: of the message, for errors.
     """
 
     def __init__(
@@ -59,29 +115,33 @@ class SentMessage(Operation):
         messages: GroupMessages,
         peer: int,
         tag: int,
+        receives: bool,
     ) -> None:
         super().__init__(kind, [tensor], limit)
         self.name, self.messages = name, messages
         self._tensor, self._status = tensor.detach(), MPI.Status()
-        self._peer, self._receives = peer, kind == "recv"
+        self._peer, self._receives = peer, receives
         for message in list(_in_flight):
             message.is_completed()  # removes it from _in_flight once complete
-        if not self._receives:
+        if not receives:
             self._memory = readable(self._tensor)
         else:
             given = self._tensor
             self._memory = given if is_plain(given) else torch.empty(given.shape, dtype=given.dtype, device="cpu")
-        begin = messages.comm.Irecv if self._receives else messages.comm.Isend
+        begin = messages.comm.Irecv if receives else messages.comm.Isend
         self._request: MPI.Request | None = begin(mpi_buffer(as_bytes(self._memory)), peer, tag)
         _in_flight.add(self)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:  # type: ignore[override]
-        """Wait until the message has arrived, or until a sent tensor may be changed again.
+        """Wait until the message has arrived, or until a sent tensor may be changed again."""
+        return self.wait_for(timeout_seconds(timeout, self.limit))
 
-        Raises RankLeftError if the other rank has left, TimedOut after `timeout` seconds (with a table of all ranks'
-        waits if they exceed SHORT_SECONDS).
+    def wait_for(self, limit: float) -> bool:
+        """Wait as `wait` does, for `limit` seconds; 0 checks once.
+
+        Raises RankLeftError if the other rank has left, TimedOut after `limit` (with a table of all ranks' waits if
+        `limit` exceeds SHORT_SECONDS).
         """
-        limit = timeout_seconds(timeout, self.limit)
         deadline, messages, table = time.monotonic() + limit, self.messages, ""
         ended = wait_until(self._has_ended, min(limit, SHORT_SECONDS))
         if not ended and limit > SHORT_SECONDS:

@@ -30,6 +30,7 @@ from allreduce.torch_backend.work import (
     CoalescedWork,
     Operation,
     OperationQueue,
+    TimedOut,
     exact_seconds,
     not_compiled,
     timeout_seconds,
@@ -63,6 +64,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         self._reducer = TensorReducer(topology, comm, options)
         self._operations = OperationQueue(topology, request.group_id, self._reducer.main.executor, options.overlap)
         self._coalesced: list[Operation] | None = None
+        self._rank_missing = False  # True after a monitored barrier has timed out
         self.description = f"{options.backend} on {topology}"
 
     def _submit(
@@ -283,10 +285,6 @@ class AllReduceProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Operation:
-        """Submit an empty operation; it ends once all ranks have reached it."""
-        return self._submit("barrier", [], lambda: None, opts, timeout)
-
     # Messages
 
     def send(self, tensors: Tensors, dest: int, tag: int) -> Operation:
@@ -310,8 +308,28 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         Streams([tensor]).wait_for_caller()
         rank = MPI.ANY_SOURCE if peer is None else peer
         with self._topology.detector.translating_failures():
-            message = SentMessage(kind, name, tensor, self._timeout, self._messages, rank, tag)
+            message = SentMessage(kind, name, tensor, self._timeout, self._messages, rank, tag, kind == "recv")
         return self._coalesce(message)
+
+    # Barriers
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Operation:
+        """Submit an empty operation; it ends once all ranks have reached it."""
+        return self._submit("barrier", [], lambda: None, opts, timeout)
+
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; after `timeout` raise TimedOut, on rank 0 with the missing rank. Collective.
+
+        timeout: a timedelta or seconds; 0 does not wait. None or negative: the group's timeout. wait_all_ranks: name
+        all missing ranks, not only the first. torch.distributed.monitored_barrier calls this too.
+        """
+        limit = self._timeout if timeout is None else exact_seconds(timeout)
+        try:
+            with self._topology.detector.translating_failures():
+                self._messages.monitored_barrier(limit if limit >= 0 else self._timeout, wait_all_ranks)
+        except TimedOut:
+            self._rank_missing = True
+            raise
 
     # Coalescing of the calls between _start_coalescing and _end_coalescing (batch_isend_irecv, DTensor)
 
@@ -335,7 +353,7 @@ class AllReduceProcessGroup(dist.ProcessGroup):
         If other ranks do not follow within CLOSE_SECONDS, nothing is freed until the program ends. Messages that have
         not arrived by then end in an error.
         """
-        closed = self._operations.close(CLOSE_SECONDS)
+        closed = self._operations.close(0.0 if self._rank_missing else CLOSE_SECONDS)
         self._messages.fail(RuntimeError("this process group has been destroyed"))
         if not (closed and self._free()):
             notices.log.warning(

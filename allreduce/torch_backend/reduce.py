@@ -103,7 +103,7 @@ class Options:
         take over those of the world.
     settings: further arguments of `allreduce.create`. check and trace also apply to reduce_scatter, for which "auto"
         uses "ring" on several nodes. "auto" has measure=False by default: a program gives the same bits in each run.
-    overlap: False runs every operation in the calling thread; only messages have timeouts then.
+    overlap: False runs every operation in the calling thread; only messages and monitored_barrier have timeouts then.
     compress: SUM, AVG and PREMUL_SUM of float32 and float64 in all_reduce and the reduce_scatters, from `compress_from`
         elements on (all inputs together), are sent with fewer bits; values as in `allreduce.create`, but no PowerSGD.
         "int8" has error feedback for a tensor that an all_reduce gets again, as DDP's buckets, not in reduce_scatter.

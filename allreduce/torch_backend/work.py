@@ -268,10 +268,10 @@ class OperationQueue:
     def close(self, limit: float) -> bool:
         """Finish all submitted operations on all ranks, then refuse further ones. Collective.
 
-        Returns False if that takes longer than `limit` seconds. It does not wait, and returns False, if a caller's wait
-        has timed out.
+        Returns False if that takes longer than `limit` seconds. It does not wait, and returns False, if `limit` is 0 or
+        a caller's wait has timed out.
         """
-        waiting = all(operation.done() for operation in self.given_up)
+        waiting = limit > 0 and all(operation.done() for operation in self.given_up)
         try:
             if waiting:
                 self.submit("destroy_process_group", [], limit, lambda: None).wait()

@@ -29,5 +29,5 @@ def test_torch_distributed_tells_of_a_lost_rank(mpirun: JobRunner) -> None:
     assert job.returncode == 0, job.stdout + job.stderr
     lines = job.stdout.splitlines()
     assert sum(line.startswith("disagreement: ") and "DisagreementError: the ranks" in line for line in lines) == 3
-    for name in ("backward", "all_reduce", "wait", "recv"):
+    for name in ("backward", "all_reduce", "wait", "recv", "monitored_barrier"):
         assert sum(line.startswith(f"{name}: ") and "RankLostError: " in line for line in lines) == 2, job.stdout

@@ -248,6 +248,35 @@ def test_destroying_a_group_that_another_rank_leaves_meanwhile_raises_nothing(mp
 
 
 @needs_torch
+def test_a_rank_that_stays_away_is_an_error_after_the_timeout(mpirun: JobRunner) -> None:
+    job = mpirun(
+        2,
+        code("""
+            import allreduce.torch_backend
+            dist.init_process_group("allreduce", timeout=datetime.timedelta(seconds=2))
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor)
+            if dist.get_rank() == 1:
+                time.sleep(60)
+            try:
+                dist.monitored_barrier(timeout=datetime.timedelta(seconds=1))
+            except RuntimeError as error:
+                print(error)
+            work = dist.all_reduce(tensor, async_op=True)
+            try:
+                work.wait(datetime.timedelta(seconds=0.2))
+            except RuntimeError as error:
+                print(error)
+            work.get_future().wait()
+        """),
+    )
+    assert job.returncode != 0
+    assert "timed out in monitoredBarrier after 1 s: Rank 1 failed to pass monitoredBarrier" in job.stdout
+    assert "all_reduce was not done within 0.2 s" in job.stdout
+    assert "DistBackendError: all_reduce was not done within 2 s" in job.stderr
+
+
+@needs_torch
 def test_a_rank_that_fails_or_hangs_in_one_call_is_an_error_of_the_others(mpirun: JobRunner) -> None:
     """A thread that hangs for good, in a callback or in MPI's call on the group's own communicator, ends with the job,
     at the end of the program."""
@@ -298,7 +327,7 @@ def test_a_rank_that_fails_or_hangs_in_one_call_is_an_error_of_the_others(mpirun
 @needs_torch
 def test_after_caught_timeouts_a_program_ends_with_its_own_exit_code(mpirun: JobRunner, tmp_path: Path) -> None:
     """No call is left in MPI, so nothing has to be ended by force. Destroying a group waits for no abandoned rank,
-    whatever call timed out: the first or a later one, a wait with a limit, a future's wait.
+    whatever call timed out: the first or a later one, a wait with a limit, a future's wait, a monitored barrier.
 
     Messages with different tags: a rank reports where both wait, long before the time-out, and each reports it at its
     end.
@@ -323,7 +352,7 @@ def test_after_caught_timeouts_a_program_ends_with_its_own_exit_code(mpirun: Job
 
             sent = dist.isend(torch.ones(1), 1 - rank, tag=5)
             said(dist.recv, torch.ones(1), 1 - rank, tag=7 + rank)
-            later, waited = (dist.new_group(timeout=short) for _ in range(2))
+            later, waited, barrier = (dist.new_group(timeout=short) for _ in range(3))
             dist.all_reduce(torch.ones(3), group=later)
             if rank == 1:
                 wait_for_rank_0()  # and come to no call at all
@@ -335,7 +364,8 @@ def test_after_caught_timeouts_a_program_ends_with_its_own_exit_code(mpirun: Job
                 for work in works:
                     said(work.wait)
             said(dist.all_reduce(torch.ones(3), async_op=True, group=waited).wait, datetime.timedelta(seconds=0.2))
-            for group in (later, waited, None):
+            said(barrier.monitored_barrier, datetime.timedelta(0))
+            for group in (later, waited, barrier, None):
                 dist.destroy_process_group(group)
             open("done", "w").close()
             raise SystemExit(7)
@@ -355,6 +385,7 @@ def test_after_caught_timeouts_a_program_ends_with_its_own_exit_code(mpirun: Job
     for seconds in (4, 2):
         assert job.stdout.count(f"all_reduce was not done within {seconds} s") == 3, job.stdout
     assert "all_reduce was not done within 0.2 s" in job.stdout
+    assert "timed out in monitoredBarrier" in job.stdout
     assert "rank 1: has not arrived" in job.stdout
     assert "MPI_ABORT" not in job.stderr
 

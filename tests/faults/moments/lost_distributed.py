@@ -57,6 +57,7 @@ def main() -> None:
     say_what_is_raised("all_reduce", lambda: dist.all_reduce(data))
     say_what_is_raised("wait", receiving.wait)
     say_what_is_raised("recv", lambda: dist.recv(data, 2 - rank))
+    say_what_is_raised("monitored_barrier", dist.group.WORLD.monitored_barrier)
     dist.destroy_process_group()
 
 

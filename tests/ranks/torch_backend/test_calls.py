@@ -2,6 +2,7 @@
 calls."""
 
 import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -375,9 +376,15 @@ def test_the_profiler_shows_what_ddp_reduces() -> None:
 
 
 def test_times_in_seconds() -> None:
+    """A time-out of zero means no wait, not the group's time-out. Every rank is alone in its own group."""
     work = dist.all_reduce(mine(), async_op=True)
     assert work.wait(30.0)
+    dist.group.WORLD.monitored_barrier(30.0)
     dist.group.WORLD.set_timeout(60.0)
+    alone = [dist.new_group([each]) for each in range(size())][rank()]
+    alone.monitored_barrier(timedelta(0))
+    alone.monitored_barrier(0.0)
+    dist.destroy_process_group(alone)
 
 
 def test_calls_of_different_sizes_dtypes_or_roots_are_told() -> None:
@@ -462,6 +469,29 @@ def test_parts_that_do_not_fit_their_peers_are_told_on_all_ranks(sent: int) -> N
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [ranks] * 3
+
+
+def test_a_monitored_barrier_after_one_that_timed_out() -> None:
+    """The second barrier ignores what is left of the first: no rank passes before all have come."""
+    if dist.get_world_size() == 1:
+        pytest.skip("one rank waits for nobody")
+    group = dist.new_group(backend="allreduce")
+    backend = group._get_backend(torch.device("cpu"))
+    rank = dist.get_rank()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="monitoredBarrier"):
+            backend.monitored_barrier(0.2)
+    dist.barrier()
+    if rank:
+        with pytest.raises(RuntimeError, match="monitoredBarrier"):
+            backend.monitored_barrier(0.2)
+    came = time.monotonic()  # before those that sleep begin to
+    dist.barrier()
+    if rank:
+        time.sleep(0.5)
+    backend.monitored_barrier(30)
+    assert rank or time.monotonic() - came >= 0.5
+    dist.barrier()
 
 
 def test_a_model_that_this_backend_does_not_average_is_told() -> None:

@@ -409,7 +409,7 @@ def test_memory_is_on_the_cpu_whatever_the_default_device(overlap: bool) -> None
         if size() > 1:
             works = [dist.isend(own, right, group=group), dist.irecv(received, left, group=group)]
             [work.wait() for work in works]
-        dist.barrier(group)
+        dist.monitored_barrier(group)
     dist.destroy_process_group(group)
     assert part.tolist() == [size()] * 2
     assert [each.tolist() for each in outputs] == [[rank, rank] for rank in range(size())]
