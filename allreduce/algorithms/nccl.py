@@ -187,7 +187,7 @@ class Nccl(TwoPhase):
         mine = together(self.comm, lambda: gpu.identity(cuda.runtime, self._device))
         raise_together(self.comm, self._shared_gpu(all_values(self.comm, mine, "learn which GPUs the ranks have")))
         own_id = together(self.comm, lambda: list(self._nccl.get_unique_id()) if self.rank == 0 else None)
-        unique_id = bytes(root_value(self.comm, own_id, "share NCCL's unique id"))
+        unique_id = _as_cupy_takes_it(self._cupy, root_value(self.comm, own_id, "share NCCL's unique id"))
         error: AllReduceError | None = None
         try:
             self._communicator = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
@@ -223,3 +223,10 @@ class Nccl(TwoPhase):
 
     def _disconnect(self) -> None:
         self._communicator = self._stream = self._ready = self._wide = None
+
+
+def _as_cupy_takes_it(cupy: Any, own_id: list[int]) -> bytes | tuple[int, ...]:
+    """Convert NCCL's unique id to the form that this rank's CuPy needs: bytes since 14.0, signed chars before."""
+    if int(cupy.__version__.partition(".")[0]) >= 14:
+        return bytes(number & 255 for number in own_id)
+    return tuple((number & 255 ^ 128) - 128 for number in own_id)

@@ -199,10 +199,14 @@ def _nccl_folders() -> list[Path]:
 
 @real
 def test_unique_id_is_what_the_communicator_takes() -> None:
-    """CuPy 14 returns bytes; we send them to the other ranks as numbers."""
+    """CuPy 14 returns it as bytes; we send it to the other ranks as numbers."""
+    import cupy
     from cupy.cuda import nccl
 
-    assert type(nccl.get_unique_id()) is bytes
+    given = nccl.get_unique_id()
+    again = backend._as_cupy_takes_it(cupy, list(given))
+    assert again == given
+    assert type(again) is type(given)
 
 
 def test_stand_in_for_pytorchs_streams() -> None:
