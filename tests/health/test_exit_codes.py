@@ -44,7 +44,7 @@ def test_of_a_job_without_ulfm_that_loses_a_rank(mpirun: JobRunner, mpi: str, co
         *[("allreduce", 2, 1, way) for way in ("meet", "end", "interrupt", "exit")],
         ("allreduce", 3, 2, "exit"),
         *[(kind, 3, 2, "meet") for kind in ("torch", "ParameterServerTrainer")],
-        ("horovod", 2, 1, "meet"),
+        ("horovod", 3, 1, "meet"),
     ],
 )
 def test_of_a_job_with_ulfm_that_loses_ranks(mpirun: JobRunner, kind: str, ranks: int, living: int, way: str) -> None:

@@ -216,7 +216,7 @@ def all_to_all(
 def join_proxy(members: Members, same: Any) -> Call:
     """Return the call that a joined rank makes in place of its own: its tensors are neutral in the reduction.
 
-    same: the part of its Request that all ranks share; see `submit_allreduce` in module collectives.
+    same: the part of its Request that all ranks share; see `_allreduce` in module collectives.
     """
     _, layouts, op, *_ = same
     tensors = [

@@ -1,4 +1,4 @@
-"""The collectives of Horovod's API. Each is declared once; `Form` makes Horovod's functions of it.
+"""The collectives of Horovod's API. Each is declared once; `Form` makes Horovod's functions of a declaration.
 
 A declaration checks the arguments of a call and submits it; module `calls` does the work. Calls with the same name
 match on all ranks of the process set, in whatever order each rank makes them. Calls without a name match by kind and
@@ -117,7 +117,10 @@ class Form:
         signature = inspect.Signature(parameters, return_annotation=returns)
 
         def call(*args: Any, **options: Any) -> Any:
-            bound = signature.bind(*args, **options)
+            try:
+                bound = signature.bind(*args, **options)
+            except TypeError as error:
+                raise TypeError(f"{call.__name__}() {error}") from None
             bound.apply_defaults()
             return run(bound.arguments.pop(first), bound.arguments)
 
