@@ -69,13 +69,9 @@ def encode(rows: Mapping[int, RankFacts]) -> bytes:
 
 
 def decode(message: bytes) -> dict[int, RankFacts]:
-    """Return the rows in a message, by rank; none if its sender has failed while it was sent."""
+    """Return the rows in a message, by rank."""
     rows: dict[int, RankFacts] = {}
-    try:
-        entries = json.loads(message)
-    except ValueError:
-        return rows
-    for given, pairs, versions in entries:
+    for given, pairs, versions in json.loads(message):
         facts = tuple(Fact(*each) for each in given)
         members = [rank for first, last in pairs for rank in range(first, last + 1)]
         for rank, version in zip(members, versions * (len(members) if len(versions) == 1 else 1), strict=True):
