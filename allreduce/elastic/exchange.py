@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from allreduce.errors import CommunicationError
 from allreduce.topology import Topology
 from allreduce.transport import liveness, ulfm
 from allreduce.transport.chunked import pieces
@@ -21,6 +22,8 @@ from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import Pause, all_done, wait_until, waiting
 
 FRONT, BODY = 1, 2  # tags: the header with the shapes of the arrays; the bytes of the arrays
+MOST_FRONT = 1 << 24  # bytes of a header that are accepted
+MOST_BYTES = 1 << 36  # of the arrays of a message
 LOOK_SECONDS = 0.25  # between two searches for processes that have ended
 CLOSE_SECONDS = 5.0  # how long rank 0 waits for the others when it closes
 PAUSE = 5e-4, 1e-3  # (eager, longest sleep) between two polls
@@ -44,13 +47,14 @@ def _receive(comm: MPI.Intracomm, source: int) -> Generator[Message | None, None
             status = MPI.Status()
             while (found := comm.Improbe(source, FRONT, status)) is None:
                 yield None
-            memory = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            memory = np.empty(_checked(status.Get_count(MPI.BYTE), MOST_FRONT), np.uint8)
             requests = [found.Irecv(memory)]
             held += [memory, requests]
             while not all_done(requests):
                 yield None
             front = json.loads(memory.tobytes())
-            arrays = [np.empty(shape, dtype) for shape, dtype in front["arrays"]]
+            arrays = [_new(shape, dtype) for shape, dtype in front["arrays"]]
+            _checked(sum(array.nbytes for array in arrays), MOST_BYTES)
             requests = [comm.Irecv(piece, source, BODY) for array in arrays for piece in pieces(array)]
             held += [arrays, requests]
             while not all_done(requests):
@@ -61,6 +65,20 @@ def _receive(comm: MPI.Intracomm, source: int) -> Generator[Message | None, None
         if held:
             free_later(held)
         raise
+
+
+def _new(shape: Any, dtype: Any) -> np.ndarray:
+    found = np.dtype(dtype)
+    if found.kind not in "biufcS" or not all(type(size) is int and size >= 0 for size in shape):
+        raise CommunicationError(f"a rank has sent the header of an array {shape} of {dtype}")
+    _checked(math.prod(shape) * found.itemsize, MOST_BYTES)
+    return np.empty(shape, found)
+
+
+def _checked(size: int, most: int) -> int:
+    if not 0 <= size <= most:
+        raise CommunicationError(f"a rank has sent a message of {size} bytes; the most are {most}")
+    return size
 
 
 class Exchange:

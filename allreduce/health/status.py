@@ -6,7 +6,7 @@ message has the facts of such ranks once, and a few bytes for each rank: the ver
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from allreduce.transport.tables import LINES, listed, ranges
@@ -17,7 +17,8 @@ SEVERAL = {NOT_COME: "have not arrived: they compute, are stopped, or wait for s
 TEXT_BYTES = 300
 MOST_TEXTS = 40  # of calls in a message; beyond that, the calls of the fewest ranks have the text OTHERS
 OTHERS = "another call"
-FINAL = 1 << 60  # the version of a row that does not change any more
+MESSAGE_BYTES = 1 << 18  # of a message that is sent
+FINAL = 1 << 60  # the version of a row that does not change any more, and the highest that is decoded
 
 
 class Fact(NamedTuple):
@@ -68,14 +69,25 @@ def encode(rows: Mapping[int, RankFacts]) -> bytes:
     return json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def decode(message: bytes) -> dict[int, RankFacts]:
-    """Return the rows in a message, by rank."""
+def encode_first(rows: Sequence[tuple[int, RankFacts]]) -> tuple[bytes, int]:
+    """Encode the first rows that fit into a message of MESSAGE_BYTES. Returns it, and the number of rows in it."""
+    count = len(rows)
+    while len(message := encode(dict(rows[:count]))) > MESSAGE_BYTES and count > 1:
+        count //= 2
+    return message, count
+
+
+def decode(message: bytes, ranks: int) -> dict[int, RankFacts]:
+    """Return the rows in a message by rank, out of `ranks`; none if it does not have this version's format."""
     rows: dict[int, RankFacts] = {}
-    for given, pairs, versions in json.loads(message):
-        facts = tuple(Fact(*each) for each in given)
-        members = [rank for first, last in pairs for rank in range(first, last + 1)]
-        for rank, version in zip(members, versions * (len(members) if len(versions) == 1 else 1), strict=True):
-            rows[rank] = RankFacts(version, facts)
+    try:
+        for given, pairs, versions in json.loads(message):
+            facts = tuple(fact(int(kind), int(a), int(b), int(c), str(text)) for kind, a, b, c, text in given)
+            members = [rank for first, last in pairs for rank in range(max(first, 0), min(last + 1, ranks))]
+            for rank, version in zip(members, versions * (len(members) if len(versions) == 1 else 1), strict=True):
+                rows[rank] = RankFacts(min(int(version), FINAL), facts)
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return {}
     return rows
 
 

@@ -2,7 +2,8 @@
 
 - Each rank has a row of facts (status.py). It sends the rows that have changed to the ranks at distances 1, 2, 4, ...
   in both directions, and these pass them on: O(log n) messages of each rank, and no rank has to answer.
-- Between two ranks at most one message is pending; only a rank that leaves sends its last one besides.
+- Between two ranks at most one message is pending; only a rank that leaves sends its last ones besides. Rows that do
+  not fit into a message follow in the next one.
 - No rank waits for a message that it has begun to receive: its sender may be stopped.
 - Under ULFM, status messages use a communicator that is never revoked, and distances count only the ranks that this
   one takes for alive. If none of them receives the message of a rank that leaves, it tells twice as many, at last all.
@@ -135,7 +136,7 @@ class StatusMessages:
         if self._unrevoked is not None:
             self._receive(self._unrevoked)
         for _, content, source in _take_done(self._arriving):
-            for rank, row in status.decode(bytes(content)).items():
+            for rank, row in status.decode(bytes(content), self.size).items():
                 if rank != self.rank and (rank not in self._known or self._known[rank].row.version < row.version):
                     self._learn(rank, row, source)
 
@@ -161,7 +162,7 @@ class StatusMessages:
             elif fact.kind == STALLED:
                 self.dump_requests.append((rank, fact.text))
             elif fact.kind == ENDED:
-                self.ended = fact.turn
+                self.ended = fact.turn if abs(fact.turn) < 2**31 else 1
 
     @property
     def state(self) -> Mapping[Fact, Collection[int]]:
@@ -207,20 +208,25 @@ class StatusMessages:
         return [rank for rank in following if rank not in gone]
 
     def _send(self, receiver: int, last: bool) -> None:
-        """Send the changes not yet sent, unless a message is pending. last: in any case."""
+        """Send the oldest changes not yet sent, unless a message is pending. last: send all, in any case."""
         pending = self._sent.setdefault(receiver, [])
         _take_done(pending)
         told, changes = self._told.get(receiver, 0), self._changes
         if told == changes or (pending and not last):
             return
-        known = list(self._known.items())
-        rows = {rank: each.row for rank, each in known if each.change > told and each.source != receiver}
-        self._told[receiver] = changes
-        if rows:
+        known = sorted(self._known.items(), key=lambda item: item[1].change)
+        rows = [(rank, each) for rank, each in known if each.change > told and each.source != receiver]
+        while rows:
+            content, count = status.encode_first([(rank, each.row) for rank, each in rows])
+            self._told[receiver] = rows[count - 1][1].change
             with suppress(MPI.Exception):  # the receiver has failed
-                buffer = bytearray(status.encode(rows))
+                buffer = bytearray(content)
                 request = (self._unrevoked or self.comm).Issend([buffer, MPI.BYTE], receiver)
                 pending.append((request, buffer, receiver))
+            rows = rows[count:]
+            if rows and not last:
+                return
+        self._told[receiver] = changes
 
     def _send_last(self) -> None:
         """Send the facts even if a message is pending; under ULFM then wait a moment until all are received."""

@@ -10,12 +10,15 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
+from allreduce import notices
+from allreduce.errors import CommunicationError
 from allreduce.tracing.clocks import ClockOffset, aligned
 
 Event = dict[str, Any]
 
 WAITED = "waited"  # a span of this kind names the series and the number of the call that was waited for
 WAIT, REDUCE = "wait", "reduce"  # categories, as are the kinds of spans
+MOST = 1 << 62  # largest number accepted from another rank
 ROWS = ("training", "in the background")
 
 
@@ -49,6 +52,33 @@ class RankTrace(NamedTuple):
     spans: list[Span]
     calls: list[TracedCall]
     left_out: int = 0
+
+
+def parse_record(rank: int, text: bytes) -> RankTrace:
+    """Parse the record of a rank, in JSON. Raises CommunicationError if it is malformed."""
+    try:
+        spans, calls, left_out = json.loads(text)
+        return RankTrace(
+            [Span(_number(row), str(kind), _number(begin), _number(end)) for row, kind, begin, end in spans],
+            [_call(*call) for call in calls],
+            _number(left_out),
+        )
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError) as error:
+        reason = notices.shown(str(error), 200)
+        raise CommunicationError(f"the trace record of rank {rank} can't be read: {reason}") from error
+
+
+def _call(
+    row: Any, series: Any, number: Any, name: Any, arrived: Any, begin: Any, end: Any, details: Any
+) -> TracedCall:
+    times = _number(arrived), _number(begin), _number(end)
+    return TracedCall(_number(row), _number(series), _number(number), str(name), *times, dict(details))
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not -MOST <= value <= MOST:
+        raise ValueError(f"{value!r} is not a number that is accepted")
+    return value
 
 
 def on_one_clock(recorded: RankTrace, first: ClockOffset, last: ClockOffset) -> RankTrace:
@@ -101,6 +131,8 @@ def _of_rank(
 ) -> Iterator[Event]:
     calls = {(call.series, call.number): call for call in recorded.calls}
     for row, kind, begin, end in recorded.spans:
+        if end < begin:  # no valid span
+            continue
         if not kind.startswith(WAITED):
             yield _event(rank, row, kind, kind, begin, end, {})
             continue

@@ -129,10 +129,7 @@ class Trace:
         mine = RankTrace(self._spans, self._calls, self._left_out)
         self._spans, self._calls = [], []
         packed = bytes_to_root(self._comm, json.dumps(mine).encode(), "collect a trace")
-        return [
-            RankTrace([Span(*span) for span in spans], [TracedCall(*call) for call in calls], left_out)
-            for spans, calls, left_out in map(json.loads, packed)
-        ]
+        return [merging.parse_record(rank, text) for rank, text in enumerate(packed)]
 
     def _write(self, everyone: list[RankTrace], last: list[clocks.ClockOffset]) -> None:
         ranks = [

@@ -6,11 +6,14 @@ import numpy as np
 from mpi4py import MPI
 
 from allreduce.arrays.chunks import segments
+from allreduce.errors import CommunicationError
 from allreduce.transport import ulfm
-from allreduce.transport.control import all_values, root_value
+from allreduce.transport.control import all_values, on_all_ranks, root_value
 from allreduce.transport.deferred_free import free_later
 from allreduce.transport.wait import wait_for, waiting
 
+LARGEST = 1 << 38  # bytes of a rank: more than any state that fits in its memory
+SHOWN = 200  # characters of wrong sizes in an error
 SCRATCH_BYTES = 1 << 26
 PIECE = 1 << 30  # bytes in a message: an MPI count is a C int in Open MPI 5
 
@@ -113,7 +116,7 @@ def gather(comm: MPI.Intracomm, mine: np.ndarray, lengths: np.ndarray) -> np.nda
 
 def bytes_to_root(comm: MPI.Intracomm, mine: bytes, what: str) -> list[bytes]:
     """Gather every rank's bytes on rank 0: a list by rank; [] on other ranks. Collective."""
-    sizes = all_values(comm, len(mine), what)
+    sizes = _checked(comm, all_values(comm, len(mine), what), what)
     if comm.rank:
         exchange(comm, [(0, np.frombuffer(mine, np.uint8))], [], 0, what)
         return []
@@ -122,12 +125,20 @@ def bytes_to_root(comm: MPI.Intracomm, mine: bytes, what: str) -> list[bytes]:
 
 def bytes_of_root(comm: MPI.Intracomm, everyone: list[bytes], what: str) -> bytes:
     """Scatter a list of bytes, one entry for each rank, from rank 0; others pass []. Return this rank's. Collective."""
-    sizes = root_value(comm, [len(each) for each in everyone], what)
+    sizes = _checked(comm, root_value(comm, [len(each) for each in everyone], what), what)
     if comm.rank:
         return _receive(comm, sizes[comm.rank], 0, what)
     sent = [(rank, np.frombuffer(message, np.uint8)) for rank, message in enumerate(everyone)]
     exchange(comm, sent[1:], [], 0, what)
     return everyone[0]
+
+
+def _checked(comm: MPI.Intracomm, sizes: list[int], what: str) -> list[int]:
+    """Check the sizes that ranks have sent before memory is allocated for them. All ranks see the same sizes."""
+    if len(sizes) != comm.size or not all(type(size) is int and 0 <= size <= LARGEST for size in sizes):
+        text = f"{what}: invalid message sizes {str(sizes)[:SHOWN]}; the limit is {LARGEST} bytes"
+        raise on_all_ranks(CommunicationError(text), comm)
+    return sizes
 
 
 def _receive(comm: MPI.Intracomm, size: int, rank: int, what: str) -> bytes:

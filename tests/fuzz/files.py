@@ -178,6 +178,19 @@ def trace() -> list[Any]:
     return [{"displayTimeUnit": "ms", "otherData": {"ranks": 2}, "traceEvents": events}, events]
 
 
+def recorded() -> list[Any]:
+    """Return parts of a trace, as ranks send them."""
+    about = {"bytes": 64, "op": "sum"}
+    calls = [[0, 0, 0, "ring", 10, 10, 20, about], [1, 0, 1, "ring", 30, 31, 40, about]]
+    return [[[[0, "compute", 0, 9], [0, "waited 0 1", 31, 45]], calls, 0], [[], [], 0]]
+
+
+def shapes() -> list[Any]:
+    """Return the layout of a state, as its root announces it."""
+    state = network().state() | {"measured": np.zeros(3)}
+    return [[[name, np.asarray(array).dtype.str, list(np.asarray(array).shape)] for name, array in state.items()]]
+
+
 def message() -> bytes:
     """Return a message with a rank's own state."""
     return model_file.pack({"random": np.arange(3), "watching.step": np.array(1)})

@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from allreduce.errors import CommunicationError
+from allreduce.health.status_messages import StatusMessages
+from allreduce.tracing import merging
+from allreduce.transport import chunked as sizes
+from allreduce.transport.wait import NamedCall
 from tests.apps.server import Target
+from tests.health.network import Comm, Network, Request
 from trainers.apps.serving import web
 from trainers.strategies.servers.asynchronous import Asynchronous, Dealer, EpochLedger
 from trainers.strategies.servers.mailbox import BYE, PUSH, Arrival, Header, Message
@@ -31,6 +37,23 @@ class Alone:
     """A trainer on one rank."""
 
     rank = 0
+
+
+def read_trace(value: bytes, _: Path) -> None:
+    merging.parse_record(1, value)
+
+
+def read_notes(value: list[bytes], _: Path) -> str:
+    network = Network(2)
+    network.arrived[0].extend((1, content, Request()) for content in value)
+    notes = StatusMessages(Comm(network, 0))  # type: ignore[arg-type]
+    notes.receive()
+    return notes.table(NamedCall("a call"))
+
+
+def read_sizes(value: list[Any], _: Path) -> None:
+    """Read the numbers of bytes that ranks are about to send."""
+    sizes._checked(MPI.COMM_SELF, value, "a test")
 
 
 class _Mailbox:

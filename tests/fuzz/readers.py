@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from allreduce.algorithms import class_of
-from allreduce.errors import CommunicationError
+from allreduce.errors import AllReduceError, CommunicationError
 from allreduce.transport.cost import Layout
 from allreduce.tuning import constants
 from benchmarks import compare, scaling, timeline
@@ -405,6 +405,20 @@ def _randoms() -> "st.SearchStrategy[Any]":
     return trees([[kind, of_python, [*of_numpy[:3], place, *of_numpy[4:]]] for place in places], 2)
 
 
+def _notes() -> "st.SearchStrategy[Any]":
+    facts = [[kind, 1, 1, 1, "a call"] for kind in range(5)]
+    others = [[0, 0, 10**30, -1, "\x1b[2J\ud800" * 400]]
+    ranks = [[[0, 10**30], [1, 0], [-1, 1], [1, 1]], [1]], [[[0, 1]], [1, 2]]
+    messages = [[[given, *each] for each in ranks] for given in (facts, others)]
+    return st.lists(st.one_of(texts([*messages, messages[0][1:]]), st.binary(max_size=600)), max_size=3)
+
+
+def _sizes() -> "st.SearchStrategy[Any]":
+    return trees([[3], [1 << 38], [1 << 39], [-1], [1, 1], [True], [2.5]], 2).filter(
+        lambda value: isinstance(value, list)
+    )
+
+
 def _pushes() -> "st.SearchStrategy[Any]":
     number = st.one_of(st.integers(-1, 8), st.sampled_from((-(2**63), 2**63 - 1, 2**31, 2**40)))
     likely = st.builds(Header, st.integers(0, 2), st.integers(0, 5), st.integers(0, 2), st.integers(0, 1), st.just(0))
@@ -467,8 +481,11 @@ READERS = [
     Reader("timeline", contents(texts(files.trace())), _read_trace, (FileError,), laid=as_it_is),
     Reader("timeline's picture", contents(texts(files.trace())), _draw_trace, (FileError,), 0.02),
     Reader("CSV log", _logs(), _read_log, (ArgumentError,)),
+    Reader("a rank's trace", texts(files.recorded()), peers.read_trace, (AllReduceError,)),
     Reader("a rank's own state", _own(), _read_own, (CheckpointError,)),
     Reader("random state", _randoms(), _read_random, (KeyError, IndexError, TypeError, ValueError, OverflowError)),
+    Reader("notes", _notes(), peers.read_notes, (AllReduceError,)),
+    Reader("sizes of parcels", _sizes(), peers.read_sizes, (CommunicationError,)),
     Reader("workers' parcels", _pushes(), peers.read_pushes, (CommunicationError,)),
     Reader("requests", _requests(), peers.read_request, (RefusedError,), 3),
 ]  # fmt: skip

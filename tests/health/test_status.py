@@ -237,7 +237,7 @@ def test_a_message_has_a_few_texts_however_many_calls_there_are() -> None:
     }
     message = status.encode(rows)
     assert len(message) < status.MOST_TEXTS * status.TEXT_BYTES + 1000 * 60
-    decoded = dict(status.decode(message))
+    decoded = dict(status.decode(message, 1000))
     assert {rank: row.facts[0][:4] for rank, row in decoded.items()} == {
         rank: row.facts[0][:4] for rank, row in rows.items()
     }
@@ -247,24 +247,37 @@ def test_what_a_rank_is_keeps_its_text_however_many_calls_there_are() -> None:
     rows = {rank: RankFacts(1, (status.fact(WAITING, 1, rank // 2, 0, f"call {rank // 2}"),)) for rank in range(200)}
     texts = {LEFT: "it has ended", STALLED: "waits in a call", ENDED: "fails"}
     rows[60] = RankFacts(1, tuple(status.fact(kind, 0, 1, 0, text) for kind, text in texts.items()))
-    assert dict(status.decode(status.encode(rows)))[60] == rows[60]
+    assert dict(status.decode(status.encode(rows), 200))[60] == rows[60]
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["one call", "many calls"])
-def test_all_of_a_large_job_arrives_in_a_few_bytes_for_each_rank(same: bool) -> None:
-    """Versions of rows drift apart in a long job."""
+def test_all_of_a_large_job_arrives_in_messages_of_limited_length(same: bool) -> None:
+    """Versions of rows drift apart in a long job; messages that are too long for `decode` would be lost."""
     network = Network(ranks := 8192)
     first, second = (StatusMessages(Comm(network, rank)) for rank in range(2))  # type: ignore[arg-type]
     for rank in range(2, ranks):
         facts = (status.fact(WAITING, 7, 1 if same else rank, 5, "all_reduce" if same else f"{rank:0300}"),)
         first._learn(rank, RankFacts(1000 + rank * 7919 % 100_003, facts), 2)
-    first.exchange()
-    second.receive()
+    for _ in range(10):
+        first.exchange()
+        second.receive()
     assert {rank: each.row for rank, each in second._known.items()} == {
         rank: each.row._replace(facts=second._known[rank].row.facts) for rank, each in first._known.items()
     }
     assert len(second._known) == ranks - 2
-    assert 1000 < network.longest <= (64 << 10 if same else 64 * ranks)
+    assert 1000 < network.longest <= (64 << 10 if same else status.MESSAGE_BYTES)
+
+
+def test_the_last_message_of_a_rank_has_all_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "MESSAGE_BYTES", 500)
+    network, every = make(100)
+    for rank in range(2, 100):
+        every[0]._learn(rank, RankFacts(1, (status.fact(WAITING, 7, rank, 5, "all_reduce"),)), 2)
+    every[0].announce_leaving("it has ended its program", None)
+    every[1].receive()
+    assert every[1].left
+    assert len(every[1]._known) == 99
+    assert network.longest <= 500
 
 
 def test_a_rank_that_is_stopped_while_it_sends_stops_no_receiver() -> None:
