@@ -467,7 +467,7 @@ def bad_input() -> None:
     ):
         with pytest.raises(OptionError, match=match):
             call()
-    with pytest.raises(hvd.HorovodInternalError, match="(?i)adasum"):
+    with pytest.raises(hvd.HorovodInternalError, match=r"(?i)adasum"):
         hvd.reducescatter(here(2), op=hvd.Adasum)
     with pytest.raises(OptionError, match="floating-point"):
         hvd.allreduce(here(2, dtype=torch.int32), op=hvd.Adasum)

@@ -175,6 +175,6 @@ def test_the_last_calls_show_which_rank_differs(
     assert f"did not end: {call}length 1000, dtype float32" in last
     assert (f"did not end: {call}{theirs}" in late) if theirs else call not in late
     lines = late.partition("The last calls of rank 1:\n")[2].partition("\n\n")[0].splitlines()
-    assert len(lines) >= dump.KEPT
+    assert dump.KEPT <= len(lines) <= dump.KEPT + 2  # the calls that run are listed too
     if not ulfm:  # with ULFM rank 1 writes another one, if it has the time
         assert ("ValueError: on purpose" in late.splitlines()[0]) == (action == "raises")

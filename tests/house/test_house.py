@@ -28,7 +28,7 @@ else:
 # Limits. A change may lower one of these numbers. It may raise LINES by the lines of a new feature, and no other
 # number. The comment after each is the aim. Small changes need not: LINES has room for some.
 ROOT_MODULES = {"allreduce": 9, "trainers": 14}  # 12 and 16: modules directly in the package's folder
-LINES, ROOM = 57_061, 100  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
+LINES, ROOM = 57_312, 100  # 34,000: of .py and .sh in allreduce, trainers, benchmarks and scripts
 METHODS = [
     ("allreduce/backend.py", "AllReduce", 20, 40),
     ("allreduce/algorithm.py", "Algorithm", 10, 11),

@@ -54,9 +54,8 @@ def lengths(ranks: int) -> tuple[int, ...]:
 
 
 def ops_at(place: int, dtype: np.dtype) -> tuple[str, str]:
-    """Return "sum", and one of the other operations, in turn from place to place."""
-    others = [op for op in OPS[1:] if op != "mean" or dtype.kind != "i"]
-    return "sum", others[place % len(others)]
+    """Return "sum" or "mean", and one of the other operations, both in turn from place to place."""
+    return OPS[0 if dtype.kind == "i" else place % 2], OPS[2 + place % 3]
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -128,7 +127,7 @@ def arrays(
         table = np.empty((rows, length // rows), parsed, order="F" if length % 2 else "C")
         yield place + 2, "2-D", length, table, table
         if reduce.size <= 3:  # a slice is found in the same way on any number of ranks, and many ranks take long
-            yield place + 3, "slice of allocated", length, large[PAD : PAD + length], large[: length + 2 * PAD]
+            yield place + 5, "slice of allocated", length, large[PAD : PAD + length], large[: length + 2 * PAD]
 
 
 def run_grid(reduce: AllReduce, dtype: str, comm: MPI.Intracomm, lengths_: tuple[int, ...] | None = None) -> int:

@@ -403,6 +403,7 @@ def test_help_all_has_every_option_with_its_default(capsys: pytest.CaptureFixtur
     compressions = told.partition("for slow networks between nodes: ")[2].partition(" (any rank)")[0].split(", ")
     assert [parse(["--compress", name], True).compress for name in compressions] == compressions
     assert "powersgd:4" in compressions
+    assert ", ".join(allreduce.NAMES) in told
 
 
 def test_standby_ranks_have_to_be_of_use() -> None:
