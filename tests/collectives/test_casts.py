@@ -13,7 +13,7 @@ DTYPES = [dtypes.FLOAT16, dtypes.BFLOAT16, np.dtype(np.float32), np.dtype(np.int
 @pytest.fixture(params=["C", "NumPy"], autouse=True)
 def _by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "NumPy":
-        monkeypatch.setattr(kernels, "_function", lambda name: None)
+        monkeypatch.setattr(kernels, "_loaded", lambda: None)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
