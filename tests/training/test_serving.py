@@ -242,7 +242,7 @@ def test_rows_are_fetched_before_they_are_needed(ahead: bool) -> None:
     rows = EpochRows(batches, 0, 2, ahead)
     rows.prepare(3)  # the second half of the second batch
     assert fetched == [1] * ahead
-    np.testing.assert_array_equal(rows.take(3).x[:, 0], [6, 7])
+    np.testing.assert_array_equal(rows.take(3).data[0][:, 0], [6, 7])
     rows.prepare(4)  # raises nothing
     with pytest.raises(DataError):
         rows.take(4)
