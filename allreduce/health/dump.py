@@ -124,7 +124,8 @@ def _file() -> IO[str] | None:
         try:
             os.makedirs(folder, exist_ok=True)
             path = os.path.join(folder, PATTERN.format(processes.here()[0]))
-            _files[folder] = open(path, "a", encoding="utf-8", errors="replace", opener=_no_link)  # noqa: SIM115, until exit
+            # open until exit; a call may have any name
+            _files[folder] = open(path, "a", encoding="utf-8", errors="replace", opener=_no_link)  # noqa: SIM115
         except OSError as error:
             _disable(error)
     return _files.get(folder)

@@ -183,7 +183,7 @@ def _require(*arrays: np.ndarray) -> None:
 
 
 def _format(first: np.ndarray, *others: np.ndarray) -> Format:
-    """Return the format of the first array, as `_require`."""
+    """Return the format of the first array. Raises TypeError if its dtype has none, and the error of `_require`."""
     _require(first, *others)
     if first.dtype not in FORMATS:
         raise TypeError(f"there are no sums of {first.dtype} in fixed point")
@@ -206,7 +206,7 @@ def _pointers(arrays: Sequence[np.ndarray], dtype: np.dtype, size: int, written:
 
 
 def _run(name: str, *arguments: Any) -> None:
-    """Call a function of the library, which there is."""
+    """Call a function of the library, which must be loaded."""
     if _function(name)(*(_SIZE(each) if isinstance(each, int) else each for each in arguments)) == 0:
         raise ValueError(f"{name}: edges that are not ascending, or not those of short blocks")
 
@@ -248,7 +248,8 @@ _definitions: dict[str, _Method] = {}  # for ever: Python reads them when it cal
 def _definition(name: str) -> _Method:
     if name not in _definitions:
         address = ctypes.cast(getattr(_loaded(), name), _POINTER).value
-        _definitions.setdefault(name, _Method(name.encode(), address, _ARRAY_OF_ARGUMENTS, None))  # of one thread only
+        # another thread may have made one meanwhile, which stays
+        _definitions.setdefault(name, _Method(name.encode(), address, _ARRAY_OF_ARGUMENTS, None))
     return _definitions[name]
 
 
