@@ -5,13 +5,13 @@ parameters. Prints one line a case, "NAME same" or "NAME different ...". Run und
 """
 
 import contextlib
-import importlib.util
 import io
+import runpy
 import shutil
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -29,16 +29,7 @@ warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 
 
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("torch_pipeline", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pipeline = script()
+pipeline = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 Result = tuple[list[float], dict[str, torch.Tensor]]  # the losses of the epochs, and this rank's parameters
 
 
