@@ -1,11 +1,10 @@
 """Checks that every replica must pass, whatever its framework. For tests, and for the jobs that they start."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from allreduce import Topology
 from tests.ranks.training.fits import STRATEGIES
@@ -81,25 +80,6 @@ def check_average(replica: Replica, x: np.ndarray) -> None:
     replica.use_parameters()
     np.testing.assert_array_equal(replica.predict(x), outputs)
     np.testing.assert_array_equal(replica.state()["parameters"], state["parameters"])
-
-
-def check_training(
-    made: Mapping[str, Callable[[], Any]], learned: Callable[[Any], Any], wanted: np.ndarray, history: Any, batch: Any
-) -> None:
-    """Each trainer, by name, must give the parameters and the history of one rank alone. Collective.
-
-    learned: trains with a trainer; returns its parameters and its history. batch: for a step of each replica without a
-    trainer, at the end.
-    """
-    for name, make in made.items():
-        with make() as trainer:
-            found, its = learned(trainer)
-            np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5, err_msg=name)
-            np.testing.assert_allclose([e.loss for e in its], [e.loss for e in history], rtol=1e-3, err_msg=name)
-            assert MPI.COMM_WORLD.bcast(found.tobytes()) == found.tobytes(), name
-        np.testing.assert_array_equal(trainer.replica.state()["parameters"], found, err_msg=name)
-        trainer.replica.gradients(*batch, 1.0)  # with memory of its own again
-        trainer.replica.update()
 
 
 def check_edits(

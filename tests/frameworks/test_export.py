@@ -1,7 +1,6 @@
 """Exports of PyTorch's, JAX's and Keras' models: the file answers as the replica does, errors name the operator."""
 
 import os
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,6 @@ def test_several_inputs_and_outputs_of_pytorch_in_float64(tmp_path: Path) -> Non
 
 LOSSES = {  # of a module of 3 inputs: its outputs, whether a sigmoid follows, the loss
     "one output": (1, False, "BCEWithLogitsLoss"),
-    "a sigmoid": (1, True, "BCELoss"),
     "sigmoids": (2, True, "BCELoss"),
     "logits": (2, False, "BCEWithLogitsLoss"),
 }
@@ -95,13 +93,15 @@ LOSSES = {  # of a module of 3 inputs: its outputs, whether a sigmoid follows, t
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_outputs_that_are_no_classes_get_no_softmax(name: str, tmp_path: Path) -> None:
-    """The file answers as `predict` does, and nothing makes probabilities of outputs that are none."""
+    """The file answers as `predict` does, and nothing makes probabilities of outputs that are none; as many outputs as
+    a table has classes are not logits of them."""
     from torch import nn
 
     width, sigmoid, loss = LOSSES[name]
     module = nn.Sequential(nn.Linear(3, width), *[nn.Sigmoid()][:sigmoid])
     x, path = RANDOM.normal(size=(7, 3)).astype(np.float32), tmp_path / "a.onnx"
-    with MirroredTrainer(of_torch(module, getattr(nn, loss)())) as trainer:
+    replica = of_torch(module, getattr(nn, loss)())
+    with MirroredTrainer(replica) as trainer:
         names = ["yes", "no"][:width]
         for options in ({}, {"logits": True}) if width == 1 else ({},):
             with pytest.raises(ArgumentError, match="two outputs" if width == 1 else "logits=True"):
@@ -114,20 +114,11 @@ def test_outputs_that_are_no_classes_get_no_softmax(name: str, tmp_path: Path) -
         if name == "logits":  # the user says so
             assert trainer.export(str(path), x, classes=names, logits=True).classes == ("yes", "no")
             np.testing.assert_allclose(answers(path, {"x": x})["probabilities"], softmax(expected), atol=1e-6)
-
-
-def test_a_table_of_two_classes_with_other_outputs(tmp_path: Path) -> None:
-    """As many outputs as classes are not logits of them."""
-    from torch import nn
-
-    replica = of_torch(nn.Sequential(nn.Linear(4, 2), nn.Sigmoid()), nn.BCELoss())
-    replica.columns = Columns([Number(name, 0.0, 1.0, False) for name in "abcd"], "label", ["no", "yes"])
-    x, path = RANDOM.normal(size=(7, 4)).astype(np.float32), tmp_path / "a.onnx"
-    with MirroredTrainer(replica) as trainer:
-        assert not trainer.export(str(path), x).classifies
-        expected = trainer.predict(x)
-    feeds = {name: x[:, at].astype(np.float64) for at, name in enumerate("abcd")}
-    np.testing.assert_allclose(answers(path, feeds)["output"], expected, atol=1e-6)
+        if name == "sigmoids":
+            replica.columns = Columns([Number(each, 0.0, 1.0, False) for each in "abc"], "label", ["no", "yes"])
+            assert not trainer.export(str(path), x).classifies
+            feeds = {each: x[:, at].astype(np.float64) for at, each in enumerate("abc")}
+            np.testing.assert_allclose(answers(path, feeds)["output"], expected, atol=1e-6)
 
 
 def test_an_operator_that_onnx_lacks_is_named(tmp_path: Path) -> None:
@@ -161,16 +152,8 @@ def test_keras_with_pytorch(tmp_path: Path) -> None:
     from trainers.replicas.keras import KerasReplica
 
     layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(4, 3, activation="relu"),
-            layers.BatchNormalization(),
-            layers.Dropout(0.5),
-            layers.Flatten(),
-            layers.Dense(3),
-        ]
-    )
+    made = [keras.Input((8, 8, 1)), layers.Conv2D(4, 3, activation="relu"), layers.BatchNormalization()]
+    model = keras.Sequential([*made, layers.Dropout(0.5), layers.Flatten(), layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     x = IMAGES.reshape(-1, 8, 8, 1)
     with MirroredTrainer(KerasReplica(model, loss, "adam")) as trainer:
@@ -180,14 +163,7 @@ def test_keras_with_pytorch(tmp_path: Path) -> None:
     np.testing.assert_allclose(found["probabilities"], softmax(expected), atol=1e-5)
 
 
-FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "one": lambda params, x: x @ params["w"],
-    "two": lambda params, x: (x[0] @ params["w"], x[1] * 2),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_jax(name: str, tmp_path: Path) -> None:
+def test_several_inputs_and_outputs_of_jax(tmp_path: Path) -> None:
     if not all(map(find_spec, ("jax", "optax"))):
         lacking('JAX or optax is not installed: pip install ".[jax]" in the checkout')
     import optax
@@ -196,13 +172,13 @@ def test_jax(name: str, tmp_path: Path) -> None:
 
     params = {"w": RANDOM.normal(size=(3, 4)).astype(np.float32)}
     a, b = RANDOM.normal(size=(2, 6, 3)).astype(np.float32)
-    x = a if name == "one" else (a, b)
-    replica = JaxReplica(FUNCTIONS[name], lambda output, y: 0.0, params, optax.sgd(0.1))
+    function = lambda params, x: (x[0] @ params["w"], x[1] * 2)  # noqa: E731
+    replica = JaxReplica(function, lambda output, y: 0.0, params, optax.sgd(0.1))
     with MirroredTrainer(replica) as trainer:
         if not find_spec("jax2onnx"):
             with pytest.raises(ExportError, match=r"needs jax2onnx.*\.\[export,export-jax\]"):
-                trainer.export(str(tmp_path / "a.onnx"), x)
+                trainer.export(str(tmp_path / "a.onnx"), (a, b))
             return
-        trainer.export(str(tmp_path / "a.onnx"), x)
-    found = answers(tmp_path / "a.onnx", {"x": a} if name == "one" else {"x_0": a, "x_1": b})
-    np.testing.assert_allclose(found["output" if name == "one" else "output_0"], a @ params["w"], atol=1e-5)
+        trainer.export(str(tmp_path / "a.onnx"), (a, b))
+    found = answers(tmp_path / "a.onnx", {"x_0": a, "x_1": b})
+    np.testing.assert_allclose(found["output_0"], a @ params["w"], atol=1e-5)

@@ -21,14 +21,6 @@ def jax_is_there() -> None:
         lacking('JAX and optax are not installed: pip install ".[jax]" in the checkout')
 
 
-def test_public_names() -> None:
-    import allreduce.jax
-
-    assert (
-        {"all_gather", "broadcast", "named_errors", "pmean"} <= set(allreduce.jax.__all__) <= set(vars(allreduce.jax))
-    )
-
-
 @pytest.mark.expensive
 def test_benchmark(mpirun: JobRunner, tmp_path: Path) -> None:
     """All variants, JAX's own collectives among them, in the same processes."""

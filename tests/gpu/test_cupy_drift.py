@@ -6,11 +6,9 @@ CuPy and NCCL are 490 MB, too large for CI: `scripts/gpu_test.sh drift` installs
 import importlib
 import importlib.util
 import inspect
-import mmap
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,13 +94,6 @@ real = pytest.mark.skipif(
 )
 
 
-def test_signatures_are_read() -> None:
-    """Signatures of Cython functions are read from docstrings."""
-    parameters = list(_parameters("self, intptr_t buf, \\*, int root, stream=None, tuple max_version=None"))
-    assert [each.name for each in parameters] == ["self", "buf", "root", "stream", "max_version"]
-    assert [each.kind.name for each in parameters] == ["POSITIONAL_OR_KEYWORD"] * 2 + ["KEYWORD_ONLY"] * 3
-
-
 @real
 def test_stand_in_has_nothing_of_its_own(pair: tuple[Any, Any]) -> None:
     """Every name in the stand-in is CuPy's, with the same names and order of arguments."""
@@ -144,57 +135,26 @@ def compare(things: list[tuple[str, Any]], least: int) -> None:
 
 @real
 def test_numbers_of_nccl() -> None:
-    """The numbers of types, operations and versions are CuPy's, and those in NCCL's header if its package is
-    installed."""
     from cupy.cuda import nccl
 
     types = {"float32": "FLOAT32", "float64": "FLOAT64", "int32": "INT32", "int64": "INT64", "float16": "FLOAT16"}
-    types |= {"bfloat16": "BFLOAT16", "uint8": "UINT8", "int8": "INT8"}
+    types |= {"bfloat16": "BFLOAT16", "uint8": "UINT8", "int8": "INT8", "bool": "UINT8"}
     for dtype, name in types.items():
         assert dtypes.TYPES[dtypes.parse(dtype)].nccl == getattr(nccl, f"NCCL_{name}"), dtype
     for op, name in {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN"}.items():
         assert ops.OPS[op].nccl == getattr(nccl, f"NCCL_{name}"), op
     assert backend.AVERAGE == nccl.NCCL_AVG
     assert len(bytes(nccl.get_unique_id())) == 128
-    header = _header()
-    if header is not None:
-        text = header.read_text()
-        numbers = {name.lower(): int(value) for name, value in re.findall(r"\b(nccl[A-Z]\w*)\s*=\s*(\d+)", text)}
-        for dtype, kind in dtypes.TYPES.items():
-            assert numbers[f"nccl{'uint8' if dtype == dtypes.BOOL else dtype}"] == kind.nccl
-        assert numbers["ncclavg"] == backend.AVERAGE
-        assert nccl.get_version() // 10000 == int(found_in(text, "MAJOR"))  # as in 2.10: 21000, ours
-        assert nccl.get_version() // 100 % 100 == int(found_in(text, "MINOR"))
 
 
 @real
 def test_what_we_rely_on() -> None:
-    """Behaviour of CuPy, and of NCCL's library if its package is installed, that our code relies on."""
+    """Behaviour of CuPy that our code relies on."""
     import cupy
-    from cupy.cuda import nccl
 
     assert issubclass(cupy.cuda.memory.OutOfMemoryError, MemoryError)  # as `allocate` has it
     with suppress(cupy.cuda.runtime.CUDARuntimeError):  # there is no GPU; a dtype that is not known is a ValueError
         cupy.zeros(2, dtypes.BFLOAT16)
-    library = next(iter(path / "lib" / "libnccl.so.2" for path in _nccl_folders()), None)
-    if library is not None and nccl.get_version() >= backend.SHARED_GPU_VERSION:
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            assert text.find(b"NCCL_MULTI_RANK_GPU_ENABLE") > 0
-
-
-def found_in(header: str, number: str) -> str:
-    match = re.search(rf"#define NCCL_{number} (\d+)", header)
-    assert match is not None
-    return match[1]
-
-
-def _header() -> Path | None:
-    return next((path for each in _nccl_folders() if (path := each / "include" / "nccl.h").exists()), None)
-
-
-def _nccl_folders() -> list[Path]:
-    spec = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
-    return [Path(each) for each in spec.submodule_search_locations or ()] if spec else []
 
 
 @real

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.frameworks.test_horovod import COMMON, MUON
-
 NANOGPT = {
     r"f'cuda:\{ddp_local_rank\}'": "'cpu'",
     r"torch\.cuda\.set_device\(device\)": "pass",
@@ -148,6 +146,21 @@ def tiny_bert(work: Path) -> None:
         ]
         (work / "mrpc" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (work / "external_deps" / "evaluate.py").write_text(EVALUATE)
+
+
+COMMON = """
+import contextlib, os, pathlib, tempfile, torch
+torch.FatalError = RuntimeError
+def mpi_env_rank_and_size():
+    return int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+def skip_or_fail_gpu_test(test, message):
+    test.skipTest(message)
+@contextlib.contextmanager
+def temppath():
+    with tempfile.TemporaryDirectory() as folder:
+        yield os.path.join(folder, "file")
+"""
+MUON = "not test_broadcast_state and not test_force_allreduce or no_grad"  # see docs/convert/horovod_differences.md
 
 
 def horovods_helpers(work: Path) -> None:

@@ -2,7 +2,7 @@
 
 Each call is done with each layout as its input and with another layout as its output, other ones on each rank and for
 each dtype; of dtypes of the same kind and size, with one layout. gloo returns wrong values without an error for some
-layouts (PyTorch's issue 192920), and for large tensors (JAX's 40830).
+layouts (PyTorch's issue 192920).
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -438,44 +438,3 @@ def test_an_output_whose_elements_share_memory_is_an_error() -> None:
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [size()] * 3
-
-
-# Large tensors, whose memory the program changes as soon as a call has ended
-
-
-@pytest.mark.parametrize("backend", ["auto", "ring", "halving_doubling", "shared", "hierarchical_copy", "native"])
-def test_large_reductions_of_memory_that_is_reused(backend: str) -> None:
-    """The case of JAX's issue 40830: reduce_scatter of 4 MiB for each rank, in several groups at a time, again and
-    again. Every element of every result is compared."""
-    length, groups = 1 << 19, [dist.new_group(pg_options=backend) for _ in range(2)]
-    index = torch.arange(size() * length, dtype=torch.float64)
-    bases = [index % (997 + number) for number in range(len(groups))]
-    sources = [torch.empty_like(index) for _ in groups]
-    outputs = [torch.empty(length, dtype=torch.float64) for _ in groups]
-    wrong = []
-    for step in range(3):
-        wholes = []
-        for base, source in zip(bases, sources, strict=True):
-            source.copy_(base * (rank() + 1) + step)
-            wholes.append(source.clone())
-        works = [
-            dist.reduce_scatter_tensor(*each, async_op=True, group=group)
-            for *each, group in zip(outputs, sources, groups, strict=True)
-        ]
-        works += [
-            dist.all_reduce(whole, async_op=True, group=group) for whole, group in zip(wholes, groups, strict=True)
-        ]
-        for work in works:
-            work.wait()
-        for number, (base, source) in enumerate(zip(bases, sources, strict=True)):
-            total = base * sum(range(size() + 1)) + step * size()
-            pairs = {
-                "the input": (source, base * (rank() + 1) + step),
-                "all_reduce": (wholes[number], total),
-                "reduce_scatter": (outputs[number], total.chunk(size())[rank()]),
-            }
-            wrong += [f"step {step}: {name} {number}" for name, each in pairs.items() if not torch.equal(*each)]
-            source.fill_(-1)
-    for group in groups:
-        dist.destroy_process_group(group)
-    assert wrong == []

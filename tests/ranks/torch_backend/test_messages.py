@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
+from torch.distributed import irecv, isend
 
 import allreduce.torch_backend  # noqa: F401
 
@@ -25,24 +25,6 @@ def values(rank: int, number: int, length: int = LARGE) -> torch.Tensor:
     return (torch.arange(length) % 100 + 1000 * rank + 100 * number).float()
 
 
-def test_both_directions_at_once() -> None:
-    """Both neighbours send activations and gradients before they receive. Two messages between the same ranks arrive in
-    their order."""
-    rank, right, left = neighbours()
-    received = [torch.zeros(LARGE) for _ in range(4)]
-    sends = [P2POp(isend, values(rank, number), right) for number in (0, 1)]
-    sends += [P2POp(isend, values(rank, number), left) for number in (2, 3)]
-    receives = [P2POp(irecv, tensor, left) for tensor in received[:2]]
-    receives += [P2POp(irecv, tensor, right) for tensor in received[2:]]
-    for work in batch_isend_irecv(sends + receives):
-        work.wait()
-    if right == left:  # of two ranks: the four messages come from one rank, in the order of its sends
-        sent = [values(left, number) for number in range(4)]
-    else:
-        sent = [values(left, 0), values(left, 1), values(right, 2), values(right, 3)]
-    assert all(torch.equal(one, other) for one, other in zip(received, sent, strict=True))
-
-
 def test_what_stages_send() -> None:
     """Tensors of a graph, without dimensions, or without elements; test_layouts.py has the others."""
     rank, right, left = neighbours()
@@ -56,6 +38,7 @@ def test_what_stages_send() -> None:
 
 
 def test_messages_are_received_by_their_tags() -> None:
+    """Both neighbours send before they receive."""
     rank, right, left = neighbours()
     works = [isend(values(rank, tag), right, tag=tag) for tag in (1, 2)]
     for tag in (2, 1):
