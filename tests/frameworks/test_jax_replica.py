@@ -83,6 +83,7 @@ ELEMENTWISE = {
 }
 WHOLE = {
     "norm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01)),
+    "lamb": lambda: optax.lamb(0.01),
     "adafactor": lambda: optax.adafactor(0.01),
     "masked": lambda: optax.masked(optax.adam(0.01), {"hidden": {"w": True, "b": False}, "out": [True]}),
     "decay of matrices": lambda: optax.adamw(
