@@ -108,13 +108,6 @@ def test_lists_of_tensors_instead_of_lists_of_lists() -> None:
     assert output.tolist() == everyone
 
 
-def test_what_pytorch_asks_a_backend_about() -> None:
-    group = dist.group.WORLD
-    assert group.supports_splitting is False
-    assert [device.type for device in group._device_types] == ["cpu"] + ["cuda"] * torch.cuda.is_available()
-    assert ("cuda" in dist.Backend.backend_capability["allreduce"]) == torch.cuda.is_available()
-
-
 def test_all_to_all_single_counts_elements_where_nothing_is_split() -> None:
     """As gloo: the tensor is a single row, which can't be split, with as many elements as there are ranks."""
     output = torch.zeros(size(), 1)
