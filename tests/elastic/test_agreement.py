@@ -275,27 +275,3 @@ def test_no_interleaving_divides_the_ranks(early: bool, alarm: bool, holder: int
         *(["the state is gone"] if holder is not None else []),
     }
     assert states > 5_000
-
-
-def _agree_on_made_ranks_only(comm: Any, ok: bool, *_: object) -> Any:
-    return running[-1].do("agree", comm, ok) if "world" in comm.path[-1:] else ok
-
-
-def _commit_without_agreement(topology: Any, repair: Any, advance: Any = retry.survivors) -> Any:
-    topology = advance(topology)
-    retry.attempt(topology, partial(repair, topology)).result()()
-    return topology
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "broken"),
-    [
-        (Ranks, "finished", lambda self, ok: ok),
-        (ulfm, "agree", _agree_on_made_ranks_only),
-        (retry, "recover", _commit_without_agreement),
-    ],
-)
-def test_a_missing_agreement_is_seen(owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(AssertionError, match=r"end differently|wait for ever"):
-        explore(Model(), alarm=True)

@@ -66,13 +66,87 @@ def test_no_checkpoint_is_made_of_half_an_epoch(mpirun: JobRunner, tmp_path: Pat
     assert "no checkpoint is written in the middle of epoch 2" in job.stderr
 
 
+# A training with all shipped callbacks, in which rank DIES is killed in epoch 2. With "injected", a callback raises an
+# error on the rank that has joined. Each rank prints the result of its fit, and that of one rank alone.
+WATCHED = """
+import json, sys
+from pathlib import Path
+from mpi4py import MPI
+from allreduce import Topology
+from allreduce.elastic import standby
+from allreduce.transport import processes
+from tests.faults.moments.training import BATCH, data, network
+from tests.faults.points import InjectedError, die
+from trainers import MirroredTrainer, Schedule
+from trainers.callbacks import (
+    Callback, CheckDivergence, CheckGradients, CSVLogger, EarlyStopping, ModelCheckpoint, TensorBoard, Timeline,
+)
+
+class Story(Callback):
+    "Kills a rank, and records the learning rates of each epoch."
+    def __init__(self, dies, injected):
+        self.dies, self.injected, self.rates = dies, injected, {}
+    def on_train_begin(self, logs=None):
+        self.began_as = self.trainer.rank
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+    def on_train_batch_begin(self, batch, logs=None):
+        if (self.epoch, batch) == (1, 2) and processes.here()[0] == self.dies:
+            die()
+        if self.injected and self.epoch == 4 and processes.here()[0] == 3:  # the rank that joins
+            raise InjectedError("by the rank that has joined")
+    def on_train_batch_end(self, batch, logs=None):
+        self.rates[self.epoch] = self.trainer.replica.learning_rates[0]
+
+def fitted(topology, folder, story, **options):
+    x, y = data()
+    early = EarlyStopping("loss", mode="max", patience=3, start_from_epoch=4, restore_best_weights=True)
+    callbacks = [
+        early,
+        ModelCheckpoint(folder / "best.npz", "loss", save_best_only=True),
+        ModelCheckpoint(folder / "{epoch}.npz"),
+        TensorBoard(folder / "logs", update_freq="batch"),
+        CSVLogger(folder / "log.csv"),
+        CheckDivergence(every=1),
+        CheckGradients(),
+        Timeline(folder / "trace.json"),
+        story,
+    ]
+    rates = Schedule(lambda step: 0.95 ** (step // 5))
+    with MirroredTrainer(network(topology.rank), topology=topology, **options) as trainer:
+        history = trainer.fit(x, y, 12, BATCH, callbacks=callbacks, transforms=[rates], progress=False)
+        return {
+            "rank": trainer.rank,
+            "began as": story.began_as,
+            "loss": history.column("loss"),
+            "rates": story.rates,
+            "stopped": [early.stopped_epoch, early.best_epoch, early.best],
+            "predicted": trainer.evaluate(x, y)["loss"],
+        }
+
+sys.modules["torch"] = None  # tensorboardX would import it, and works without
+way, dies, folder, *injected = sys.argv[1:]
+ranks = Topology()
+if way == "standby":
+    ranks = standby.elastic_world(ranks, 1)
+if ranks is None:
+    sys.exit()
+late = isinstance(ranks, standby.JoiningRank)
+came = fitted(ranks, Path(folder), Story(int(dies), bool(injected)), on_failure="continue")
+here = Path(folder) / f"alone {processes.here()[0]}"
+here.mkdir()
+came["alone"] = fitted(Topology(MPI.COMM_SELF), here, Story(-1, False))
+print(json.dumps(came | {"late": late}), flush=True)
+"""
+
+
 @pytest.mark.parametrize(("way", "ranks", "dies"), [("continue", 3, 0), ("standby", 4, 1)])
 def test_callbacks_go_on_when_ranks_are_lost_and_join(
     mpirun: JobRunner, way: str, ranks: int, dies: int, tmp_path: Path
 ) -> None:
     """All shipped callbacks do the same as on one rank, and a joining rank does not touch the files of rank 0."""
     pytest.importorskip("tensorboardX")
-    job = mpirun(ranks, [*job_of("watched"), way, dies, tmp_path], ulfm=True, timeout=120)
+    job = mpirun(ranks, ["-c", WATCHED, way, dies, tmp_path], ulfm=True, timeout=120)
     all_came = [json.loads(line) for line in job.stdout.splitlines()]
     assert sorted(came["rank"] for came in all_came) == list(range(2 if way == "continue" else 3)), job.stderr
     assert [came["began as"] for came in all_came if came["late"]] == ([] if way == "continue" else [-1])
@@ -98,7 +172,7 @@ def test_callbacks_go_on_when_ranks_are_lost_and_join(
 
 def test_an_error_of_a_rank_that_has_joined_ends_the_job_once(mpirun: JobRunner, tmp_path: Path) -> None:
     """The rank that raised it ends the job."""
-    job = mpirun(4, [*job_of("watched"), "standby", 1, tmp_path, "injected"], ulfm=True, timeout=120)
+    job = mpirun(4, ["-c", WATCHED, "standby", 1, tmp_path, "injected"], ulfm=True, timeout=120)
     assert job.returncode == 1
     assert "rank 3 of 4: Traceback" in job.stderr
     assert job.stderr.count("InjectedError: rank 2: by the rank that has joined") == 1

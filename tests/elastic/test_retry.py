@@ -61,15 +61,21 @@ class _Broken(Topology):
             raise MPI.Exception(MPI.ERR_OTHER)
 
 
-@pytest.mark.parametrize(("failures", "made"), [(0, True), (1, True), (2, False)])
-def test_an_unnamed_error_of_mpi_is_taken_for_a_failure_once(
-    failures: int, made: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Open MPI reports a failure during the construction of communicators as MPI_ERR_OTHER now and then."""
+@pytest.fixture
+def revoked(monkeypatch: pytest.MonkeyPatch) -> list[MPI.Comm]:
+    """Return what is revoked, in a job of ULFM of this rank alone."""
+    found: list[MPI.Comm] = []
     monkeypatch.setattr(ulfm, "shrink", lambda comm: comm.Dup())
     monkeypatch.setattr(ulfm, "agree", lambda comm, ok: ok)
-    revoked: list[MPI.Comm] = []
-    monkeypatch.setattr(ulfm, "revoke", revoked.append)
+    monkeypatch.setattr(ulfm, "revoke", found.append)
+    return found
+
+
+@pytest.mark.parametrize(("failures", "made"), [(0, True), (1, True), (2, False)])
+def test_an_unnamed_error_of_mpi_is_taken_for_a_failure_once(
+    failures: int, made: bool, revoked: list[MPI.Comm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open MPI reports a failure during the construction of communicators as MPI_ERR_OTHER now and then."""
     monkeypatch.setattr(_Broken, "failures", failures)
     if made:
         assert isinstance(_Broken.of_survivors(MPI.COMM_SELF), _Broken)
@@ -79,19 +85,18 @@ def test_an_unnamed_error_of_mpi_is_taken_for_a_failure_once(
     assert len(revoked) == failures  # which ends the waits of ranks that had no error
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_an_error_of_all_ranks_revokes_nothing(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("timeout", [-1.0, 1.0])
+def test_an_error_of_all_ranks_revokes_nothing(
+    timeout: float, revoked: list[MPI.Comm], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A slower rank would get the revocation for its error, and then wait for the others."""
-    monkeypatch.setattr(ulfm, "shrink", lambda comm: comm.Dup())
-    revoked: list[MPI.Comm] = []
-    monkeypatch.setattr(ulfm, "revoke", revoked.append)
 
     def differ(topology: Topology, comm: MPI.Intracomm, *_: object) -> None:
         raise on_all_ranks(OptionError("timeout"), comm)
 
     monkeypatch.setattr(Topology, "_connect", differ)
     with pytest.raises(OptionError, match="timeout"):
-        Topology.of_survivors(MPI.COMM_SELF, timeout=1.0 if late else -1.0)
+        Topology.of_survivors(MPI.COMM_SELF, timeout=timeout)
     assert revoked == []
 
 

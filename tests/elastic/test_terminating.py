@@ -40,6 +40,14 @@ print("came to the end", code)
 """
 
 
+@pytest.fixture(autouse=True)
+def _default() -> Iterator[None]:
+    """SIGTERM has its default action."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("mpi", launch.MPIS)
 def test_one_rank_is_told(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
     folder = tmp_path / "checkpoints"
@@ -53,15 +61,6 @@ def test_one_rank_is_told(mpirun: JobRunner, tmp_path: Path, mpi: str) -> None:
     assert list(folder.glob("checkpoint-*.npz"))
 
 
-@pytest.fixture
-def default() -> Iterator[None]:
-    """SIGTERM has its default action."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("default")
 def test_the_handler_of_the_program_stays() -> None:
     came: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
@@ -71,10 +70,9 @@ def test_the_handler_of_the_program_stays() -> None:
     assert came == [signal.SIGTERM]
 
 
-@pytest.mark.usefixtures("default")
-def test_blocks_in_each_other() -> None:
-    """A signal that no block has reported is not lost; after the outermost block, SIGTERM has its default action
-    again."""
+def test_a_signal_is_reported_once() -> None:
+    """A signal that no block has reported is not lost: the block around it reports it, or after an error the next one.
+    After the outermost block, SIGTERM has its default action again."""
     with Terminating(MPI.COMM_SELF) as outer:
         with Terminating(MPI.COMM_SELF) as inner:
             assert not inner.asked()
@@ -82,11 +80,16 @@ def test_blocks_in_each_other() -> None:
             assert inner.here
         assert outer.asked()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with Terminating(MPI.COMM_SELF) as later:
+    with contextlib.suppress(ZeroDivisionError), Terminating(MPI.COMM_SELF) as later:
         assert not later.asked()
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    for reported in (True, False):
+        with Terminating(MPI.COMM_SELF) as later:
+            assert later.asked() == reported
 
 
-@pytest.mark.usefixtures("default")
 def test_forked_children_end() -> None:
     """A Pool that a data set uses during a fit ends its processes by SIGTERM, and waits for them."""
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -99,16 +102,3 @@ def test_forked_children_end() -> None:
             assert not sigterm.asked()
     finally:
         child.kill()
-
-
-@pytest.mark.usefixtures("default")
-def test_an_error_that_the_program_catches() -> None:
-    """The next block reports a SIGTERM on which the previous one has not acted; the block after that does not."""
-    with contextlib.suppress(ZeroDivisionError), Terminating(MPI.COMM_SELF):
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise ZeroDivisionError
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with Terminating(MPI.COMM_SELF) as later:
-        assert later.asked()
-    with Terminating(MPI.COMM_SELF) as last:
-        assert not last.asked()

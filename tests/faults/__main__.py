@@ -6,25 +6,8 @@
     python -m tests.faults --scenarios                one run of every kind of fault, also damaged checkpoints, a full
                                                            /dev/shm, and wrong sums, which must be detected
 
-Starts jobs of its own, under Open MPI's mpirun --with-ft ulfm: start it without mpirun. A run is one program of 2 to
-5 ranks in a random configuration: every trainer, with and without checkpoints and spare ranks, loops with
-MirroredOptimizer, plain calls of a backend. One or several of its ranks, possibly rank 0, get a SIGKILL: at a random
-instant, or at a named point, such as the middle of a reduction or the repair after another failure. Some runs have
-another fault: SIGSTOP and SIGCONT, SIGTERM, an exception, sys.exit(0).
-
-    survived   the remaining ranks have finished, with equal bits, and with the parameters and the accuracy of a
-               training without faults (to float tolerance: batches do not depend on the number of ranks). If the result
-               depends on the ranks' speeds, as with asynchronous servers: with every update, and about the accuracy
-    orderly    a fault that has to end the job (an exception, the failure of a server) ended it, with a message
-    hung       no rank made progress for --limit seconds
-    wrong      the job ended without an error, with another result
-    MPI's own  a known defect of Open MPI ended the job (see DEFECTS_OF_MPI in judging.py)
-    ended      the job ended, in another error or without a message
-
---hours: ranks of one training are killed at random, every --mtbf seconds on average. Of its --most-ranks ranks two are
-standby ranks, which replace the first ones. When the last rank was killed, the training is restarted from its newest
-checkpoint. It prints the memory and the open descriptors of the oldest process. It ends at once, with exit code 1, if a
-job ends that should have gone on, and with 1 if ranks have different bits. A minute of it: --hours 0.02 --mtbf 5.
+Starts jobs of its own, under Open MPI's mpirun --with-ft ulfm: start it without mpirun. What a run is, what the results
+mean, and what --hours prints: docs/contribute/faults.md. A minute of a soak: --hours 0.02 --mtbf 5.
 
 The seconds are those from the kill until the last remaining rank has finished a step, or a call, without the failed
 rank. The files and the output of a bad run are kept in --keep. The exit code is 1 if there was a bad run.
@@ -42,30 +25,37 @@ import sys  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
 from collections import Counter  # noqa: E402
-from collections.abc import Callable, Iterator, Sequence  # noqa: E402
+from collections.abc import Callable, Sequence  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from tests.faults import drawing, jobs, judging, plans, soak  # noqa: E402
-from tests.faults.judging import ENDED, HUNG, OF_MPI, OUTCOMES, WRONG, Injected, Judged  # noqa: E402
+from tests.faults.judging import ENDED, HUNG, OUTCOMES, WRONG, Injected, Judged  # noqa: E402
 from tests.faults.plans import Plan  # noqa: E402
 from trainers.cli.parser import Parser  # noqa: E402
 
 SEED_RUNS = 1_000_000  # numbers from one seed to the next
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+def main() -> int:
+    options = _parser().parse_args()
     if options.hours:
         return soak.main(options)
-    drawn = _plans(options)
+    numbers = [options.seed * SEED_RUNS + place for place in range(options.runs)]
+    if options.only is not None:
+        numbers = [options.only]
+    names = options.programs.split(",")
+    drawn = [drawing.draw(number, names, options.most_ranks, options.faults) for number in numbers]
+    if options.scenarios:
+        drawn = list(plans.SCENARIOS.values())
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no job outlives this
     begin = time.monotonic()
     runs: list[Judged] = []
     try:
-        for run in run_all(drawn, options):
-            runs.append(run)
-            _tell(run, len(runs), len(drawn), options)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for run in pool.map(lambda plan: _run(plan, options), drawn):
+                runs.append(run)
+                _tell(run, len(runs), len(drawn), options)
     except KeyboardInterrupt:
         print("interrupted: what was done until then", flush=True)
     seconds = time.monotonic() - begin
@@ -105,22 +95,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plans(options: argparse.Namespace) -> list[Plan]:
-    if options.scenarios:
-        return list(plans.SCENARIOS.values())
-    numbers = [options.seed * SEED_RUNS + place for place in range(options.runs)]
-    if options.only is not None:
-        numbers = [options.only]
-    names = options.programs.split(",")
-    return [drawing.draw(number, names, options.most_ranks, options.faults) for number in numbers]
-
-
-def run_all(drawn: Sequence[Plan], options: argparse.Namespace) -> Iterator[Judged]:
-    """These runs, in their order."""
-    with ThreadPoolExecutor(options.jobs) as pool:
-        yield from pool.map(lambda plan: _run(plan, options), drawn)
-
-
 def _run(plan: Plan, options: argparse.Namespace) -> Judged:
     with tempfile.TemporaryDirectory(prefix="faults", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -147,7 +121,7 @@ def table(runs: Sequence[Judged]) -> str:
     pairs = [(run, fault) for run in runs for fault in run.faults]
     lines = _group("injected", pairs, lambda _, fault: fault.name)
     lines += ["", *_group("program", pairs, lambda run, _: run.plan.program), "", _line("all", pairs)]
-    bad = Counter((run.outcome, run.why) for run in runs if run.outcome in (HUNG, WRONG, OF_MPI, ENDED))
+    bad = Counter((run.outcome, run.why) for run in runs if run.outcome in (HUNG, WRONG, ENDED))
     lines += [f"{times} x {outcome}: {why}" for (outcome, why), times in bad.most_common()]
     return "\n".join(lines)
 

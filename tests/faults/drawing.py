@@ -25,7 +25,7 @@ WAYS = ("mixed", SEVERAL, HOST)
 PACE_SECONDS = 0.02  # of a step, so that a job is still training when the last rank is lost
 HOSTS = ((2, 2), (1, 2), (2, 1), (3, 1))
 HOLDERS_STAY = 0.85  # how often nobody is lost without whom the others can't go on
-COPIED = ("sharded", "central storage", "sharded optimizer")  # programs whose slices another rank can keep too
+COPIED = ("sharded", "central storage")  # programs whose slices another rank can keep too
 
 
 def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int = 5, way: str = WAYS[0]) -> Plan:
@@ -43,7 +43,6 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
         number=number,
         ranks=ranks,
         program=program,
-        framework=chance.choice(kind.frameworks),
         backend=chance.choice(names) if names else "auto",
         checkpoint=chance.choice(kind.checkpoints),
         optimizer=chance.choice(("momentum", "adam")),
@@ -55,7 +54,7 @@ def draw(number: int, programs: Sequence[str] = tuple(PROGRAMS), most_ranks: int
     if program.endswith("servers"):
         most = min([ranks - 2, *hosts[1:]])  # all on one host
         plan = replace(plan, servers=chance.choice(range(1, most + 1)))
-    if program == "synchronous servers" and plan.servers > 1:
+    if (program == "synchronous servers" and plan.servers > 1) or program == "sharded optimizer":
         plan = replace(plan, copies=2)
     if program == "asynchronous servers":
         plan = replace(plan, ranks_per_worker=min(chance.choice((1, 1, 2, 2, 3)), ranks - plan.servers))

@@ -13,9 +13,8 @@ import numpy as np
 from tests.faults import notes
 from tests.faults.jobs import Ended
 from tests.faults.plans import ALONE, BATCH, EPOCHS, KINDS, LOSSES, ROWS, TOLD_SECONDS, Fault, Plan
-from tests.faults.programs import model
 
-SURVIVED, ORDERLY, HUNG, WRONG, OF_MPI, ENDED = OUTCOMES = "survived", "orderly", "hung", "wrong", "MPI's own", "ended"
+SURVIVED, ORDERLY, HUNG, WRONG, ENDED = OUTCOMES = "survived", "orderly", "hung", "wrong", "ended"
 QUIET, FOUND = "quiet", "found"  # no fault came to happen; one that makes the result wrong did, and it was
 GOOD = (SURVIVED, ORDERLY, QUIET, FOUND)
 TOLERANCE = 1e-5  # of parameters, which are about 0.1: one batch left out, or done twice, changes them by 1e-3 or more
@@ -31,7 +30,6 @@ class Injected:
     """One fault that happened. seconds: until the last remaining rank had finished a step, or a call, without the
     failed rank."""
 
-    number: int
     name: str
     outcome: str
     seconds: float | None = None
@@ -44,7 +42,6 @@ class Judged:
     plan: Plan
     outcome: str
     why: str
-    seconds: float
     redone: int = 0
     faults: list[Injected] = field(default_factory=list)
 
@@ -70,7 +67,7 @@ def judge(plan: Plan, ended: Ended, folder: Path) -> Judged:
         outcome = QUIET
     if any(fault.kind == "spoil" for fault in happened):
         outcome = {WRONG: FOUND, SURVIVED: ENDED}.get(outcome, outcome)
-    return Judged(plan, outcome, why, ended.seconds, redone, _faults(plan, when, survivors, outcome))
+    return Judged(plan, outcome, why, redone, _faults(plan, when, survivors, outcome))
 
 
 def _had_ended(mine: Notes, time: float) -> bool:
@@ -89,7 +86,7 @@ def _outcome(
     ends = {rank: note for rank, mine in left.items() for note in mine if note["what"] == "end"}
     ending = [fault for fault in happened if KINDS[fault.kind].ends]
     if missing := [fault for fault in happened if not _told(fault, ended.printed)]:
-        return _broken(ended, f"nobody has told of: {missing[0]}")
+        return ENDED, f"nobody has told of: {missing[0]}: {reason(ended.printed)}"
     if ending:
         left_behind = {each.rank for each in ending if f"rank {each.rank} of the job failed in " in ended.printed}
         seen = ended.code or KINDS[ending[0].kind].silent or len(left_behind | {*ends}) == len(left)
@@ -98,19 +95,13 @@ def _outcome(
         if words := _nobody_could(plan, happened):
             if re.search(words, ended.printed):
                 return ORDERLY, ""
-            return _broken(ended, f"exit code {ended.code}, and nobody said {words!r}")
-        return _broken(ended, f"rank {min(set(left) - set(ends))} did not come to its end; exit code {ended.code}")
+            return ENDED, f"exit code {ended.code}, and nobody said {words!r}: {reason(ended.printed)}"
+        missed = min(set(left) - set(ends))
+        return ENDED, f"rank {missed} did not come to its end; exit code {ended.code}: {reason(ended.printed)}"
     if ended.code:
-        return _broken(ended, f"exit code {ended.code}")
+        return ENDED, f"exit code {ended.code}: {reason(ended.printed)}"
     wrong = "" if plan.program == "calls" else _wrong(plan, folder, ends)
     return (WRONG, wrong) if wrong else (SURVIVED, "")
-
-
-def _broken(ended: Ended, why: str) -> tuple[str, str]:
-    """Return the outcome of a job that should not have ended in this way."""
-    if defect := of_mpi(ended.printed):
-        return OF_MPI, f"{defect} ({why})"
-    return ENDED, f"{why}: {reason(ended.printed)}"
 
 
 def _told(fault: Fault, printed: str) -> bool:
@@ -142,7 +133,9 @@ def _nobody_could(plan: Plan, happened: Sequence[Fault]) -> str:
 def _wrong(plan: Plan, folder: Path, ends: dict[int, dict[str, Any]]) -> str:
     """Return the defect in the results of the remaining ranks as text; "" if there is none."""
     ends = {rank: end for rank, end in ends.items() if not end.get("idle")}
-    right, alone = _right(plan, folder)
+    if not (folder / ALONE).exists():
+        return "no rank was left that can train alone"
+    right, alone = np.load(folder / ALONE / "parameters.0.npy"), notes.read(folder / ALONE, 0)[-1]
     found = {rank: np.load(folder / f"parameters.{rank}.npy") for rank in ends}
     first = next(iter(ends))
     for rank, end in ends.items():
@@ -162,15 +155,6 @@ def _wrong(plan: Plan, folder: Path, ends: dict[int, dict[str, Any]]) -> str:
         return "" if np.isfinite(found[first]).all() else "parameters are no numbers"
     apart = float(np.abs(found[first] - right).max())
     return "" if apart < TOLERANCE else f"parameters are up to {apart:.2g} from those of a training without faults"
-
-
-def _right(plan: Plan, folder: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return the parameters, and the last note, of a training without faults on one rank: of the job itself, or of this
-    process."""
-    if (folder / ALONE).exists():
-        return np.load(folder / ALONE / "parameters.0.npy"), notes.read(folder / ALONE, 0)[-1]
-    right, accuracy = model.without_faults(plan)
-    return right, {"accuracy": accuracy}
 
 
 def _measured(end: dict[str, Any], alone: dict[str, Any]) -> str:
@@ -208,7 +192,7 @@ def _faults(plan: Plan, when: dict[int, float], survivors: list[Notes], outcome:
         fault = plan.faults[number]
         seconds = _seconds(fault, survivors, time)
         kept = outcome if place == len(when) - 1 or seconds is None else SURVIVED
-        found.append(Injected(number, fault.name, kept, seconds))
+        found.append(Injected(fault.name, kept, seconds))
     return found
 
 
@@ -224,21 +208,7 @@ def _is_behind(note: dict[str, Any], fault: Fault, time: float) -> bool:
     return fault.kind in LOSSES and note["time"] >= time and fault.rank not in note.get("ranks", [fault.rank])
 
 
-# Why a job has ended that should have gone on: in classes, from what it has printed.
-
-# Defects of Open MPI's own (5.0.11). The second comes of calls that wait for several requests, of which one fails: see
-# allreduce.transport.wait. No call of ours does so, but MPI's collectives may.
-DEFECTS_OF_MPI = {
-    "a rank died inside of MPI_Comm_dup or split": r"ompi_comm_revoke_local|ompi_comm_activate",
-    "Send error after request freed": r"Send error after request freed",
-    "MPI aborts by itself": r"\*\*\* An error occurred in|PMIx ABORT|OPAL ERROR|mca_btl_",
-}
 NAMED = re.compile(r"\b(\w+(?:Error|Exception|Interrupt)): (.{0,100})")
-
-
-def of_mpi(printed: str) -> str:
-    """Return the known defect of MPI that ended the job; "" if it was none."""
-    return next((reason for reason, words in DEFECTS_OF_MPI.items() if re.search(words, printed)), "")
 
 
 def reason(printed: str) -> str:

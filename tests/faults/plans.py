@@ -21,7 +21,7 @@ class Program(NamedTuple):
     """A program that the ranks of a run execute. weight: how often it is drawn.
 
     module: the module of `programs` with its `run`. backends: the backends that it can use; () if it uses none.
-    frameworks: of its model. checkpoints: possible numbers of steps between two checkpoints; 0: none are written.
+    checkpoints: possible numbers of steps between two checkpoints; 0: none are written.
     exact: whether the result equals that of one rank alone, to float rounding; otherwise only the accuracy does.
     together: whether the ranks take every step together, so that repeated steps can be counted.
     again: the number of steps that a loss may cost, which are done again; None: as many as since a checkpoint.
@@ -31,7 +31,6 @@ class Program(NamedTuple):
     weight: int
     module: str
     backends: tuple[str, ...] = ()
-    frameworks: tuple[str, ...] = ("numpy",) * 7 + ("torch",)
     checkpoints: tuple[int, ...] = (0,)
     exact: bool = True
     together: bool = True
@@ -50,9 +49,9 @@ PROGRAMS = {
     "spare ranks": Program(3, "training", ON_CPU, checkpoints=(0, 7), again=0, least=3),
     "spare ranks, central storage": Program(2, "training", checkpoints=(3, 7), least=3),
     "spare ranks, local SGD": Program(1, "training", ON_CPU, exact=False, again=ROUND, least=3),
-    "optimizer": Program(3, "loop", ON_CPU, ("torch",), again=1),
-    "sharded optimizer": Program(2, "loop", SHARDED, ("torch",), (3, 7)),
-    "local SGD optimizer": Program(1, "loop", ON_CPU, ("torch",), exact=False, again=ROUND),
+    "optimizer": Program(3, "loop", ON_CPU, again=1),
+    "sharded optimizer": Program(2, "loop", SHARDED),
+    "local SGD optimizer": Program(1, "loop", ON_CPU, exact=False, again=ROUND),
     "calls": Program(5, "calls", (*ON_CPU, IN_TURN)),
 }
 
@@ -85,7 +84,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run. program: one of PROGRAMS. framework: of the model.
+    """A run. program: one of PROGRAMS.
 
     goes_on: whether the remaining ranks continue after a failure; the launcher then lets them.
     copies: the number of ranks that keep each slice of a sharded update. storage: the rank of a central storage.
@@ -100,7 +99,6 @@ class Plan:
     number: int
     ranks: int
     program: str = "mirrored"
-    framework: str = "numpy"
     backend: str = "auto"
     copies: int = 1
     storage: int = 0
@@ -123,6 +121,11 @@ class Plan:
     @property
     def kind(self) -> Program:
         return PROGRAMS[self.program]
+
+    @property
+    def torch(self) -> bool:
+        """Whether the model is one of PyTorch; tests.matrix loses ranks of trainers of such models."""
+        return self.kind.module == "loop"
 
     @property
     def exact(self) -> bool:
@@ -159,40 +162,34 @@ class Plan:
 
 
 class Kind(NamedTuple):
-    """A kind of fault. about: the fault in words. ends: whether it must end the job, with a code other than 0; if not,
-    the job must end with the right result.
+    """A kind of fault. ends: whether it must end the job, with a code other than 0; if not, the job must end with the
+    right result.
 
     words: a regular expression for the text that must be printed; {rank} is the rank of the fault.
     silent: whether the launcher's exit code is 0 although the job has ended.
     """
 
-    about: str
     ends: bool
     words: str = ""
     silent: bool = False
 
 
 KINDS = {
-    "kill": Kind("SIGKILL", False),
-    "crash": Kind("SIGSEGV", False),
-    "stop": Kind(
-        "SIGSTOP, and SIGCONT after a while",
-        False,
-        r"has waited \d+ s for other ranks in: [^\0]*rank {rank}: has not arrived",
-    ),
-    "halt": Kind("SIGSTOP for good", True, r"CollectiveTimeoutError: [^\0]*rank {rank}"),
-    "slow": Kind("it sleeps in every step", False),
-    "raise": Kind("an exception that is not caught", True, r"InjectedError: on purpose"),
-    "exit": Kind("sys.exit(0) in the middle", True, r"RankLeftError: rank {rank} has left"),
-    # after the fit, whose end it is no more, it kills the rank, and the others continue
-    "term": Kind("SIGTERM", True, r"SIGTERM|rank {rank} of the job failed in (evaluate|predict|save)"),
-    "revoke": Kind("it ends all waits of its topology, as if a rank had failed", False),
-    "spoil": Kind("it sends a wrong summand, which must be detected", False),
-    "truncate": Kind("the newest checkpoint is truncated before the job resumes", False, r"checkpoint"),
-    "cut": Kind(
-        "the link of a host is cut, in scripts/cluster_sim.sh", True, r"lost communication with a remote daemon", True
-    ),
-    "shm": Kind("/dev/shm is full", True, r"shared memory is too small"),
+    "kill": Kind(False),  # SIGKILL
+    "crash": Kind(False),  # SIGSEGV
+    # SIGSTOP, and SIGCONT after a while
+    "stop": Kind(False, r"has waited \d+ s for other ranks in: [^\0]*rank {rank}: has not arrived"),
+    "halt": Kind(True, r"CollectiveTimeoutError: [^\0]*rank {rank}"),  # SIGSTOP for good
+    "slow": Kind(False),  # it sleeps in every step
+    "raise": Kind(True, r"InjectedError: on purpose"),  # an exception that is not caught
+    "exit": Kind(True, r"RankLeftError: rank {rank} has left"),  # sys.exit(0) in the middle
+    # SIGTERM; after the fit, whose end it is no more, it kills the rank, and the others continue
+    "term": Kind(True, r"SIGTERM|rank {rank} of the job failed in (evaluate|predict|save)"),
+    "revoke": Kind(False),  # it ends all waits of its topology, as if a rank had failed
+    "spoil": Kind(False),  # it sends a wrong summand, which must be detected
+    "truncate": Kind(False, r"checkpoint"),  # the newest checkpoint is truncated before the job resumes
+    "cut": Kind(True, r"lost communication with a remote daemon", True),  # the link of a host, in cluster_sim.sh
+    "shm": Kind(True, r"shared memory is too small"),  # /dev/shm is full
 }
 LOSSES = ("kill", "crash")  # after these the other ranks go on
 TOLD_SECONDS = 2.0  # after which a stopped rank must be reported, with the driver's ALLREDUCE_STALL_SECONDS=1
@@ -209,8 +206,6 @@ def kills(*places: tuple[int, str, int] | tuple[int, str, int, bool]) -> tuple[F
 
 TWO_OF_THREE = kills((1, "compute", 13), (0, "end of an epoch", 4))  # which two standby ranks replace
 SCENARIOS = {
-    "stop": Plan(1, 2, goes_on=False, faults=(Fault("stop", 1, turn=10, delay=3.0),)),
-    "exit": Plan(4, 3, goes_on=False, faults=(Fault("exit", 2, "compute", 20),)),
     "truncate": Plan(51, 2, goes_on=False, checkpoint=7, faults=(Fault("truncate", 0, BETWEEN),)),
     "shm": Plan(8, 2, goes_on=False, backend="shared", faults=(Fault("shm", 0, START),)),
     "losses in calls": Plan(
@@ -223,13 +218,9 @@ SCENARIOS = {
     "losses in calls on nodes": Plan(
         11, 6, "calls", backend=IN_TURN, nodes=(2, 2, 2),
         faults=(
-            *kills((0, "reduce", 10), (3, "agree in a call", 2), (2, "middle of a reduction", 3)),
+            *kills((0, "gather", 1), (3, "agree in a call", 2), (2, "middle of a reduction", 3)),
             *kills((1, "survivors", 3), (4, "part", 5, True)),
         ),
-    ),
-    "losses in gathers": Plan(
-        50, 5, "calls", backend=IN_TURN,
-        faults=kills((0, "gather", 1), (1, "gather", 3), (2, "gather", 4), (3, "gather", 5)),
     ),
     "losses in a training": Plan(
         12, 5, backend="hierarchical_copy", nodes=(2, 3), checkpoint=7,
@@ -240,10 +231,6 @@ SCENARIOS = {
     ),
     "losses in a sharded training": Plan(
         13, 3, "sharded", backend="ring", checkpoint=7, faults=kills((0, "update", 30), (1, "edit", 1)),
-    ),
-    "losses of divided rows": Plan(
-        23, 4, rows="divided",
-        faults=kills((0, "compute", 13), (2, "end of a step", 40, True), (1, "end of an epoch", 5)),
     ),
     "nobody goes on while a trainer is made": Plan(25, 4, "sharded", checkpoint=7, faults=kills((3, "mirror", 1))),
     "loss of a node that copies": Plan(
@@ -268,10 +255,10 @@ SCENARIOS = {
         33, 4, "central storage", storage=3, faults=kills((0, "compute", 12), (1, "meet", 1)),
     ),
     "losses in a recovery, synchronous servers": Plan(
-        34, 4, "synchronous servers", servers=1, faults=kills((0, "compute", 12), (1, "meet", 1)),
+        34, 4, "synchronous servers", servers=1, rows="divided", faults=kills((0, "compute", 12), (1, "meet", 1)),
     ),
     "losses in a recovery, asynchronous servers": Plan(
-        35, 4, "asynchronous servers", servers=1, faults=kills((0, "compute", 12), (1, "meet", 1)),
+        35, 4, "asynchronous servers", servers=1, rows="whole", faults=kills((0, "compute", 12), (1, "meet", 1)),
     ),
     "loss of a server with a copy": Plan(
         36, 4, "synchronous servers", servers=2, copies=2, faults=kills((3, "update", 20, True)),
@@ -281,31 +268,19 @@ SCENARIOS = {
         faults=kills((1, "compute", 8), (2, "end of an epoch", 4)),
     ),
     "nobody has the parameters": Plan(39, 3, "asynchronous servers", servers=1, faults=kills((2, "reply", 20))),
-    "a worker of whole rows is lost": Plan(
-        40, 4, "asynchronous servers", servers=1, rows="whole", faults=kills((1, "compute", 8)),
-    ),
-    "a worker of divided rows is lost": Plan(
-        41, 4, "synchronous servers", servers=1, rows="divided", faults=kills((0, "compute", 12)),
-    ),
     "standby ranks": Plan(42, 6, "spare ranks", spares=3, faults=TWO_OF_THREE),
     "standby ranks, central storage": Plan(
         43, 5, "spare ranks, central storage", spares=2, storage=1, checkpoint=7, rows="whole", faults=TWO_OF_THREE,
     ),
     "standby ranks, local SGD": Plan(44, 5, "spare ranks, local SGD", spares=2, rows="whole", faults=TWO_OF_THREE),
     "losses of optimizers, one of them in the repair": Plan(
-        45, 4, "optimizer", "torch", "ring", faults=kills((1, "backward", 8), (0, "rebuild", 2), (2, "update", 35)),
-    ),
-    "a loss of a sharded optimizer": Plan(
-        46, 2, "sharded optimizer", "torch", checkpoint=3, faults=kills((1, "update slices", 12)),
+        45, 3, "optimizer", "ring", faults=kills((1, "backward", 8), (0, "rebuild", 2)),
     ),
     "a loss of a sharded optimizer with copies": Plan(
-        47, 3, "sharded optimizer", "torch", copies=2, faults=kills((1, "share slices", 12)),
+        47, 3, "sharded optimizer", copies=2, faults=kills((1, "share slices", 12)),
     ),
     "a loss of an optimizer in local SGD": Plan(
-        48, 2, "local SGD optimizer", "torch", faults=kills((1, "backward", 7)),
-    ),
-    "a loss in the backward of a trainer": Plan(
-        49, 2, framework="torch", backend="ring", faults=kills((1, "backward", 6)),
+        48, 2, "local SGD optimizer", faults=kills((1, "backward", 7)),
     ),
     "an alarm while a rank waits": Plan(
         17, 2, program="spare ranks", spares=1, faults=(Fault("revoke", 0, "compute", 20),)
@@ -313,4 +288,5 @@ SCENARIOS = {
     "a wrong summand": Plan(14, 2, backend="native", faults=(Fault("spoil", 1, "reduce", 20),)),
     "halt": Plan(20, 2, goes_on=False, faults=(Fault("halt", 1, turn=20),)),
 }  # fmt: skip
-# Exceptions, SIGTERM, a NaN, a rank that holds the GIL and a changed byte of a checkpoint have tests of their own.
+# Exceptions, SIGTERM, a NaN, a rank that holds the GIL and a changed byte of a checkpoint have tests of their own;
+# tests.matrix loses a rank in each pair of a trainer and another feature.

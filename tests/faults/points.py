@@ -52,7 +52,7 @@ POINTS = {
     ],
     "edit": [(f"{PROGRAMS}.training", "halve")],
     "end of an epoch": [(f"{PROGRAMS}.training:Steps", "on_epoch_end")],
-    "checkpoint": [("trainers.fit.checkpointing:Saver", "save"), (f"{PROGRAMS}.loop:Loop", "save")],
+    "checkpoint": [("trainers.fit.checkpointing:Saver", "save")],
     "finished": [("allreduce.topology:Topology", "finished")],
     "survivors": [("allreduce.topology:Topology", "survivors")],
     "rebuild": [("allreduce.backend:AllReduce", "_connect")],
@@ -66,7 +66,6 @@ POINTS = {
     "back up": [("trainers.state.backup:Backup", "keep")],
     "back up an array": [("allreduce.transport.chunked", "pieces")],
     "wait for a backup": [("allreduce.transport.chunked", "wait_for")],
-    "update slices": [("trainers.pytorch.sharded:ShardedOptimizer", "update_blocks")],
     "share slices": [("trainers.state.sharded:ShardedParameters", "share")],
 }
 CUT = "cut"  # the file that scripts/cluster_sim.sh waits for

@@ -23,7 +23,7 @@ from tests.faults.plans import Plan
 def main(folder: Path) -> None:
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the driver asks a rank that hangs where it is
     plan = Plan.of_dict(json.loads((folder / "plan.json").read_text()))
-    if plan.framework == "torch":
+    if plan.torch:
         importlib.import_module("tests.without_dynamo")  # in the ranks alone: the driver's process may compile
     topology = Topology(ranks_per_node=plan.nodes or None)
     notes = Notes(folder, topology.rank)

@@ -21,30 +21,17 @@ def run(*arguments: str, program: str = RUN) -> "subprocess.CompletedProcess[str
     return launch.child(program.format(arguments=list(arguments)))
 
 
-def test_the_scripts_are_installed() -> None:
+def test_the_scripts_are_installed(tmp_path: Path) -> None:
+    """A folder in the working directory hides nothing, unlike for `python -m trainers` there."""
     if not SCRIPT.exists():
         lacking(f"{SCRIPT} is not installed; run scripts/test.sh")
     installed = {each.name: each.value for each in entry_points(group="console_scripts")}
     assert installed["allreduce"] == "allreduce_commands:main"
-    assert installed["allreduce-train"] == "allreduce_commands:train"
-
-
-HELPS = """
-import allreduce_commands
-for name in {arguments!r}:
-    try:
-        allreduce_commands.main([name, "--help"])
-    except SystemExit as ended:
-        assert not ended.code, name
-"""
-
-
-def test_the_help_of_a_command_has_its_name() -> None:
-    names = [name for name in allreduce_commands.COMMANDS if name != "step" or find_spec("torch")]
-    done = run(*names, program=HELPS)
+    (tmp_path / "trainers").mkdir()
+    (tmp_path / "trainers" / "__init__.py").touch()
+    done = subprocess.run([SCRIPT, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    usages = [line for line in done.stdout.splitlines() if line.startswith("usage: ")]
-    assert [re.findall(r"\ballreduce (\w+)", usage) for usage in usages] == [[name] for name in names]
+    assert done.stdout.startswith("usage: allreduce-train")
 
 
 @pytest.mark.jobs
@@ -69,29 +56,37 @@ def test_a_folder_that_hides_a_package_is_named(name: str, package: str, tmp_pat
     assert "PYTHONPATH" in done.stderr
 
 
-def test_a_folder_in_the_working_directory_hides_nothing(tmp_path: Path) -> None:
-    """Unlike `python -m trainers` there."""
-    (tmp_path / "trainers").mkdir()
-    (tmp_path / "trainers" / "__init__.py").touch()
-    if not SCRIPT.exists():
-        lacking(f"{SCRIPT} is not installed; run scripts/test.sh")
-    done = subprocess.run([SCRIPT, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: allreduce-train")
+HELPS = """
+import allreduce_commands, sys
+if not {torch}:
+    sys.modules["torch"] = None
+for arguments in {arguments!r}:
+    try:
+        assert not allreduce_commands.main(arguments), arguments
+    except SystemExit as ended:
+        assert not ended.code, arguments
+"""
 
 
-def test_completion_has_the_options_of_all_commands() -> None:
+@pytest.mark.parametrize("torch", [True, False])
+def test_completion_and_help_have_all_commands(torch: bool) -> None:
     """Also without PyTorch, when benchmarks.training_step can't be imported."""
     pytest.importorskip("shtab")
-    for program in (RUN, f"import sys; sys.modules['torch'] = None\n{RUN}"):
-        done = run("--print-completion", "bash", program=program)
-        assert done.returncode == 0, done.stderr
-        for option in ("--backup-workers", "--peers", "--threshold", "--node-size"):
-            assert option in done.stdout
-    assert run("--print-completion", "cmd").returncode == 2
+    names = [name for name in allreduce_commands.COMMANDS if name != "step" or (torch and find_spec("torch"))]
+    lines = [["--print-completion", "bash"], *([name, "--help"] for name in names)]
+    done = launch.child(HELPS.format(torch=torch, arguments=lines))
+    assert done.returncode == 0, done.stderr
+    for option in ("--backup-workers", "--peers", "--threshold", "--node-size"):
+        assert option in done.stdout.partition("usage: ")[0]
+    usages = [line for line in done.stdout.splitlines() if line.startswith("usage: ")]
+    assert [re.findall(r"\ballreduce (\w+)", usage) for usage in usages] == [[name] for name in names]
 
 
-def test_completion_without_its_extra() -> None:
-    done = run("--print-completion", "bash", program=f"import sys; sys.modules['shtab'] = None\n{RUN}")
+@pytest.mark.parametrize(("shell", "before", "words"), [
+    ("cmd", "", "--print-completion takes one of"),
+    ("bash", "import sys; sys.modules['shtab'] = None\n", 'the extra "completion"'),
+])  # fmt: skip
+def test_completion_is_refused(shell: str, before: str, words: str) -> None:
+    done = run("--print-completion", shell, program=before + RUN)
     assert done.returncode == 2
-    assert 'the extra "completion"' in done.stderr
+    assert words in done.stderr

@@ -48,10 +48,8 @@ def test_no_mpi_says_what_to_install(blocked: str, error: str) -> None:
 @pytest.mark.parametrize(
     ("command", "blocked"),
     [
-        ("allreduce doctor", "mpi4py"),
         ("allreduce doctor", "mpi4py.MPI"),
         ("allreduce.doctor", "mpi4py"),
-        ("allreduce --help", "mpi4py.MPI"),
         ("trainers --help", "mpi4py"),
         ("benchmarks.bandwidth --help", "mpi4py.MPI"),
     ],
@@ -70,30 +68,24 @@ def test_a_command_without_mpi_says_so_in_one_line(tmp_path: Path, command: str,
 
 
 LAZY = """
-import sys, trainers
-print(*trainers.__all__)
-print("mpi4py" in sys.modules)
-print([name for name in trainers.__all__ if not hasattr(trainers, name)])
-from trainers.watching import history
-print(trainers.History is history.History)
-"""
-APPS = """
 import sys
 import trainers.cli.main
 from trainers import CentralStorageTrainer, MirroredTrainer, NumpyNetwork, ParameterServerTrainer, SpareReplicasTrainer
 print([name for name in sys.modules if name.startswith("trainers.apps")])
 from trainers import EnsembleModel
 print("trainers.apps.ensemble.model" in sys.modules, "trainers.apps.ensemble.ensemble" in sys.modules)
+print([name for name in trainers.__all__ if not hasattr(trainers, name)])
 """
 
 
 def test_public_names_of_trainers_are_imported_when_used() -> None:
     """And those of the apps, which are on top, not before one is asked for."""
-    public, *rest = launch.child(LAZY).stdout.splitlines()
-    assert {"Epoch", "History", "Samples", "Terminated"} <= set(public.split())
-    assert rest == ["False", "[]", "True"]
-    done = launch.child(APPS)
-    assert done.stdout.splitlines() == ["[]", "True False"], done.stderr
+    done = launch.child("import sys, trainers; print('mpi4py' in sys.modules, *trainers.__all__)")
+    started, *public = done.stdout.split()
+    assert started == "False", done.stderr
+    assert {"Epoch", "History", "Samples", "Terminated"} <= set(public)
+    done = launch.child(LAZY)
+    assert done.stdout.splitlines() == ["[]", "True False", "[]"], done.stderr
 
 
 @pytest.mark.parametrize(
@@ -114,13 +106,8 @@ def test_the_start_of_mpi_has_a_limit_where_ranks_may_die(
     monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
     start.import_mpi()
     assert limits == ([] if limit is None else [limit, 0])
-
-
-@pytest.mark.parametrize("given", ["soon", "nan"])
-def test_a_limit_of_the_start_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    monkeypatch.setenv("ALLREDUCE_START_SECONDS", given)
-    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
-    with pytest.raises(OptionError, match=f"ALLREDUCE_START_SECONDS must be a number of seconds.* got '{given}'"):
+    monkeypatch.setenv("ALLREDUCE_START_SECONDS", "nan")
+    with pytest.raises(OptionError, match=r"ALLREDUCE_START_SECONDS must be a number of seconds.* got 'nan'"):
         start.import_mpi()
 
 

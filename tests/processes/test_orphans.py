@@ -11,13 +11,37 @@ import pytest
 
 from tests import launch
 
+# A rank starts children, writes their process numbers to a file, and is killed.
+PROGRAM = """
+import multiprocessing, os, signal, sys, time
+import allreduce
+
+def work(started):
+    assert allreduce.NAMES
+    started.put(os.getpid())
+    time.sleep(600)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    if len(sys.argv) > 3:
+        context.set_forkserver_preload([])  # then the children import the library, not the server
+    queue = context.Queue()
+    for _ in range(2):
+        context.Process(target=work, args=(queue,), daemon=True).start()
+    numbers = [queue.get() for _ in range(2)]
+    with open(sys.argv[2], "w") as file:
+        file.write(" ".join(map(str, numbers)))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 
 @pytest.mark.parametrize("options", [["spawn"], ["forkserver"], ["forkserver", "none"]], ids=" ".join)
 def test_children_end_with_a_killed_rank(tmp_path: Path, options: list[str]) -> None:
     method, *preloaded = options
-    numbers = tmp_path / "numbers"
-    command = [sys.executable, "-m", "tests.processes.orphans_job", method, str(numbers), *preloaded]
-    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+    script, numbers = tmp_path / "program.py", tmp_path / "numbers"
+    script.write_text(PROGRAM)
+    command = [sys.executable, script, method, numbers, *preloaded]
+    env = launch.variables("orphans")
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         try:
             told, errors = job.communicate(timeout=120)  # the end of the output, which the children have too

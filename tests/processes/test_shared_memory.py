@@ -2,7 +2,7 @@
 
 import shutil
 import subprocess
-import sys
+import tempfile
 
 import pytest
 
@@ -11,13 +11,6 @@ from tests.conftest import lacking
 
 pytestmark = pytest.mark.jobs
 IN_A_SMALL_ONE = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
-START = """
-import sys
-from tests import launch
-job = launch.mpirun(int(sys.argv[1]), ["-c", sys.argv[2]], mpi=sys.argv[3], timeout=100)
-print(job.stdout, job.stderr)
-sys.exit(job.returncode)
-"""
 
 
 def run(ranks: int, code: str, mpi: str) -> str:
@@ -28,13 +21,18 @@ def run(ranks: int, code: str, mpi: str) -> str:
     if subprocess.run([*enter, "true"], capture_output=True).returncode:
         pytest.skip("only root can mount a /dev/shm")
     try:
-        launch.environment(mpi)
+        folder = launch.environment(mpi) / "bin"
     except launch.MissingEnvironmentError as error:
         lacking(error)
-    command = [*enter, sys.executable, "-c", START, str(ranks), code, mpi]
-    job = subprocess.run(command, capture_output=True, text=True, cwd=launch.ROOT)
-    assert job.returncode == 0, job.stdout + job.stderr
-    return job.stdout
+    launcher, *options = launch.LAUNCHERS[mpi]
+    command = [*enter, folder / launcher, *options, "-n", str(ranks), folder / "python", "-c", code]
+    with tempfile.TemporaryFile("w+") as out:
+        with launch.started(command, out, subprocess.STDOUT) as job:
+            job.wait(100)
+        out.seek(0)
+        text = out.read()
+    assert job.returncode == 0, text
+    return text
 
 
 @pytest.mark.parametrize("mpi", launch.MPIS)

@@ -1,32 +1,31 @@
-"""Runs of MirroredOptimizer: a loop that continues after a RankLostError, as in docs/programs/run_survive_torch.py."""
+"""Runs of MirroredOptimizer: a loop that continues after a RankLostError, as in docs/programs/run_survive_torch.py.
+tests.matrix has loops that go back to a checkpoint."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from mpi4py import MPI
 
 from allreduce import create
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from tests.faults.notes import Notes, members
-from tests.faults.plans import BATCH, ROUND, STEPS, Plan
+from tests.faults.plans import ALONE, BATCH, ROUND, STEPS, Plan
 from tests.faults.points import WrongResultError
 from tests.faults.programs import model
 from trainers import ClipNorm, LocalSGD, Sharded
 from trainers.data import Arrays, Batches
 from trainers.pytorch import MirroredOptimizer
 
-FILE = "checkpoint.pt"
-
 
 class Loop:
     """The model of one rank, and the steps of its loop. Replicated, two optimizers train two copies of the model on one
     backend, so that a loss may come between their steps."""
 
-    def __init__(self, plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
-        self._notes, self._folder = notes, folder
+    def __init__(self, plan: Plan, notes: Notes, topology: Topology) -> None:
+        self._notes = notes
         self._x, self._y, *_ = model.rows()
         self.local = plan.program.startswith("local SGD")
         options: dict[str, Any] = {"transforms": [] if self.local else [ClipNorm(1e6)]}
@@ -70,31 +69,26 @@ class Loop:
         x, y = batches.share(epoch, place, ranks.rank).data
         return torch.from_numpy(x), torch.from_numpy(y)
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint before a step. Collective; raises RankLostError."""
-        state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "step": step}
-        if self.optimizer.topology.rank == 0:
-            torch.save(state, self._folder / "new.pt")
-            os.replace(self._folder / "new.pt", self._folder / FILE)
-
-    def load(self) -> int:
-        """Load the newest checkpoint; return the next step. Collective; raises RankLostError."""
-        if not (self._folder / FILE).exists():
-            raise RuntimeError("a rank was lost before there was a checkpoint")
-        state: dict[str, Any] = torch.load(self._folder / FILE, weights_only=True)
-        self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        return int(state["step"])
-
 
 def forward(module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(module(x), y)
 
 
 def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
-    loop = Loop(plan, notes, folder, topology)
-    goes_back = plan.program.startswith("sharded") and plan.copies == 1
-    (_go_back if goes_back else _go_on)(loop, plan)
+    left = _train(plan, notes, folder, topology)
+    if model.trains_alone(plan, notes, left):
+        (folder / ALONE).mkdir()
+        _train(plan, Notes(folder / ALONE, 0), folder / ALONE, Topology(MPI.COMM_SELF))
+
+
+def _train(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> list[int]:
+    """Train, note the results, and return the ranks that are left. Collective."""
+    loop = Loop(plan, notes, topology)
+    while loop.steps < STEPS:
+        try:
+            loop.step(loop.steps)  # their number survives the failure
+        except RankLostError as lost:
+            print(lost, flush=True)
     if loop.local:
         loop.optimizer.synchronize()
     parameters = [_flat(module) for module in loop.modules]
@@ -102,36 +96,12 @@ def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
         raise WrongResultError("two optimizers of equal models have other parameters")
     np.save(folder / f"parameters.{notes.rank}.npy", parameters[0])
     accuracy = _accuracy(loop.module)
-    ranks = members(loop.optimizer.topology)
+    left = members(loop.optimizer.topology)
     for optimizer in loop.optimizers:
         optimizer.close()
     loop.optimizer.topology.close()
-    notes.add("end", ranks=ranks, accuracy=accuracy, predicted=accuracy)
-
-
-def _go_on(loop: Loop, plan: Plan) -> None:
-    """Continue from the optimizers' number of steps, which survives the failure."""
-    while loop.steps < STEPS:
-        try:
-            loop.step(loop.steps)
-        except RankLostError as lost:
-            print(lost, flush=True)
-
-
-def _go_back(loop: Loop, plan: Plan) -> None:
-    """Go back to the last checkpoint, because slices of the optimizer's state are lost."""
-    step, lost = 0, False
-    while step < STEPS:
-        try:
-            if lost:
-                step, lost = loop.load(), False
-            if step % plan.checkpoint == 0:
-                loop.save(step)
-            loop.step(step)
-            step += 1
-        except RankLostError as error:
-            print(error, flush=True)
-            lost = True
+    notes.add("end", ranks=left, accuracy=accuracy, predicted=accuracy)
+    return left
 
 
 def _flat(module: torch.nn.Module) -> np.ndarray:

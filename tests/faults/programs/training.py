@@ -14,7 +14,7 @@ from allreduce.elastic import standby
 from allreduce.errors import RankLostError
 from allreduce.topology import Topology
 from tests.faults.notes import Notes, members
-from tests.faults.plans import ALONE, BATCH, BETWEEN, EDITED, EPOCHS, LOSSES, ROUND, ROWS, Plan
+from tests.faults.plans import ALONE, BATCH, BETWEEN, EDITED, EPOCHS, ROUND, ROWS, Plan
 from tests.faults.programs import model
 from trainers import (
     EMA,
@@ -31,7 +31,6 @@ from trainers import (
 )
 from trainers.data import Arrays, Batches
 from trainers.files import checkpoint
-from trainers.replica import Replica
 from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
 from trainers.watching.history import History
@@ -102,13 +101,11 @@ def run(plan: Plan, notes: Notes, folder: Path, topology: Topology) -> None:
     left = members(trainer.topology)
     trainer.close()
     trainer.topology.close()
-    faulty = {fault.rank for fault in plan.faults if fault.kind in LOSSES}
-    if notes.rank == min(set(left) - faulty, default=None):
+    if model.trains_alone(plan, notes, left):
         _train_alone(plan, folder / ALONE)
 
 
 def _train_alone(plan: Plan, folder: Path) -> None:
-    """Train on this rank alone, which dies at no point."""
     folder.mkdir()
     calm = replace(plan, checkpoint=0, rows="", faults=())
     with MirroredTrainer(model.replica(plan), topology=Topology(MPI.COMM_SELF)) as trainer:
@@ -129,8 +126,6 @@ def _made(plan: Plan, topology: Topology | None) -> Trainer:
         return ParameterServerTrainer(replica, topology, **options)
     if plan.trainer == "local SGD":
         options["average"] = LocalSGD(ROUND, outer="diloco", fragments=2)
-    if plan.framework == "torch":
-        options["buckets"] = model.buckets(plan)
     update = Sharded(copies=plan.copies) if plan.trainer == "sharded" else "replicated"
     return MirroredTrainer(replica, plan.backend, topology, update=update, **options)
 
@@ -175,16 +170,9 @@ def _called(trainer: Trainer, notes: Notes, name: str) -> None:
     notes.add("call", name=name, ranks=members(trainer.topology))
 
 
-def halve(replica: Replica) -> None:
+def halve(replica: Any) -> None:
     """An edit whose repetition, or omission on some ranks, can be detected."""
-    if hasattr(replica, "module"):
-        import torch
-
-        with torch.no_grad():
-            for parameter in replica.module.parameters():
-                parameter *= 0.5
-    else:
-        replica.parameters *= 0.5  # type: ignore[attr-defined]
+    replica.parameters *= 0.5
 
 
 def _fit(trainer: Trainer, plan: Plan, notes: Notes, folder: Path, epochs: int, resume: bool = False) -> History:
