@@ -145,6 +145,8 @@ def test_unknown_outputs_are_not_compared(tmp_path: Path) -> None:
         load_alike(path, [other])
     other.outputs = None
     assert load_alike(path, [other]).outputs == 3
+    with pytest.raises(ModelFileError, match=r"takes rows of 4 float32 .* takes rows of 5 float32"):
+        load_alike(path, [NetworkModel(NumpyNetwork([5, 3]))])
 
 
 @pytest.mark.parametrize("given", ["2", "2=x", "x=0.1", "2=0", "2=1", "2=nan"])

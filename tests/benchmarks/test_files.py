@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,34 +12,43 @@ import pytest
 
 from benchmarks import compare
 from benchmarks.lib import outputs
-from benchmarks.lib.results import from_json, to_json
+from benchmarks.lib.results import Run, from_json, to_json
 from tests.benchmarks.made_runs import made_run
 
+Compared = Callable[..., tuple[int, str, str]]
 
-def save(path: Path, **options: float) -> Path:
-    path.write_text(to_json(made_run(**options), "said"))  # type: ignore[arg-type]
-    return path
+
+@pytest.fixture
+def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compared:
+    """`compared(run, ...)`: the exit code and the output of a comparison of made_run(), in a.json, with b.json."""
+
+    def compare_with(after: Run, *options: str) -> tuple[int, str, str]:
+        paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+        for path, run in zip(paths, (made_run(), after), strict=True):
+            Path(path).write_text(to_json(run, "said"))
+        return compare.main([*paths, *options]), *capsys.readouterr()
+
+    return compare_with
 
 
 def test_json_and_back() -> None:
     run = made_run()
-    assert from_json(to_json(run, "an advice")) == run
-    assert json.loads(to_json(run, "an advice"))["advice"] == "an advice"
+    run.compress = "bfloat16"
+    text = to_json(run, "an advice")
+    assert from_json(text) == run
+    assert json.loads(text)["advice"] == "an advice"
+    assert from_json(text.replace(',\n "compress": "bfloat16"', "")) == made_run(), "files of earlier versions"
 
 
-def test_compare_equal_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare.main([str(save(tmp_path / "a.json")), str(save(tmp_path / "b.json"))]) == 0
-    assert "no regression beyond 10%" in capsys.readouterr().out
-
-
-def test_compare_finds_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [str(save(tmp_path / "a.json")), str(save(tmp_path / "b.json", slower=1.3))]
-    assert compare.main(files) == 1
-    told = capsys.readouterr().out
+def test_compare_finds_a_regression(compared: Compared) -> None:
+    code, told, _ = compared(made_run())
+    assert (code, "no regression beyond 10%" in told) == (0, True)
+    code, told, _ = compared(made_run(slower=1.3))
+    assert code == 1
     assert "ring, foreign arrays, all sizes: 1.30x the time on average" in told
     assert "native" not in told[told.index("regressions beyond") :]
-    assert compare.main([*files, "--threshold", "35%"]) == 0
-    assert compare.main([*reversed(files)]) == 0  # faster is no regression
+    assert compared(made_run(slower=1.3), "--threshold", "35%")[0] == 0
+    assert compared(made_run(slower=0.7))[0] == 0
 
 
 def test_compare_forgives_noise_that_left_the_minimum_alone() -> None:
@@ -49,35 +59,28 @@ def test_compare_forgives_noise_that_left_the_minimum_alone() -> None:
     assert [each.slower(0.1) for each in compare.ratios(before, after)].count(True) == 1
 
 
-def test_compare_warns_of_other_conditions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_tells_of_other_conditions_and_of_what_is_gone_or_wrong(compared: Compared) -> None:
     run = made_run(ranks=2)
     run.machine["cpu"] = "another"
-    other = tmp_path / "b.json"
-    other.write_text(to_json(run))
-    compare.main([str(save(tmp_path / "a.json")), str(other)])
-    warnings = capsys.readouterr().err
+    warnings = compared(run)[2]
     assert "cpu: Made Up CPU <1> before, another after" in warnings
     assert "4 ranks on 1 node before, 2 ranks on 1 node after" in warnings
-
-
-def test_compare_tells_what_is_gone_and_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made_run()
     run.results = [each for each in run.results if each.backend != "gloo"]
     run.results[0] = replace(run.results[0], wrong=5)
-    (tmp_path / "b.json").write_text(to_json(run))
-    before = save(tmp_path / "a.json")
-    assert compare.main([str(before), str(tmp_path / "b.json")]) == 1
-    told = capsys.readouterr()
-    assert f"warning: only in {before}: gloo, foreign arrays, 13 sizes" in told.err
-    assert told.err.count("only in") == 1
-    assert "# 1 regression beyond 10%:\n#   ring, arrays from allocate(), 8 B: 5 wrong elements" in told.out
+    code, told, warnings = compared(run)
+    assert code == 1
+    assert warnings.count("only in") == 1
+    assert "a.json: gloo, foreign arrays, 13 sizes" in warnings
+    assert "# 1 regression beyond 10%:\n#   ring, arrays from allocate(), 8 B: 5 wrong elements" in told
 
 
-def test_compare_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_refuses_what_it_cannot_compare(
+    compared: Compared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for other in ({"dtype": "float64"}, {"op": "max"}, {"compress": "int8"}):
-        (tmp_path / "b.json").write_text(to_json(replace(made_run(), **other)))
-        assert compare.main([str(save(tmp_path / "a.json")), str(tmp_path / "b.json")]) == 2
-        assert "float32 sum, compress=None can't be compared with " in capsys.readouterr().err
+        code, _, told = compared(replace(made_run(), **other))
+        assert (code, "float32 sum, compress=None can't be compared with " in told) == (2, True)
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     (tmp_path / "text.txt").write_text("words")
     for name, reason in {
@@ -86,7 +89,6 @@ def test_compare_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.C
         "picture.png": ": it is not text",
         "text.txt": ": it is not JSON (Expecting value: line 1 column 1 (char 0))",
     }.items():
-        capsys.readouterr()
         assert compare.main([str(tmp_path / "a.json"), str(tmp_path / name)]) == 2
         told = capsys.readouterr().err
         wanted = "give a file that python -m benchmarks.bandwidth --json FILE wrote"

@@ -1,4 +1,4 @@
-"""benchmarks.scaling --stages: the bubble against a simulated pipeline, the messages, the command line."""
+"""benchmarks.scaling --stages: the bubble, the all-reduce of replicas, the command line."""
 
 import json
 from dataclasses import replace
@@ -15,25 +15,10 @@ from benchmarks.predicting.pipeline import Plan, bubble, crowded
 FREE = replace(Machine(), alpha=0, beta=0, handshake=0, switch=0, call=0)  # messages in a node take no time
 
 
-def simulated(stages: int, microbatches: int, backward: float = 2.0) -> float:
-    """The bubble of GPipe, played through: every microbatch goes forward through all stages, then backward."""
-    ends = [[0.0] * microbatches for _ in range(stages)]
-    for stage in range(stages):
-        for number in range(microbatches):
-            before = ends[stage][number - 1] if number else 0.0
-            ends[stage][number] = max(before, ends[stage - 1][number] if stage else 0.0) + 1
-    free = [row[-1] for row in ends]
-    done = [[0.0] * microbatches for _ in range(stages)]
-    for stage in reversed(range(stages)):
-        for number in range(microbatches):
-            given = done[stage + 1][number] if stage + 1 < stages else 0.0
-            free[stage] = done[stage][number] = max(free[stage], given) + backward
-    return 1 - microbatches * (1 + backward) / done[0][-1]
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 1), (2, 4), (3, 4), (4, 16), (8, 3)])
-def test_the_bubble_is_that_of_a_pipeline_played_through(stages: int, microbatches: int) -> None:
-    assert bubble(stages, microbatches) == pytest.approx(simulated(stages, microbatches))
+def test_the_bubble_is_that_of_gpipe_and_of_interleaved_stages() -> None:
+    """Of the steps of a stage, one for each microbatch and one for each other stage, it is idle in the latter."""
+    expected = {(1, 1): 0, (2, 1): 1 / 2, (2, 4): 1 / 5, (3, 4): 2 / 6, (4, 16): 3 / 19, (8, 3, 2): 7 / 13}
+    assert {plan: bubble(*plan) for plan in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("cores", "replicas", "longer"), [(4, 1, 11 / 8), (3, 1, 11 / 8), (2, 1, 2.0), (2, 2, 4.0)])

@@ -93,22 +93,16 @@ def test_the_limit_of_memory_and_network(sizes: list[int], facts: dict[str, floa
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_picture_has_a_line_of_every_backend(ranks: int) -> None:
-    """One rank has no bus bandwidth, and so half of the axes."""
+def test_a_picture_has_a_line_of_every_backend_and_of_the_limit(ranks: int) -> None:
+    """One rank has no bus bandwidth, and so half of the axes and no limit."""
     pytest.importorskip("matplotlib")
     run = made_run(ranks)
-    lines = [axis.get_legend_handles_labels()[1] for axis in plot.figure_of(run).axes]
-    assert lines == [list(CURVES[memory]) for memory in ("allocated", "foreign") * (1 if ranks == 1 else 2)]
-    assert plot.draw(run).startswith(b"\x89PNG")
-
-
-def test_the_limit_is_a_line_of_the_bandwidths_alone() -> None:
-    pytest.importorskip("matplotlib")
-    run = made_run(2)
     run.machine["memory_gbs"] = 40.0
-    lines = [axis.get_legend_handles_labels()[1].count("limit of the memory") for axis in plot.figure_of(run).axes]
-    assert lines == [1, 1, 0, 0]
-    assert not any("limit" in str(axis.get_legend_handles_labels()[1]) for axis in plot.figure_of(made_run(2)).axes)
+    times = [list(CURVES[memory]) for memory in ("allocated", "foreign")]
+    bandwidths = [[*names, "limit of the memory"] for names in times * (ranks > 1)]
+    figure = plot.figure_of(run)
+    assert [axis.get_legend_handles_labels()[1] for axis in figure.axes] == bandwidths + times
+    assert plot.content(figure, "png").startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -55,40 +55,24 @@ def write(path: Path, *events: Any) -> str:
     return str(path)
 
 
-def test_slices_inside_of_slices_count_once(tmp_path: Path) -> None:
-    """Also in traces of other programs: unknown kinds are "other", and the file may be a plain list of events."""
-    inner = event(cat="update", ts=2, dur=3)
+def own_times(file: str) -> dict[str, float]:
+    """The microseconds of each kind on rank 0, without kinds that have none."""
+    return {kind: round(1e6 * time, 3) for kind, time in summary(load(file)).shares[0, 0].items() if time > 1e-9}
+
+
+def test_each_moment_counts_for_the_slice_that_began_last(tmp_path: Path) -> None:
+    """Other programs write overlapping slices and unknown kinds, and the file may be a plain list of events."""
     file = tmp_path / "t.json"
+    inner = event(cat="update", ts=2, dur=3)
     file.write_text(json.dumps([event(), inner, event(cat="\x1b[2J", ts=12, dur=8), {"ph": "i"}]))
-    found = summary(load(str(file)))
-    times = found.shares[0, 0]
-    assert {kind: round(1e6 * time) for kind, time in times.items() if time > 1e-9} == {
-        "compute": 7,
-        "update": 3,
-        "other": 10,
-    }
-
-
-def test_times_that_floats_can_not_hold_do_not_nest(tmp_path: Path) -> None:
-    """2036685.218 + 495.057 is slightly more than 2037180.275, the begin of the next slice, which lay inside for that
-    reason."""
+    assert own_times(str(file)) == {"compute": 7, "update": 3, "other": 10}
+    overlapping = event(), event(cat="update", ts=8, dur=30), event(cat="data", ts=9, dur=2)
+    assert own_times(write(file, *overlapping)) == {"compute": 8, "update": 28, "data": 2}
+    # The sum of the first one's two floats is slightly more than the begin of the second one.
     wait = event(cat="wait", ts=2036685.218, dur=495.057, args={"last": 1})
-    assert wait["ts"] + wait["dur"] > 2037180.275
     reduce = event(cat="reduce", ts=2037180.275, dur=50812.65)
-    times = summary(load(write(tmp_path / "t.json", wait, reduce))).shares[0, 0]
-    assert (round(1e6 * times["wait"], 3), round(1e6 * times["reduce"], 3)) == (495.057, 50812.65)
-    assert times["other"] < 1e-9
-
-
-def test_slices_that_overlap_are_never_negative(tmp_path: Path) -> None:
-    """Another program may write overlapping slices: each moment counts for the slice that began last."""
-    overlapping = event(ts=0, dur=10), event(cat="update", ts=8, dur=30), event(cat="data", ts=9, dur=2)
-    times = summary(load(write(tmp_path / "t.json", *overlapping))).shares[0, 0]
-    assert {kind: round(1e6 * time, 3) for kind, time in times.items() if time > 1e-9} == {
-        "compute": 8,
-        "update": 28,
-        "data": 2,
-    }
+    assert wait["ts"] + wait["dur"] > reduce["ts"]
+    assert own_times(write(file, wait, reduce)) == {"wait": 495.057, "reduce": 50812.65}
 
 
 def test_much_time_outside_of_all_spans_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

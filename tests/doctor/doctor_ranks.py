@@ -63,8 +63,22 @@ def worse(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level != OK]
 
 
+def changed(key: str, ranks: list[Rank], facts: dict[int, dict[str, Any]]) -> list[Rank]:
+    """Return the ranks, some of which get other facts of one check."""
+    for rank, changes in facts.items():
+        ranks[rank].facts[key] |= changes
+    return ranks
+
+
 def only(findings: Iterable[Finding]) -> Finding:
     """Return the only finding that is not ok."""
     (found,) = worse(findings)
     assert found.advice
     return found
+
+
+def finds(key: str, ranks: list[Rank], facts: dict[int, dict[str, Any]], *words: str, needs: Needs = NEEDS) -> None:
+    """Assert that a check of ranks that have other facts has one finding that is not ok, with these words."""
+    found = only(judged(key, changed(key, ranks, facts), needs))
+    shown = f"{found.level}, {found.name}: {found.text} -> {found.advice}"
+    assert [each for each in words if each not in shown] == [], shown

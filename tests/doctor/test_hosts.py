@@ -15,109 +15,70 @@ from allreduce.doctor.findings import EXTRA, PROBLEM, WARNING, Needs, Rank
 from allreduce.process import launcher, proc, variables
 from allreduce.topology import Topology
 from tests import launch
-from tests.doctor.doctor_ranks import GIB, LINK, cluster, judged, only, worse
+from tests.doctor.doctor_ranks import GIB, LINK, cluster, finds, judged, worse
 from tests.gpu import fake_cupy
 
 
 def test_mpi() -> None:
-    alone = cluster(1)
     launch = launcher.Launch("srun", "N", 4, "use mpirun")
-    alone[0].facts["mpi"]["launch"] = str(launch), launch.advice
-    found = only(judged("mpi", alone))
-    assert found.level == PROBLEM
-    assert "srun has started 4 processes (N=4), and MPI sees 1 rank" in found.text
-    assert "use mpirun. If each process should be a separate job, set ALLREDUCE_ALONE=1" in found.advice
-    ranks = cluster(2, 2)
-    ranks[3].facts["mpi"]["threads"] = "MPI_THREAD_SERIALIZED"
-    assert "MPI_THREAD_SERIALIZED on rank 3" in only(judged("mpi", ranks)).text
-    ranks = cluster(2, 2)
-    ranks[2].facts["mpi"]["library"] = "MPICH Version: 5.0.2"
-    assert "Open MPI v5.0.11 on ranks 0-1, 3; MPICH Version: 5.0.2 on rank 2" in only(judged("mpi", ranks)).text
-    ranks = cluster(2)  # one rank that isn't guarded is enough for a warning, whichever it is
-    ranks[1].facts["mpi"]["unguarded"] = "ranks can crash: no compiler; install one"
-    found = only(judged("mpi", ranks))
-    assert (found.level, found.text, found.advice) == (WARNING, "rank 1: ranks can crash: no compiler", "install one")
+    told = "srun has started 4 processes (N=4), and MPI sees 1 rank"
+    advice = "use mpirun. If each process should be a separate job, set ALLREDUCE_ALONE=1"
+    finds("mpi", cluster(1), {0: {"launch": (str(launch), launch.advice)}}, PROBLEM, told, advice)
+    finds("mpi", cluster(2, 2), {3: {"threads": "MPI_THREAD_SERIALIZED"}}, "MPI_THREAD_SERIALIZED on rank 3")
+    told = "Open MPI v5.0.11 on ranks 0-1, 3; MPICH Version: 5.0.2 on rank 2"
+    finds("mpi", cluster(2, 2), {2: {"library": "MPICH Version: 5.0.2"}}, told)
+    unguarded = {"unguarded": "ranks can crash: no compiler; install one"}  # on one rank, whichever it is
+    finds("mpi", cluster(2), {1: unguarded}, WARNING, "rank 1: ranks can crash: no compiler -> install one")
 
 
 def test_cores() -> None:
-    ranks = cluster(3, 3)
-    for rank in ranks:
-        rank.facts["cores"] |= {"cores": [0, 1], "of": 2}
-    found = only(judged("cores", ranks))
-    assert "host0: 3 ranks on 2 cores; host1: 3 ranks on 2 cores" in found.text
-    assert "at most 2 ranks" in found.advice
-    ranks[0].facts["cores"]["of"] = 64
-    assert "bound to 2 of 64 cores" in only(judged("cores", ranks)).advice
-    ranks = cluster(4)
-    ranks[0].facts["cores"]["quota"] = 1.5
-    assert "--cpus" in only(judged("cores", ranks)).advice
-    ranks = cluster(4)
-    ranks[2].facts["cores"]["cores"] = ranks[0].facts["cores"]["cores"]
-    ranks[3].facts["cores"]["cores"] = [3, 4]
-    found = only(judged("cores", ranks))
-    assert (found.level, found.name) == (PROBLEM, "binding")
-    assert "ranks 0, 2 on 1 core (0)" in found.text
-    ranks = cluster(4)
-    for rank in ranks:
-        rank.facts["cores"] |= {"cores": list(range(8)), "threads": 8}
-    found = only(judged("cores", ranks))
-    assert "32 threads for 8 cores" in found.text
-    assert "OMP_NUM_THREADS=2" in found.advice
-    assert "3 on host0, 1 on host1" in only(judged("cores", cluster(3, 1))).text
+    ranks, few = cluster(3, 3), {rank: {"cores": [0, 1], "of": 2} for rank in range(6)}
+    finds("cores", ranks, few, "host0: 3 ranks on 2 cores; host1: 3 ranks on 2 cores", "at most 2 ranks")
+    finds("cores", ranks, {0: {"of": 64}}, "bound to 2 of 64 cores")
+    finds("cores", cluster(4), {0: {"quota": 1.5}}, "--cpus")
+    bound = {2: {"cores": [0]}, 3: {"cores": [3, 4]}}
+    finds("cores", cluster(4), bound, f"{PROBLEM}, binding", "ranks 0, 2 on 1 core (0)")
+    threads = {rank: {"cores": list(range(8)), "threads": 8} for rank in range(4)}
+    finds("cores", cluster(4), threads, "32 threads for 8 cores", "OMP_NUM_THREADS=2")
+    finds("cores", cluster(3, 1), {}, "3 on host0, 1 on host1")
 
 
 def test_memory() -> None:
-    ranks = cluster(4)
-    ranks[0].facts["memory"]["shared_free"] = 64 << 20
-    found = only(judged("memory", ranks))
-    assert (found.level, found.name) == (WARNING, "/dev/shm")
-    assert "host0: 64 MiB free, 495 MiB wanted for a model of 25M parameters" in found.text
-    assert only(judged("memory", ranks, Needs(25_000_000, asked=True))).level == PROBLEM
+    ranks, asked = cluster(4), Needs(25_000_000, asked=True)
+    told = "host0: 64 MiB free, 495 MiB wanted for a model of 25M parameters"
+    finds("memory", ranks, {0: {"shared_free": 64 << 20}}, f"{WARNING}, /dev/shm", told)
+    finds("memory", ranks, {}, PROBLEM, needs=asked)
     assert worse(judged("memory", ranks, Needs(1_000_000, asked=True))) == []
-    ranks[0].facts["memory"]["shared_free"] = 1 << 20
-    found = only(judged("memory", ranks, Needs(10)))
-    assert found.level == PROBLEM
-    assert "bus errors" in found.advice
-    ranks = cluster(4, 4)
-    ranks[4].facts["memory"]["available"] = GIB
-    assert "host1: 1 GiB free, 1.49 GiB wanted" in only(judged("memory", ranks)).text
+    finds("memory", ranks, {0: {"shared_free": 1 << 20}}, PROBLEM, "bus errors", needs=Needs(10))
+    finds("memory", cluster(4, 4), {4: {"available": GIB}}, "host1: 1 GiB free, 1.49 GiB wanted")
     ranks = [rank._replace(host="box") for rank in cluster(2, 2)]  # two containers of one name
-    ranks[0].facts["memory"]["shared_free"] = 1 << 19
-    found = only(judged("memory", ranks))
-    assert "box: 512 KiB free" in found.text
-    assert "bus errors" in found.advice
-    ranks = cluster(2, 2)
-    for rank in ranks[2:]:
-        rank.facts["memory"] |= {"cma": False}
-    assert "host1: ranks may not" in only(judged("memory", ranks)).text
+    finds("memory", ranks, {0: {"shared_free": 1 << 19}}, "box: 512 KiB free", "bus errors")
+    finds("memory", cluster(2, 2), {2: {"cma": False}, 3: {"cma": False}}, "host1: ranks may not")
+
+
+def with_versions(ranks: list[Rank], *which: int, **versions: str) -> list[Rank]:
+    for rank in which:
+        ranks[rank].facts["versions"]["versions"] |= versions
+    return ranks
 
 
 def test_versions_that_differ() -> None:
-    ranks = cluster(32, 32)
-    for rank in ranks[32:]:
-        rank.facts["versions"]["versions"] |= {"numpy": "1.26.4", "torch": "2.13.0"}
-    found = worse(judged("versions", ranks))
-    assert [finding.name for finding in found] == ["numpy", "torch"]
-    assert found[0].text == "2.4.6 on ranks 0-31; 1.26.4 on ranks 32-63"
-    assert found[1].text == "missing on ranks 0-31; 2.13.0 on ranks 32-63"
-    ranks = cluster(1, 1)
-    ranks[1].facts["versions"]["versions"] |= {"allreduce": "0.1.0 (code 2)"}
-    assert only(judged("versions", ranks)).level == PROBLEM
-    ranks = cluster(1, 1)
-    ranks[1].facts["versions"]["cpu"] = "Xeon"
-    assert "EPYC on rank 0; Xeon on rank 1" in only(judged("versions", ranks)).text
+    ranks = with_versions(cluster(32, 32), *range(32, 64), numpy="1.26.4", torch="2.13.0")
+    found = [(each.name, each.text) for each in worse(judged("versions", ranks))]
+    told = "2.4.6 on ranks 0-31; 1.26.4 on ranks 32-63", "missing on ranks 0-31; 2.13.0 on ranks 32-63"
+    assert found == [("numpy", told[0]), ("torch", told[1])]
+    finds("versions", with_versions(cluster(1, 1), 1, allreduce="0.1.0 (code 2)"), {}, PROBLEM)
+    finds("versions", cluster(1, 1), {1: {"cpu": "Xeon"}}, "EPYC on rank 0; Xeon on rank 1")
 
 
 def test_versions_that_are_newer_than_those_tried() -> None:
-    ranks = cluster(1, 1)
     newest = host.TRIED["torch"][-1]
     for version, told in ((newest, False), (f"{newest}+cpu", False), ("2.4.1", False), ("2.99.0a0", True)):
-        for rank in ranks:
-            rank.facts["versions"]["versions"] |= {"torch": version}
-        found = worse(judged("versions", ranks))
-        assert [finding.name for finding in found] == ["torch, tried"] * told
-        assert all(finding.level == WARNING and f"torch {newest}" in finding.advice for finding in found)
-        (line,) = (finding for finding in judged("versions", ranks) if finding.name == "newest tried")
+        found = judged("versions", with_versions(cluster(1, 1), 0, 1, torch=version))
+        late = [(each.level, each.name) for each in worse(found)]
+        assert late == [(WARNING, "torch, tried")] * told
+        assert all(f"torch {newest}" in each.advice for each in worse(found))
+        (line,) = (each for each in found if each.name == "newest tried")
         assert f"torch {newest}" in line.text
 
 
@@ -139,28 +100,17 @@ def with_gpus(ranks: list[Rank], number: int) -> list[Rank]:
 
 
 def test_gpus() -> None:
-    ranks = with_gpus(cluster(2, 2), 2)
-    findings = list(judged("gpus", ranks))
+    findings = judged("gpus", with_gpus(cluster(2, 2), 2))
     assert worse(findings) == []
     assert findings[0].text == "H200, 141 GiB"
-    found = only(judged("gpus", with_gpus(cluster(3), 2)))
-    assert "ranks 0, 2 on host0" in found.text
-    assert found.name == "duplicates"
+    finds("gpus", with_gpus(cluster(3), 2), {}, "duplicates: ", "ranks 0, 2 on host0")
     ranks = cluster(1, 1)
     with_gpus(ranks[:1], 1)
-    assert 'rank 1: "nccl" needs CuPy' in only(judged("gpus", ranks)).text
-    ranks = with_gpus(cluster(2), 2)
-    ranks[1].facts["gpus"]["cuda_aware"] = False
-    found = only(judged("gpus", ranks))
-    assert "no on rank 1: " in found.text
-    assert "pinned" in found.text
-    ranks = cluster(1, 1)
-    ranks[1].facts["gpus"] |= {"present": 2, "visible": ""}
-    hidden = only(judged("gpus", ranks))
-    assert "host1 has 2 GPUs, and no rank can use one: " in hidden.text
-    assert "CUDA_VISIBLE_DEVICES=: unset it" in hidden.advice
-    ranks[1].facts["gpus"]["visible"] = None  # CuPy is missing, as where PyTorch alone is installed
-    assert "extra" in only(judged("gpus", ranks)).advice
+    finds("gpus", ranks, {}, 'rank 1: "nccl" needs CuPy')
+    finds("gpus", with_gpus(cluster(2), 2), {1: {"cuda_aware": False}}, "no on rank 1: ", "pinned")
+    ranks, told = cluster(1, 1), "host1 has 2 GPUs, and no rank can use one: "
+    finds("gpus", ranks, {1: {"present": 2, "visible": ""}}, told, "CUDA_VISIBLE_DEVICES=: unset it")
+    finds("gpus", ranks, {1: {"visible": None}}, "extra")  # CuPy is missing, as where PyTorch alone is installed
 
 
 def test_without_its_libraries_the_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -212,35 +162,40 @@ def test_interfaces_of_this_host() -> None:
 
 
 def test_network() -> None:
-    ranks = cluster(2, 2)
     docker = {"name": "docker0", "address": "172.17.0.1", "network": "172.17.0.0/16", "speed": None}
-    for rank in (ranks[0], ranks[2]):
-        rank.facts["network"]["interfaces"] = [*rank.facts["network"]["interfaces"], docker]
-    found = only(judged("network", ranks))
-    assert "172.17.0.1 is the address of host0 and host1 (docker0)" in found.text
-    assert "btl_tcp_if_exclude lo,docker0" in found.advice
-    ranks[2].facts["network"]["interfaces"] = [LINK | {"address": "10.9.0.1", "network": "10.9.0.0/24"}]
-    found = only(judged("network", ranks))
-    assert "no network in common (host0: eth0 10.0.0.1, docker0 172.17.0.1; host1: eth0 10.9.0.1)" in found.text
     ranks = cluster(2, 2)
-    ranks[2].facts["network"] |= {"infiniband": ["mlx5_0"]}
-    assert "missing on host0" in only(judged("network", ranks)).text
+    bridges = {rank: {"interfaces": [*ranks[rank].facts["network"]["interfaces"], docker]} for rank in (0, 2)}
+    told = "172.17.0.1 is the address of host0 and host1 (docker0)"
+    finds("network", ranks, bridges, told, "btl_tcp_if_exclude lo,docker0")
+    told = "no network in common (host0: eth0 10.0.0.1, docker0 172.17.0.1; host1: eth0 10.9.0.1)"
+    finds("network", ranks, {2: {"interfaces": [LINK | {"address": "10.9.0.1", "network": "10.9.0.0/24"}]}}, told)
+    finds("network", cluster(2, 2), {2: {"infiniband": ["mlx5_0"]}}, "missing on host0")
 
 
-def test_ranks_that_do_not_meet_hear_what_may_be_in_the_way(capsys: pytest.CaptureFixture[str]) -> None:
+def timers() -> list[threading.Timer]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+
+
+def test_ranks_that_do_not_meet_hear_what_may_be_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> Any:
+        raise PermissionError("no sockets here")
+
+    monkeypatch.setattr(network, "interfaces", refuse)
     with network.advise_if_late(seconds=60):
-        (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+        (timer,) = timers()
     timer.join(30)
     assert capsys.readouterr().err == ""
     with network.advise_if_late(seconds=0):
-        (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)] or (None,)
-        if timer is not None:
+        for timer in timers():
             timer.join(30)
-    assert "the ranks are not connected yet" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "the ranks are not connected yet" in told
+    assert "has no known network" in told
     said = network.connecting_advice("host0", [LINK])
     assert "This host, host0, has eth0 in 10.0.0.0/24.\n" in said
     assert "--mca btl_tcp_if_include 10.0.0.0/24" in said
-    assert "has no known network" in network.connecting_advice("host0", [])
 
 
 @pytest.mark.parametrize("name", variables.ANY_RANK)
@@ -249,18 +204,7 @@ def test_one_rank_says_that_they_do_not_meet(monkeypatch: pytest.MonkeyPatch, na
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "1")
     with network.advise_if_late(seconds=60):
-        assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-
-
-def test_a_host_that_does_not_tell_of_its_network(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse() -> Any:
-        raise PermissionError("no sockets here")
-
-    monkeypatch.setattr(network, "interfaces", refuse)
-    network._print_advice()
-    assert "has no known network" in capsys.readouterr().err
+        assert not timers()
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:
