@@ -143,37 +143,13 @@ ALONE = {
 }
 
 
-class Failing(optuna.samplers.RandomSampler):
-    """Fails when a trial begins, when it asks for a value, or when it has ended."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(seed=1)
-        self._where = where
-
-    def _fail(self, where: str) -> None:
-        if where == self._where:
-            raise KeyError("out of order")
-
-    def before_trial(self, *given: Any) -> None:
-        self._fail("before")
-
-    def sample_independent(self, *given: Any) -> Any:
-        self._fail("sample")
-        return super().sample_independent(*given)
-
-    def after_trial(self, *given: Any) -> None:
-        self._fail("after")
-
-
-class FailingPruner(optuna.pruners.NopPruner):
-    def prune(self, *given: Any) -> bool:
-        raise KeyError("out of order")
-
-
-@pytest.mark.parametrize("where", ["before", "sample", "after", "pruner"])
+@pytest.mark.parametrize("where", ["before_trial", "sample_independent", "after_trial", "prune"])
 def test_a_sampler_that_fails_ends_the_search(flat: allreduce.Topology, world: MPI.Intracomm, where: str) -> None:
     """Its trials have not failed: it would be so in all of them."""
     told: list[Ended] = []
+
+    def fail(*_: Any) -> None:
+        raise KeyError("out of order")
 
     def objective(trial: Trial, topology: allreduce.Topology) -> float:
         x = trial.suggest_float("x", 0, 1)
@@ -181,22 +157,14 @@ def test_a_sampler_that_fails_ends_the_search(flat: allreduce.Topology, world: M
         trial.should_prune()
         return x
 
-    options: dict[str, Any] = {"pruner": FailingPruner()} if where == "pruner" else {"sampler": Failing(where)}
-    text = raised_everywhere(world, SearchError, lambda: search(objective, 3, flat, SIZE, told=told.append, **options))
-    assert f"the {'pruner' if where == 'pruner' else 'sampler'} has failed: KeyError: 'out of order'" in text
+    kind, failing = "sampler", optuna.samplers.RandomSampler(seed=1)
+    if where == "prune":
+        kind, failing = "pruner", optuna.pruners.NopPruner()
+    setattr(failing, where, fail)
+    options: dict[str, Any] = {kind: failing, "told": told.append}
+    text = raised_everywhere(world, SearchError, lambda: search(objective, 3, flat, SIZE, **options))
+    assert f"the {kind} has failed: KeyError: 'out of order'" in text
     assert not told
-
-
-def test_a_search_of_all_points_ends(flat: allreduce.Topology) -> None:
-    """Of one part without a point twice, as optuna's samplers do by themselves."""
-
-    def objective(trial: Trial, topology: allreduce.Topology) -> float:
-        return trial.suggest_int("x", 1, 2) * trial.suggest_int("y", 1, 3)
-
-    result = search(objective, 99, flat, SIZE, sampler=optuna.samplers.BruteForceSampler(seed=1))
-    assert sorted((each.params["x"], each.params["y"]) for each in result.trials) == [
-        (x, y) for x in (1, 2) for y in (1, 2, 3)
-    ]
 
 
 def test_the_topology_of_a_search_without_one_is_closed() -> None:
