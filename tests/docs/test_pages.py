@@ -69,7 +69,7 @@ SKIPPED = {
     "mpirun -n 6 python scripts/torch_pipeline.py": "half a minute each; torch_backend/stages_job.py trains so",
     "mpirun -n 4 allreduce bench": "the package need not be installed; processes/test_commands.py runs it",
     "mpirun -n 4 python -m trainers --device cuda": "a GPU",
-    "mpirun -n 4 python -m trainers search": "takes the file of its page; apps/test_search_command.py runs it",
+    "mpirun -n 4 python -m trainers search": "takes the file of its page; apps/test_search_jobs.py runs it",
     "mpirun -n 4 --oversubscribe python -m trainers --epochs 300": "to be killed by hand; test_lost_ranks.py does it",
     "mpirun -n 3 --oversubscribe python -m trainers --epochs 300": "resumes what was killed; test_checkpoint.py too",
     "pip install": "installs",
