@@ -9,14 +9,13 @@ import pytest
 
 from tests import launch
 from tests.conftest import JobRunner, in_one_job
-from trainers import EMA, MirroredTrainer, NumpyNetwork, Samples, datasets
+from trainers import EMA, MirroredTrainer, NumpyNetwork, datasets
 from trainers.apps.ensemble import model as ensemble_model
-from trainers.apps.ensemble.drawn_rows import DrawnRows, taken
+from trainers.apps.ensemble.drawn_rows import DrawnRows
 from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.apps.ensemble.model import EnsembleModel
 from trainers.apps.ensemble.voting import Scorer, Voting
 from trainers.apps.serving.versions import load_model
-from trainers.data import Arrays
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError
 from trainers.files import model_file
 
@@ -138,14 +137,6 @@ def test_rows_of_members() -> None:
     assert DrawnRows(None, 3, 3, 10).of(1) is None
     with pytest.raises(ArgumentError, match="2 rows for 3 members"):
         DrawnRows("shards", 0, 3, 2)
-    x, y = np.arange(10), np.arange(10) * 2
-    whole = taken(Arrays((x, y)), DrawnRows(None, 0, 1, 10), True, 0)
-    assert (whole.data[0] is x, whole.prefetch) == (True, True)
-    part = taken(Arrays((x, y, x / 10)), DrawnRows("shards", 3, 3, 10), None, 2).data
-    np.testing.assert_array_equal(part[1], 2 * part[0])
-    np.testing.assert_array_equal(part[2], part[0] / 10)
-    rows = taken(Samples(list(zip(x, y, strict=True))), DrawnRows("shards", 3, 3, 10), None, 2).data
-    np.testing.assert_array_equal(rows.take(np.arange(4))[1], part[1])
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,8 @@ SCRIPT = launch.ROOT / "scripts" / "cluster_sim.sh"
 Rig = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def start(arguments: list[str], folder: Path, mark: str = "", **changes: str) -> "subprocess.Popen[str]":
-    """Start the script as the leader of its own session, as in a terminal; `mark` finds all processes that it
+def starting(folder: Path, mark: str = "", **changes: str) -> dict[str, Any]:
+    """How the script is started: as the leader of its own session, as in a terminal; `mark` finds all processes that it
     starts."""
     variables = {
         **os.environ,
@@ -35,26 +36,8 @@ def start(arguments: list[str], folder: Path, mark: str = "", **changes: str) ->
         launch.MARK: mark,
         **changes,
     }
-    return subprocess.Popen(
-        [str(SCRIPT), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=launch.ROOT,
-        env=variables,
-        start_new_session=True,
-    )
-
-
-def finish(process: "subprocess.Popen[str]", timeout: float) -> "subprocess.CompletedProcess[str]":
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()  # the kernel ends all of the rig with it
-        out, err = process.communicate()
-        pytest.fail(f"the rig did not end in {timeout:.0f} s\n{out}\n{err}", pytrace=False)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return {**pipes, "cwd": launch.ROOT, "env": variables, "start_new_session": True}
 
 
 @pytest.fixture
@@ -65,7 +48,8 @@ def rig(tmp_path: Path, why_not: str | None) -> Rig:
 
     def run(*arguments: str, timeout: float = 90.0, **changes: str) -> "subprocess.CompletedProcess[str]":
         mark = uuid.uuid4().hex
-        ended = finish(start(list(arguments), tmp_path, mark, **changes), timeout)
+        given = starting(tmp_path, mark, **changes)
+        ended = subprocess.run([str(SCRIPT), *arguments], timeout=timeout, **given)  # with it the kernel ends the rig
         assert launch.marked(mark) == []
         assert not list(tmp_path.glob("cluster_sim.*"))
         return ended
@@ -80,11 +64,11 @@ def why_not(tmp_path_factory: pytest.TempPathFactory) -> str | None:
     if os.environ.get("ALLREDUCE_TEST_RIG") == "1":
         return None
     try:
-        process = start(["1x1", "1gbit", "--", "true"], tmp_path_factory.mktemp("rig"))
+        given = starting(tmp_path_factory.mktemp("rig"))
     except launch.MissingEnvironmentError as error:
         lacking(error)
         return str(error)
-    ended = finish(process, 60)
+    ended = subprocess.run([str(SCRIPT), "1x1", "1gbit", "--", "true"], timeout=60, **given)
     return ended.stderr.strip() if ended.returncode == 2 else None
 
 
@@ -183,7 +167,8 @@ SLEEPER = "import time; from mpi4py import MPI; print('up', flush=True); time.sl
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_signal_takes_everything_down(rig: Rig, tmp_path: Path, sent: signal.Signals, code: int) -> None:
     mark = uuid.uuid4().hex
-    process = start(["2x2", "1gbit", "--", "python", "-c", SLEEPER], tmp_path, mark)
+    command = [str(SCRIPT), "2x2", "1gbit", "--", "python", "-c", SLEEPER]
+    process = subprocess.Popen(command, **starting(tmp_path, mark))
     assert process.stdout is not None
     assert process.stdout.read(len("up\n") * 4).count("up") == 4
     assert len(launch.marked(mark)) > 8, "script, switch, hosts, daemons and ranks"

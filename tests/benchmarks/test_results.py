@@ -1,7 +1,8 @@
-"""Results of benchmarks: their files and how these are compared, sizes, winners and sentences. No MPI, no clock."""
+"""Results of benchmarks: files and how they compare, sentences, tables, pictures, pages, and summaries of traces."""
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import compare
-from benchmarks.lib import outputs, sizes, table
-from benchmarks.lib.advice import Choice, Range, advice, choices, ranges, times_of, wrong_results
-from benchmarks.lib.results import MEMORIES, Run, from_json, summarize, to_json
-from tests.benchmarks.made_runs import made_run
+from allreduce.tracing import merging
+from allreduce.tracing.merging import RankTrace
+from benchmarks import compare, timeline
+from benchmarks import report as command
+from benchmarks.lib import outputs, plot, report, sizes, table
+from benchmarks.lib.advice import Choice, Range, advice, choices, competing, ranges, times_of, wrong_results
+from benchmarks.lib.limits import Limit, limit_of
+from benchmarks.lib.results import MEMORIES, FileError, Run, from_json, summarize, to_json
+from benchmarks.timeline import load, summary
+from tests.benchmarks.made_runs import CURVES, made_run
+from tests.docs.browser import browse
 
 Compared = Callable[..., tuple[int, str, str]]
 
@@ -39,7 +46,8 @@ def test_json_and_back() -> None:
     text = to_json(run, "an advice")
     assert from_json(text) == run
     assert json.loads(text)["advice"] == "an advice"
-    assert from_json(text.replace(',\n "compress": "bfloat16"', "")) == made_run(), "files of earlier versions"
+    earlier = from_json(text.replace(',\n "compress": "bfloat16"', ""))  # a file of an earlier version
+    assert (earlier, earlier.compress) == (made_run(), None)
 
 
 def test_compare_finds_a_regression(compared: Compared) -> None:
@@ -268,3 +276,196 @@ def test_ranges_merge_neighbours_and_forgive_ties() -> None:
     times = {1: {"a": 1.0, "b": 2.0}, 2: {"a": 1.02, "b": 1.0}, 4: {"a": 2.0, "b": 1.0}, 8: {"b": 1.0}}
     assert ranges(times) == [Range(1, 2, "a"), Range(4, 8, "b")]
     assert ranges(times, tie=1.0) == [Range(1, 1, "a"), Range(2, 8, "b")]
+
+
+# Pictures and pages
+
+
+@pytest.mark.expensive
+def test_page_in_a_browser(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "report.html").write_text(report.page(made_run()))
+    seen = browse((tmp_path / "report.html").as_uri())
+    dom = seen.stdout
+    assert dom.count("<svg") == 1
+    assert len(re.findall(r'<g id="axes_\d+"', dom)) == 4  # busbw and time, of allocated and foreign arrays
+    for text in ("Bus bandwidth and time", "median us", "32 KiB", "gloo"):
+        assert text in dom, f"{text!r} is not on the page"
+    errors = [line for line in seen.stderr.splitlines() if "CONSOLE" in line and "source: chrome:" not in line]
+    assert not errors
+
+
+def cells(page: str) -> list[list[tuple[int, str]]]:
+    """Of each row of the maps: (width, backend) of each cell."""
+    rows = re.findall(r"<tr><th class=name>[^<]*</th>(.*?)</tr>", page)
+    return [[(int(a), b) for a, b in re.findall(r"colspan=(\d+)[^>]*title='(\w+): ", row)] for row in rows]
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without pictures, which take seconds."""
+    monkeypatch.setattr(report, "draw", lambda *_: b"<svg/>")
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_the_map_has_the_fastest_backend_of_each_size_and_number_of_ranks() -> None:
+    """native is the fastest up to 32 KiB; then shared, where arrays are allocated, and else ring from 32 MiB on."""
+    few, many = made_run(2), made_run(4, slower=0.1)
+    page = report.page(few, many, made_run(1))
+    found = cells(page)
+    assert len(found) == 4  # two runs of several ranks, two kinds of memory
+    for row, (run, memory) in zip(
+        found, [(few, "allocated"), (many, "allocated"), (few, "foreign"), (many, "foreign")], strict=True
+    ):
+        spans = [[name] * width for width, name in row]
+        times = competing(times_of(run, memory))
+        fastest = [min(here, key=lambda name, here=here: here[name]) for here in times.values()]
+        assert [name for span in spans for name in span] == fastest
+    assert [row[0][1] for row in found] == ["native", "ring", "native", "ring"]
+    assert not re.search(r"<script|<(img|iframe)[^>]*\ssrc=|<link[^>]*href=.http|@import", page), "from the network"
+    assert "Made Up CPU &lt;1&gt;" in page
+    for place in ("2 ranks on 1 node", "4 ranks on 1 node", "1 rank on 1 node"):
+        assert f"<h1>{place}</h1>" in page
+
+
+@pytest.mark.parametrize(
+    ("sizes", "facts", "expected"),
+    [
+        ([2], {"memory_gbs": 40.0}, Limit(10.0, "memory")),
+        ([4], {"memory_gbs": 40.0}, Limit(7.5, "memory")),
+        ([2, 2], {"memory_gbs": 40.0, "network_gbs": 0.125}, Limit(0.1875, "network")),
+        ([1], {"memory_gbs": 40.0}, None),
+        ([2], {}, None),
+        ([2], {"memory_gbs": "fast"}, None),
+        ([2], {"memory_gbs": 10**400}, None),
+        ([2], {"memory_gbs": True}, None),
+        ([2, 2], {"network_gbs": 1.7e308}, None),
+    ],
+)
+def test_the_limit_of_memory_and_network(sizes: list[int], facts: dict[str, float], expected: Limit | None) -> None:
+    run = replace(made_run(), node_sizes=sizes, machine=facts)
+    assert limit_of(run) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_picture_has_a_line_of_every_backend_and_of_the_limit(ranks: int) -> None:
+    """One rank has no bus bandwidth, and so half of the axes and no limit."""
+    pytest.importorskip("matplotlib")
+    run = made_run(ranks)
+    run.machine["memory_gbs"] = 40.0
+    times = [list(CURVES[memory]) for memory in ("allocated", "foreign")]
+    bandwidths = [[*names, "limit of the memory"] for names in times * (ranks > 1)]
+    figure = plot.figure_of(run)
+    assert [axis.get_legend_handles_labels()[1] for axis in figure.axes] == bandwidths + times
+    assert plot.content(figure, "png").startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_page_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    paths = [tmp_path / f"{ranks}.json" for ranks in (4, 2)]
+    for path, ranks in zip(paths, (4, 2), strict=True):
+        path.write_text(to_json(made_run(ranks)))
+    page = tmp_path / "page.html"
+    assert command.main([*map(str, paths), "--html", str(page)]) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    assert command.main([*map(str, paths), "--html", "-"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("<!DOCTYPE html>")
+    assert out.endswith("</body></html>\n")
+    assert re.findall(r"<h1>(\d) ranks on 1 node", page.read_text()) == ["2", "4"]
+    other = tmp_path / "other.json"
+    for run, kinds in (
+        (replace(made_run(2), op="max"), "float32 max, compress=None; float32 sum, compress=None"),
+        (replace(made_run(2), compress="int8"), "float32 sum, compress=None; float32 sum, compress=int8"),
+    ):
+        other.write_text(to_json(run))
+        assert command.main([str(paths[0]), str(other), "--html", str(page)]) == 2
+        assert f"measured different calls: {kinds}" in capsys.readouterr().err
+
+
+# Traces
+
+
+def trace(path: Path) -> Path:
+    """Two steps of 10 ms on three ranks; rank 1 computes for 6 ms, the others for 2 and 3."""
+    ranks = []
+    for compute in (2, 6, 3):
+        spans: list[merging.Span] = []
+        calls: list[merging.TracedCall] = []
+        for step in (0, 1):
+            at = step * 10_000_000
+            begin = at + compute * 1_000_000
+            spans += [merging.Span(0, "compute", at, begin), merging.Span(0, "update", at + 9_000_000, at + 10_000_000)]
+            calls.append(merging.TracedCall(0, 0, step, "all_reduce, ring", begin, begin, at + 9_000_000, {"bytes": 4}))
+        ranks.append(RankTrace(spans, calls))
+    with path.open("w") as file:
+        merging.write(file, merging.events(ranks, ["ring"]), {})
+    return path
+
+
+def test_who_waits_for_whom(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert timeline.main([str(trace(tmp_path / "t.json"))]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "# 3 ranks, 0.020 s; share of the time:",
+        "# compute wait reduce update",
+        "rank 0 20.0% 40.0% 30.0% 10.0%",
+        "rank 1 60.0% 0.0% 30.0% 10.0%",
+        "rank 2 30.0% 30.0% 30.0% 10.0%",
+        "# which rank waited for the last rank of a call, and how long:",
+        "rank 0 waited 0.008 s for rank 1",
+        "rank 2 waited 0.006 s for rank 1",
+        "# rank 1 came last most often, to 2 of 2 calls; the others waited 0.014 s for it, 35.0% of their time",
+    ]
+
+
+def event(**changes: Any) -> dict[str, Any]:
+    return {"name": "x", "cat": "compute", "ph": "X", "ts": 0, "dur": 10, "pid": 0, "tid": 0} | changes
+
+
+def write(path: Path, *events: Any) -> str:
+    path.write_text(json.dumps({"traceEvents": list(events)}))
+    return str(path)
+
+
+def own_times(file: str) -> dict[str, float]:
+    """The microseconds of each kind on rank 0, without kinds that have none."""
+    return {kind: round(1e6 * time, 3) for kind, time in summary(load(file)).shares[0, 0].items() if time > 1e-9}
+
+
+def test_each_moment_counts_for_the_slice_that_began_last(tmp_path: Path) -> None:
+    """Other programs write overlapping slices and unknown kinds, and the file may be a plain list of events."""
+    file = tmp_path / "t.json"
+    inner = event(cat="update", ts=2, dur=3)
+    file.write_text(json.dumps([event(), inner, event(cat="\x1b[2J", ts=12, dur=8), {"ph": "i"}]))
+    assert own_times(str(file)) == {"compute": 7, "update": 3, "other": 10}
+    overlapping = event(), event(cat="update", ts=8, dur=30), event(cat="data", ts=9, dur=2), event(ts=50, dur=1)
+    assert own_times(write(file, *overlapping)) == {"compute": 9, "update": 28, "data": 2, "other": 12}
+    # The sum of the first one's two floats is slightly more than the begin of the second one.
+    wait = event(cat="wait", ts=2036685.218, dur=495.057, args={"last": 1})
+    reduce = event(cat="reduce", ts=2037180.275, dur=50812.65)
+    assert wait["ts"] + wait["dur"] > reduce["ts"]
+    assert own_times(write(file, wait, reduce)) == {"wait": 495.057, "reduce": 50812.65}
+
+
+def test_much_time_outside_of_all_spans_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert timeline.main([write(tmp_path / "t.json", event(), event(ts=30))]) == 0
+    assert "# other: outside of all spans" in capsys.readouterr().out
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.timeline.MOST_BYTES", 100)
+    with pytest.raises(FileError, match="at most 100 are read"):
+        load(str(trace(tmp_path / "t.json")))
+
+
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    file = str(trace(tmp_path / "t.json"))
+    assert timeline.main([file, "--plot", str(tmp_path / "t.svg")]) == 0
+    picture = (tmp_path / "t.svg").read_text()
+    assert "<svg" in picture
+    assert picture.count("<path") > 10
+    assert timeline.main([file, "--plot", str(tmp_path / "t.txt")]) == 2
+    assert ".png, .svg or .pdf" in capsys.readouterr().err

@@ -330,6 +330,7 @@ def test_the_table_of_backends_is_made_from_the_code(monkeypatch: pytest.MonkeyP
     assert set(rows) == {*NAMES, *algorithms.OTHERS, "new"}
     assert rows["new"] == rows["ring"]
     assert "2 (n-1) alpha + 2 (n-1)/n S beta" in rows["ring"]
+    assert "2 log2 p alpha + 2 (p-1)/p S beta" in rows["halving_doubling"]
     assert "```{backends}\n```" in (launch.ROOT / "docs" / "how" / "algorithms.md").read_text()
 
 
