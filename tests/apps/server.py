@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -16,19 +16,6 @@ LIMITS = Limits(body_bytes=1 << 16, rows=64, connections=64, seconds=10.0)
 PREDICT = "/v1/models/m:predict"
 
 
-class Direct:
-    """A service that computes at once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def submit(self, version: Version, rows: np.ndarray) -> "Future[np.ndarray]":
-        future: Future[np.ndarray] = Future()
-        with self._lock:
-            future.set_result(version.model.predict(rows))
-        return future
-
-
 class Target:
     """A web server in a thread of this process, and a copy of its model. page: the text of /metrics."""
 
@@ -37,9 +24,13 @@ class Target:
         self.versions.add(Version(1, "m.npz", AVAILABLE, NetworkModel(network)))
         self._network, self._lock = NumpyNetwork([4, 8, 3], seed=3), threading.Lock()
         self.codes: Counter[int] = Counter()
-        service = Direct()
+        computing = ThreadPoolExecutor(1)
         pages = Pages(
-            self.versions, lambda *given: service.submit(*given), LIMITS, lambda: (page, "text/plain"), self._count
+            self.versions,
+            lambda version, rows: computing.submit(version.model.predict, rows),
+            LIMITS,
+            lambda: (page, "text/plain"),
+            self._count,
         )
         self._listener = listen("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]

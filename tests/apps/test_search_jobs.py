@@ -1,15 +1,22 @@
-"""Searches whose ranks, parts and jobs are killed: every trial is told once, and the others go on."""
+"""Searches: ranks, parts and jobs that are killed, the command, and the study in one process with its locks."""
 
+import fcntl
+import io
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import JobRunner
+from tests.conftest import JobRunner, Program, in_one_job
+from trainers.apps.search import study
+from trainers.apps.search.study import COMPLETE, FAIL, MOST_ATTEMPTS, Claim, Study
+from trainers.errors import ArgumentError
+from trainers.replicas.numpy.categories import load_network
 
-pytest.importorskip("optuna")
+optuna = pytest.importorskip("optuna")
 TELLS, FINISHED = 6, {1, 2, 3}  # of optuna's journal: the operation that sets a trial's state; complete, pruned, fail
 
 
@@ -96,3 +103,125 @@ def test_a_search_goes_on_after_sigterm(mpirun: JobRunner, tmp_path: Path) -> No
     assert {each["state"] for each in result["trials"]} == {"COMPLETE", "FAIL"}
     assert result["ranks"] == 3
     assert set(told(tmp_path / "journal").values()) == {1}
+
+
+# The command
+
+
+TUNING = """
+goal: MAXIMIZE
+maxTrials: 3
+params:
+- {parameterName: lr, type: DOUBLE, minValue: 0.001, maxValue: 0.1, scaleType: UNIT_LOG_SCALE}
+- {parameterName: units, type: INTEGER, minValue: 2, maxValue: 9}
+- {parameterName: optimizer, type: CATEGORICAL, categoricalValues: [adam, momentum]}
+- {parameterName: momentum, type: DOUBLE, minValue: 0.5, maxValue: 0.99}
+"""
+
+
+@pytest.mark.jobs
+def test_the_command(tmp_path: Path) -> None:
+    """The best model and the trials are written; errors come before anything starts."""
+
+    def line(text: str, *given: str) -> Program:
+        path = tmp_path / f"{len(list(tmp_path.glob('*.yaml')))}.yaml"
+        path.write_text(text)
+        return "trainers.cli.main", ["search", "--config", str(path), "--data", "iris", *given], tmp_path
+
+    reason = "none of 3 trials is complete; the first reason: ArgumentError: "
+    cases = [
+        (line(TUNING, "--ranks-per-trial", "3"), "a part of 3 ranks: this job has 2 ranks"),
+        (line(TUNING.replace("goal", "gaol")), "gaol: Extra inputs are not permitted"),
+        (line(TUNING, "--units", "3"), "--units is varied by --config; leave it out here"),
+        (line(TUNING, "--storage", "none/journal"), "--storage none/journal: this can't be written"),
+        (line(TUNING, "--strategy", "spare_replicas"), f"{reason}--backup-workers 1: spare must be"),
+        (line(TUNING, "--epochs", "0"), f"{reason}--epochs 0"),
+    ]
+    files = ["--save", "best.npz", "--json", "s.json", "--storage", "s.journal"]
+    programs = [*(program for program, _ in cases), line(TUNING, "--epochs", "3", *files)]
+    *refused, searched = in_one_job(2, programs, tmp_path)
+    for (_, text), ranks in zip(cases, refused, strict=True):
+        assert [each["code"] for each in ranks] == [2, 2], ranks
+        assert text in ranks[0]["stderr"], ranks[0]["stderr"]
+    assert [each["code"] for each in searched] == [0, 0], searched
+    result = json.loads((tmp_path / "s.json").read_text())
+    assert [each["number"] for each in result["trials"]] == [0, 1, 2]
+    assert {each["state"] for each in result["trials"]} <= {"COMPLETE", "PRUNED"}
+    best = result["trials"][result["best"]]
+    assert best["values"] == [max(each["values"][0] for each in result["trials"] if each["values"])]
+    network = load_network(str(tmp_path / "best.npz"))
+    options = result["best_options"]
+    assert options == best["params"]
+    assert network.sizes == [4, options["units"], 3]
+    assert network.optimizer.lr == pytest.approx(options["lr"])
+    assert ("momentum" in options) == (options["optimizer"] == "momentum")
+    assert 0.5 <= options.get("momentum", 0.5) <= 0.99
+    lines = "".join(each["stdout"] for each in searched).splitlines()
+    assert sum(line.startswith("trial ") for line in lines) == 3
+    assert any(line.startswith("test accuracy of the best model: ") for line in lines)
+
+
+# The study in one process
+
+
+def test_a_claim_as_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a lock is one of fcntl: a shared one needs a file that is read, the other one a file that is written."""
+    unfit: list[int] = []
+
+    def flock(file: io.FileIO | int, kind: int) -> None:
+        number = file if isinstance(file, int) else file.fileno()
+        mode = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE
+        if mode == (os.O_WRONLY if kind & fcntl.LOCK_SH else os.O_RDONLY) or kind in unfit:
+            raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(study.fcntl, "flock", flock)
+    path = str(tmp_path / "journal")
+    Claim(path, first=True).close()
+    unfit.append(fcntl.LOCK_SH)
+    with pytest.raises(ArgumentError, match="journal can't be used: Bad file descriptor"):
+        Claim(path, first=True)
+
+
+def test_a_grid_goes_on_with_a_trial_that_was_killed(tmp_path: Path) -> None:
+    def opened() -> Study:
+        sampler = optuna.samplers.GridSampler({"x": [1, 2]}, seed=0)
+        return Study(str(tmp_path / "journal"), ["minimize"], sampler=sampler)
+
+    first = opened()
+    asked = [first.ask(2), first.ask(2)]
+    values = [each.suggest_int("x", 1, 2) for each in asked]
+    first.tell(0, COMPLETE, [1.0])
+    again = opened()
+    again.begin("")
+    assert again.end_running("killed", again=True) == [1]
+    repeat = again.ask(2)
+    assert repeat.suggest_int("x", 1, 2) == values[1]
+    assert again.tell(repeat.number, COMPLETE, [2.0]).repeats == 1
+    assert again.ask(2) is None
+
+
+def test_a_search_of_all_points_ends(tmp_path: Path) -> None:
+    """Of two parts: the second one runs no more trials when the first one has tried all points."""
+    sampler = optuna.samplers.GridSampler({"x": [1, 2], "y": [1, 2]}, seed=0)
+    studies = [Study(str(tmp_path / "journal"), ["minimize"], sampler=sampler) for _ in range(2)]
+    points = []
+    for number in range(4):
+        asked = studies[0].ask(9)
+        points.append((asked.suggest_int("x", 1, 2), asked.suggest_int("y", 1, 2)))
+        studies[0].tell(number, COMPLETE, [1.0])
+    assert sorted(points) == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert [study.ask(9) for study in studies] == [None, None]
+
+
+def test_a_trial_that_is_killed_too_often_is_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for attempt in range(MOST_ATTEMPTS + 1):
+        opened = Study(str(path), ["minimize"], sampler=optuna.samplers.RandomSampler())
+        opened.begin("")
+        assert opened.end_running("killed", again=True) == ([attempt - 1] if attempt else [])
+        asked = opened.ask(1)
+        if asked is not None:
+            asked.suggest_float("x", 0, 1)
+    assert asked is None
+    assert {(each.state, each.reason) for each in opened.ended()} == {(FAIL, "killed")}
+    assert len(opened.ended()) == MOST_ATTEMPTS

@@ -1,6 +1,7 @@
-"""The server as a job: a rank is killed and a version is replaced under load; errors at its start."""
+"""The server as a job: ranks are killed and versions replaced under load; and its web side in this process."""
 
 import contextlib
+import gzip
 import http.client
 import json
 import os
@@ -12,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from allreduce.elastic.exchange import Exchange, Message
 from allreduce.topology import Topology
 from benchmarks import serving
 from tests import launch
-from tests.apps.server import Target, request
+from tests.apps.server import PREDICT, Target, request
 from tests.conftest import in_one_job
 from trainers.apps.ensemble import model as ensemble_model
 from trainers.apps.ensemble.model import SavedEnsemble, SavedMember
@@ -32,15 +34,13 @@ from trainers.apps.serving.answering import NUMBER
 from trainers.apps.serving.command import COMMAND
 from trainers.apps.serving.dealing import Peer, Prepared, Server
 from trainers.apps.serving.versions import AVAILABLE, LOADING, UNLOADING, Version, Versions, load_whole
-from trainers.apps.serving.web import RefusedError, listen
+from trainers.apps.serving.web import CLIENT_GONE, MOST_HEAD, RefusedError, listen
 from trainers.errors import ArgumentError
 from trainers.recovery.terminating import Terminating
 from trainers.replica import saved_config
 from trainers.replicas.numpy.network import NumpyNetwork
 
 ANSWER_SECONDS = "3"  # with less, a busy machine makes ranks late that are not stopped, and requests 504
-
-
 LOAD_SECONDS = 180.0  # on a busy machine
 
 
@@ -138,41 +138,24 @@ def test_a_rank_is_killed_and_a_version_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 @pytest.mark.usefixtures("_environment")
-def test_canary_other_models_and_a_stopped_rank(tmp_path: Path) -> None:
-    folder = tmp_path / "models"
+def test_a_canary_a_file_that_is_replaced_and_a_stopped_rank(tmp_path: Path) -> None:
+    folder, x = tmp_path / "models", np.ones((1, 4), np.float32)
+    networks = [NumpyNetwork([4, 3], seed=number) for number in (1, 2, 5)]
+    first, canary, replacing = (network.predict(x) for network in networks)
     for number in (1, 2):
         (folder / f"{number:04}").mkdir(parents=True)
-        NumpyNetwork([4, 3], seed=number).save(str(folder / f"{number:04}" / "m.npz"))
-    NumpyNetwork([5, 3]).save(str(tmp_path / "wide.npz"))
+        networks[number - 1].save(str(folder / f"{number:04}" / "m.npz"))
     given = ["--model", os.path.relpath(folder), "--canary", "0002=0.5"]
     given += ["--poll-seconds", "0.05", "--answer-seconds", ANSWER_SECONDS]
-    x = np.ones((1, 4), np.float32)
-    answers = [NumpyNetwork([4, 3], seed=number).predict(x)[0] for number in (1, 2)]
-
     with server(2, given, tmp_path) as job, contextlib.closing(_connection(job)) as connection:
-        found = [_ask(connection, "", x.tolist())[1]["predictions"][0] for _ in range(40)]
-        by_canary = sum(np.allclose(each, answers[1]) for each in found)
-        assert 0 < by_canary < 40
-        assert sum(np.allclose(each, answers[0]) for each in found) == 40 - by_canary
-        answer = _ask(connection, "/versions/2", x.tolist())[1]
-        assert np.allclose(answer["predictions"][0], answers[1])
-        assert _ask(connection, "", [[1, 2]])[0] == 400
-        assert _ask(connection, "/versions/3", x.tolist())[0] == 404
-        shutil.copytree(folder / "0001", folder / "0003")
-        (folder / "0003" / "m.npz").write_bytes((folder / "0001" / "m.npz").read_bytes()[:-30])
-        job.wait_for({3: "END", 2: "AVAILABLE", 1: "AVAILABLE"})
-        shutil.copy(tmp_path / "wide.npz", folder / "0003" / "m.npz")
-        while "rows of 5 float32" not in (status := job.get(serving.PATH)):
-            assert "END" in status or "LOADING" in status or len(status) < 300
+        found = [_ask(connection, x) for _ in range(40)]
+        assert 0 < sum(np.allclose(each, canary) for each in found) < 40
+        assert all(np.allclose(each, canary) or np.allclose(each, first) for each in found)
         shutil.rmtree(folder / "0002")
-        job.wait_for({3: "END", 1: "AVAILABLE"})
-        assert _ask(connection, "", x.tolist())[0] == 200
-        replacing = NumpyNetwork([4, 3], seed=5)  # in the place of the first one: no rank answers by that again
-        replacing.save(str(folder / "0001" / "m.npz"))
-        while not _is_answer(_ask(connection, "", x.tolist()), replacing.predict(x)):
+        networks[2].save(str(folder / "0001" / "m.npz"))  # no rank answers by the first one again
+        while not np.allclose(_ask(connection, x), replacing, atol=1e-5):
             time.sleep(0.02)
-        answers = [_ask(connection, "", x.tolist()) for _ in range(20)]
-        assert all(_is_answer(each, replacing.predict(x)) for each in answers)
+        assert all(np.allclose(_ask(connection, x), replacing, atol=1e-5) for _ in range(20))
         _check_a_stopped_rank(job, connection, x)
     assert job.code == 0, job.text()
     assert "answered" in job.text()
@@ -294,17 +277,13 @@ def test_a_version_that_is_gone_meanwhile_does_not_answer(tmp_path: Path) -> Non
         assert not server._versions.listed()
 
 
-def _is_answer(given: tuple[int, dict], wanted: np.ndarray) -> bool:
-    return given[0] == 200 and np.allclose(given[1]["predictions"], wanted, atol=1e-5)
-
-
 def _check_a_stopped_rank(job: Job, connection: http.client.HTTPConnection, x: np.ndarray) -> None:
     """Its batch, of more than MPI sends at once, is dealt once more; it gets no other until it has answered."""
-    rows = np.repeat(x, 1000, axis=0).tolist()
+    rows = np.repeat(x, 1000, axis=0)
     stopped, before = job.ranks()[1], job.text().count("has not answered")
     os.kill(stopped, signal.SIGSTOP)
     try:
-        assert [_ask(connection, "", rows)[0] for _ in range(5)] == [200] * 5
+        assert [len(_ask(connection, rows)) for _ in range(5)] == [1000] * 5
         while "has not answered" not in job.text():
             time.sleep(0.02)
         assert job.text().count("has not answered") <= before + 1
@@ -316,10 +295,10 @@ def _connection(job: Job) -> http.client.HTTPConnection:
     return http.client.HTTPConnection("127.0.0.1", job.port, timeout=30)
 
 
-def _ask(connection: http.client.HTTPConnection, version: str, rows: list) -> tuple[int, dict]:
-    connection.request("POST", f"{serving.PATH}{version}:predict", json.dumps({"instances": rows}))
-    answer = connection.getresponse()
-    return answer.status, json.loads(answer.read())
+def _ask(connection: http.client.HTTPConnection, rows: np.ndarray) -> np.ndarray:
+    """Return the outputs for rows; NaN if the server refuses these."""
+    connection.request("POST", serving.PREDICT, json.dumps({"instances": rows.tolist()}))
+    return np.array(json.loads(connection.getresponse().read()).get("predictions", np.nan))
 
 
 @pytest.mark.jobs
@@ -338,7 +317,6 @@ def test_errors_at_the_start(tmp_path: Path) -> None:
             (["--model", "empty"], "has no version"),
             (["--model", "half"], "is not a model file, or it is damaged"),
             (["--model", "m.npz", "--canary", "0002=0.1"], "is a file"),
-            (["--model", "empty", "--canary", "0002=1.5"], "between 0 and 1"),
             (["--model", "m.npz", "--name", "a/b"], "can't be in a path"),
             (["--model", "m.npz", "--port", port], "Address already in use"),
             (["--model", "m.npz", "--port", "70000"], "must be an integer from 0 to 65535, got '70000'"),
@@ -379,3 +357,93 @@ def _send_for_seconds(connection: socket.socket, seconds: int) -> None:
     for _ in range(20 * seconds):
         connection.sendall(b"x")
         time.sleep(0.05)
+
+
+# The web side: answers of GETs, overload, and requests of unusual form
+
+
+RIGHT = b'{"instances": [[1, 2, 3, 4]]}'
+CHUNKED = b"Transfer-Encoding: chunked"
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    found = Target()
+    yield found
+    found.close()
+
+
+def answer(target: Target, raw: bytes, code: int) -> dict:
+    found = target.ask(raw)
+    assert found is not None
+    assert found[0] == code, found
+    return json.loads(found[1])
+
+
+def get(target: Target, path: str, code: int = 200) -> dict:
+    return answer(target, request(path, b"", "GET"), code)
+
+
+def test_gets_are_those_of_tensorflow_serving(target: Target) -> None:
+    status = {
+        "model_version_status": [
+            {"version": "1", "state": "AVAILABLE", "status": {"error_code": "OK", "error_message": ""}}
+        ]
+    }
+    assert get(target, "/v1/models/m") == status
+    assert get(target, "/v1/models/m/versions/1") == status
+    assert "versions/2" not in str(error := get(target, "/v1/models/m/versions/2", 404))
+    assert set(error) == {"error"}
+    assert target.ask(request("/metrics", b"", "GET")) == (200, b"x 1\n")
+    assert target.ask(request("/v1/models/m", b"", "HEAD")) == (200, b"")
+
+
+def test_the_health_of_the_server(target: Target) -> None:
+    assert get(target, "/health") == {"status": "ok"}
+    target.versions.known[1].state = UNLOADING
+    try:
+        assert "no version" in get(target, "/health", 503)["status"]
+    finally:
+        target.versions.known[1].state = AVAILABLE
+
+
+def test_a_head_has_at_most_16_kib(target: Target) -> None:
+    """uvicorn refuses a longer one when it comes in pieces."""
+    head = request(PREDICT, RIGHT, "POST", b"X-Long: " + b"x" * (10 * MOST_HEAD))
+    with socket.create_connection(("127.0.0.1", target.port)) as connection:
+        with suppress(ConnectionError):
+            for start in range(0, len(head), MOST_HEAD):
+                connection.sendall(head[start : start + MOST_HEAD])
+                time.sleep(0.05)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
+def test_requests_of_unusual_form(target: Target) -> None:
+    pieces = b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in (RIGHT[:5], RIGHT[5:])) + b"0\r\n\r\n"
+    old = b"POST %s HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (PREDICT.encode(), len(RIGHT), RIGHT)
+    for raw in (request(PREDICT, RIGHT), old, request(PREDICT, pieces, "POST", CHUNKED)):
+        assert len(answer(target, raw, 200)["predictions"]) == 1
+    for raw, code in [
+        (request(PREDICT, gzip.compress(RIGHT), "POST", b"Content-Encoding: gzip"), 415),
+        (request(PREDICT, RIGHT, "POST", b"Content-Type: application/xml"), 415),
+        (request("/v1/models/%2e%2e%2fm:predict", RIGHT), 404),
+        (request("/v1/models/../m:predict", RIGHT), 404),
+        (request("/v1/models/m%2fversions%2f1:predict", RIGHT), 200),
+        (request("/v1/models/m.npz:predict", RIGHT), 404),
+        (request(PREDICT, RIGHT, "PUT"), 405),
+        (request("/v1/models/m", RIGHT), 405),
+        (request(PREDICT, b"z\r\n" + pieces, "POST", CHUNKED), 400),
+    ]:
+        answer(target, raw, code)
+
+
+def test_clients_that_close_early(target: Target) -> None:
+    """The others get their answers."""
+    whole = request(PREDICT, RIGHT)
+    for length in (1, 20, len(whole) - 5, len(whole)):
+        with socket.create_connection(("127.0.0.1", target.port)) as connection:
+            connection.sendall(whole[:length])
+    assert len(answer(target, whole, 200)["predictions"]) == 1
+    while target.codes[CLIENT_GONE] < 1:  # of the one that has sent a part of a body
+        time.sleep(0.01)
+    assert target.codes[500] == 0

@@ -47,12 +47,11 @@ def changed(**keys: Any) -> dict[str, Any]:
     return made
 
 
-def choices(values: Any) -> dict[str, Any]:
-    """The good file, with a parameter of these texts."""
-    return {**GOOD, "params": [{"parameterName": "lr", "type": "CATEGORICAL", "categoricalValues": values}]}
-
-
-CHOICES = r"categoricalValues.*: Input should be a valid (list|string)|: the values must be different"
+def parameter(name: str, kind: str, *values: Any) -> dict[str, Any]:
+    """A parameter of one of these values, or from the first to the second."""
+    lists = {"CATEGORICAL": "categoricalValues", "DISCRETE": "discreteValues"}
+    given = {lists[kind]: [*values]} if kind in lists else {"minValue": values[0], "maxValue": values[1]}
+    return {"parameterName": name, "type": kind, **given}
 
 
 def test_a_file_of_every_type_and_scale(tmp_path: Path) -> None:
@@ -91,39 +90,25 @@ params:
         (changed(maxTrails=3), r"^maxTrails: Extra inputs are not permitted, got 3$"),
         (changed(stray=1), r"^params.0.DOUBLE.stray: Extra inputs are not permitted"),
         (changed(successiveHalving={"factr": 2}), r"^successiveHalving.factr: Extra inputs are not permitted"),
-        (changed(successiveHalving={"firstEpochs": "1.5"}), r"^successiveHalving.firstEpochs: .* a valid integer"),
         (changed(successiveHalving={"factor": "1"}), r"factor: Input should be greater than or equal to 2, got '1'"),
         (changed(successiveHalving={}, enableTrialEarlyStopping="false"), r"can't be used with successiveHalving"),
-        (changed(goal="maximum"), r"^goal: Input should be 'MAXIMIZE' or 'MINIMIZE', got 'maximum'$"),
         (changed(goal=None), r"^goal: Field required[^;]*$"),
         (changed(hyperparameterMetricTag="auc"), r"hyperparameterMetricTag: Input should be 'val_accuracy', "),
         (changed(maxTrials=0), r"maxTrials: Input should be greater than or equal to 1, got 0"),
-        (changed(maxParallelTrials="1:00"), r"maxParallelTrials: Input should be a valid integer, .*got '1:00'"),
         (changed(params=[]), r"params: List should have at least 1 item after validation, not 0, got \[\]"),
         (changed(params=[LR, LR]), r"lr is there twice"),
         (changed(parameterName="learning_rate"), r"params.0.DOUBLE.parameterName: 'learning_rate' is no option"),
         (changed(parameterName="bach_size"), r"did you mean 'batch-size'\?"),
         (changed(parameterName="save"), r"a search does not vary --save"),
-        (changed(parameterName="data"), r"a search does not vary --data"),
         (changed(type="FLOAT"), r"params.0: Input tag 'FLOAT' .*'DOUBLE', 'INTEGER', 'CATEGORICAL', 'DISCRETE'"),
         (changed(minValue=0), r"UNIT_LOG_SCALE needs a minValue > 0, got 0"),
         (changed(scaleType="LOG"), r"scaleType: Input should be 'UNIT_LINEAR_SCALE' or 'UNIT_LOG_SCALE'"),
-        *((choices(values), CHOICES) for values in ([], [["a"]], ["a", "a"], None)),
+        (changed(params=[parameter("lr", "CATEGORICAL", "a", "a")]), r"CATEGORICAL: the values must be different"),
         (changed(minValue=0.5), r"minValue 0.5 is larger than maxValue 0.1"),
-        (changed(minValue=None), r"params.0.DOUBLE.minValue: Field required"),
         (changed(maxValue=float("inf")), r"maxValue: Input should be a finite number, got inf"),
-        (
-            changed(type="INTEGER"),
-            r"params.0.INTEGER.minValue: Input should be a valid integer, got a",
-        ),
-        (changed(type="CATEGORICAL"), r"params.0.CATEGORICAL.scaleType: Extra inputs"),
-        (changed(type="DISCRETE", scaleType=None), r"params.0.DISCRETE.minValue: Extra inputs"),
-        (
-            changed(enableTrialEarlyStopping="seldom"),
-            r"enableTrialEarlyStopping: Input should be a valid boolean, .*got 'seldom'",
-        ),
+        (changed(type="INTEGER"), r"params.0.INTEGER.minValue: Input should be a valid integer, got a"),
         (changed(goal="MINIMIZE", hyperparameterMetricTag="accuracy"), r"MINIMIZE would find the worst accuracy"),
-        (changed(goal="MAXIMIZE", hyperparameterMetricTag="val_loss"), r"MAXIMIZE would find the worst val_loss"),
+        (changed(maxTrials=5000 * "9"), r"^maxTrials: .*, got '999.{180,300}$"),
     ],
 )
 def test_a_mistake_has_a_named_error(content: Any, text: str) -> None:
@@ -131,30 +116,18 @@ def test_a_mistake_has_a_named_error(content: Any, text: str) -> None:
         config.read(content)
 
 
-def test_a_long_value_is_cut() -> None:
-    with pytest.raises(ArgumentError, match=r"^maxTrials: .*, got '999") as caught:
-        config.read(changed(maxTrials=5000 * "9"))
-    assert len(str(caught.value)) < 400
-
-
 def test_parameters_follow_those_that_they_need() -> None:
-    def choice(name: str, *values: Any) -> dict[str, Any]:
-        return {
-            "parameterName": name,
-            "type": "CATEGORICAL",
-            "categoricalValues": [str(each).lower() for each in values],
-        }
-
     def suggested(largest: bool, *params: dict[str, Any]) -> str:
         found = config.read({**GOOD, "params": [*params]})
         found.check([])
         return " ".join(found.suggest(Fixed(largest)))  # type: ignore[arg-type]
 
-    stale, updates = choice("max-staleness", 3, 4), choice("updates", "sync", "async")
-    servers = stale, updates, choice("strategy", "mirrored", "parameter_server")
+    stale = parameter("max-staleness", "CATEGORICAL", "3", "4")
+    updates = parameter("updates", "CATEGORICAL", "sync", "async")
+    servers = stale, updates, parameter("strategy", "CATEGORICAL", "mirrored", "parameter_server")
     assert suggested(False, *servers) == "--strategy mirrored"
     assert suggested(True, *servers) == "--strategy parameter_server --updates async --max-staleness 4"
-    exact = choice("micro-batch", 2, 4), choice("exact", False, True)
+    exact = parameter("micro-batch", "CATEGORICAL", "2", "4"), parameter("exact", "CATEGORICAL", "false", "true")
     assert suggested(False, *exact) == ""
     assert suggested(True, *exact) == "--exact --micro-batch 4"
 
@@ -170,21 +143,17 @@ def test_the_best_model_stays_when_a_trial_is_told_twice(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
-    ("parameter", "base", "text"),
+    ("given", "base", "text"),
     [
-        ({"parameterName": "momentum", "type": "DOUBLE", "minValue": 0.1, "maxValue": 1}, [], "--momentum"),
-        ({"parameterName": "batch_size", "type": "INTEGER", "minValue": 0, "maxValue": 9}, [], "0 can't be used"),
-        (
-            {"parameterName": "units", "type": "INTEGER", "minValue": 1, "maxValue": 9},
-            ["--hidden", "3"],
-            "--hidden gives",
-        ),
-        ({"parameterName": "lr", "type": "DISCRETE", "discreteValues": [0.1, -1]}, [], "-1 can't be used"),
+        (parameter("momentum", "DOUBLE", 0.1, 1), [], "--momentum"),
+        (parameter("batch_size", "INTEGER", 0, 9), [], "0 can't be used"),
+        (parameter("units", "INTEGER", 1, 9), ["--hidden", "3"], "--hidden gives"),
+        (parameter("lr", "DISCRETE", 0.1, -1), [], "-1 can't be used"),
     ],
 )
-def test_the_options_take_the_whole_range(parameter: dict[str, Any], base: list[str], text: str) -> None:
+def test_the_options_take_the_whole_range(given: dict[str, Any], base: list[str], text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
-        config.read({**GOOD, "params": [parameter]}).check(base)
+        config.read({**GOOD, "params": [given]}).check(base)
 
 
 RANGE = "goal: MAXIMIZE\nparams: [{parameterName: lr, type: DOUBLE, minValue: 0, maxValue: %s}]"

@@ -1,9 +1,7 @@
-"""benchmarks.scaling: each formula against its paper, the fit against known constants, the command line."""
+"""benchmarks.scaling: each formula against its paper, the fit against known constants, stages, the command line."""
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,16 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from allreduce.algorithms import class_of
 from allreduce.algorithms.shared import IN_CACHE
-from allreduce.transport.cost import Layout, Machine
+from allreduce.transport.cost import Layout, Machine, on_link
 from benchmarks import scaling
 from benchmarks.lib.results import FileError, Run, summarize, to_json
 from benchmarks.predicting import fitting
 from benchmarks.predicting.costs import backends, predict
 from benchmarks.predicting.fitting import FITTED, Point
 from benchmarks.predicting.forecast import MODELS, Prediction, exposed, forecast, saturation
-from tests import launch
+from benchmarks.predicting.pipeline import Plan, bubble, crowded
 
 FREE = Machine(**dict.fromkeys(FITTED, 0.0))
 MIB = float(1 << 20)
@@ -31,59 +28,46 @@ def count(name: str, constant: str, at: Layout, s: float, allocated: bool = True
     return predict(name, replace(FREE, **{constant: 1.0}), at, s, allocated)
 
 
-@pytest.mark.parametrize(("n", "power", "extra"), [(2, 2, 0), (4, 4, 0), (8, 8, 0), (5, 4, 1), (7, 4, 1), (64, 64, 0)])
-def test_halving_doubling(n: int, power: int, extra: int) -> None:
-    at, s = Layout((n,)), 1024.0
-    assert count("halving_doubling", "alpha", at, s) == 2 * (power.bit_length() - 1) + 2 * extra
-    assert count("halving_doubling", "beta", at, s) == pytest.approx(2 * s * (power - 1) / power + 2 * s * extra)
-    assert count("halving_doubling", "gamma", at, s) == pytest.approx(s * (power - 1) / power + s * extra)
-    assert count("halving_doubling", "beta", replace(at, half=True), s) == 2 * count("halving_doubling", "beta", at, s)
+FOUR, EIGHT, NODES, LONG = Layout((4,)), Layout((8,)), Layout((4, 4)), 16 * MIB
+FORMULAS = [
+    ("ring", "alpha", EIGHT, 1000, 2 * 7),
+    ("ring", "beta", EIGHT, 1000, 2 * 1000 * 7 / 8),
+    ("ring", "gamma", Layout((5,)), 1000, 1000 * 4 / 5),
+    ("ring", "net_beta", NODES, 1000, 2 * 1000 * 7 / 8),  # one rank of a node sends out of it
+    ("halving_doubling", "alpha", EIGHT, 1024, 2 * 3),
+    ("halving_doubling", "beta", EIGHT, 1024, 2 * 1024 * 7 / 8),
+    ("halving_doubling", "gamma", EIGHT, 1024, 1024 * 7 / 8),
+    ("halving_doubling", "alpha", Layout((7,)), 1024, 2 * 2 + 2),  # four ranks, and one exchange with the others
+    ("halving_doubling", "beta", Layout((7,)), 1024, 2 * 1024 * 3 / 4 + 2 * 1024),
+    ("halving_doubling", "gamma", Layout((5,)), 1024, 1024 * 3 / 4 + 1024),
+    ("halving_doubling", "beta", replace(EIGHT, half=True), 1024, 4 * 1024 * 7 / 8),
+    ("halving_doubling", "net_beta", NODES, 1000, 2 * 4 * 1000 / 8),  # all four at once, an eighth each
+    ("halving_doubling", "net_beta", Layout((3, 1)), 1000, 2 * (1000 / 2 + 2 * 1000 / 4)),  # of ranks 2 and 3
+    ("reduce_to_one", "alpha", EIGHT, 1000, 7 + 3),  # the root's messages, and a tree of three levels
+    ("reduce_to_one", "beta", EIGHT, 1000, 7 * 1000 + 3 * 1000),
+    ("reduce_to_one", "gamma", EIGHT, 1000, 7 * 1000),
+    ("reduce_to_one", "net_beta", NODES, 1000, 4 * 1000 + 1000),  # four come, the tree crosses once
+    ("hierarchical_copy", "net_beta", Layout((4,) * 4), 1000, 1500),  # 2 S (m - 1) / m of m nodes
+    ("hierarchical_copy", "net_beta", Layout((3, 1)), 1000, 1000),
+    ("shared", "alpha", FOUR, 1000, 0),  # no messages
+    ("shared", "copy", FOUR, 1000, 0),  # nothing staged
+    ("shared", "fence", FOUR, 1000, 2 * 2),
+    ("shared", "gamma", FOUR, 1000, 1000 * 3 / 4),
+]
+FOREIGN = [  # arrays, for the backend `shared`
+    ("copy", FOUR, 1000, 2 * 3 / 4 * 1000 * IN_CACHE),  # staged: there and back in the caches
+    ("fence", FOUR, 1000, 3 * 2),
+    ("copy", FOUR, LONG, 2 * 3 / 4 * LONG),  # by CMA
+    ("copy", replace(FOUR, cma=False), LONG, 2 * LONG),
+    ("fence", replace(FOUR, cma=False), LONG, (2 + 2 * 4) * 2),  # two for each of four pieces
+]
 
 
-def test_reduce_to_one_burdens_the_root() -> None:
-    at, s = Layout((8,)), 1000.0
-    assert count("reduce_to_one", "gamma", at, s) == 7 * s
-    assert count("reduce_to_one", "beta", at, s) == 7 * s + 3 * s  # and a tree of three levels
-    assert count("reduce_to_one", "alpha", at, s) == 7 + 3
-
-
-@pytest.mark.parametrize("n", [2, 4, 6])
-def test_shared(n: int) -> None:
-    at, s = Layout((n,)), 1000.0
-    rounds = int(np.ceil(np.log2(n)))
-    assert count("shared", "alpha", at, s) == count("shared", "beta", at, s) == 0, "no messages"
-    assert count("shared", "copy", at, s) == 0, "nothing staged"
-    assert count("shared", "fence", at, s) == 2 * rounds
-    assert count("shared", "gamma", at, s) == pytest.approx(s * (n - 1) / n)
-    cached = pytest.approx(2 * (n - 1) / n * s * IN_CACHE)
-    assert count("shared", "copy", at, s, allocated=False) == cached, "staged: there and back in the caches"
-    assert count("shared", "fence", at, s, allocated=False) == 3 * rounds
-    long = 16 * MIB
-    assert count("shared", "copy", at, long, allocated=False) == pytest.approx(2 * (n - 1) / n * long), "by CMA"
-    staged = replace(at, cma=False)
-    assert count("shared", "copy", staged, long, allocated=False) == 2 * long
-    assert count("shared", "fence", staged, long, allocated=False) == (2 + 2 * n) * rounds, "two for each of n pieces"
-    assert count("shared", "fence", staged, 16 * MIB, allocated=False) == (2 + 2 * n) * rounds, "n pieces"
-
-
-@pytest.mark.parametrize(("sizes", "factor"), [((2, 2), 1.0), ((4,) * 4, 1.5), ((8,) * 16, 30 / 16), ((3, 1), 1.0)])
-def test_hierarchical_copy_loads_each_link_as_few_ranks_as_there_are_nodes(
-    sizes: tuple[int, ...], factor: float
-) -> None:
-    """2 S (m - 1) / m, however many ranks a node has."""
-    assert count("hierarchical_copy", "net_beta", Layout(sizes), 1000.0) == pytest.approx(factor * 1000.0)
-
-
-def test_links_of_flat_algorithms() -> None:
-    at, s = Layout((4, 4)), 1000.0
-    assert count("ring", "net_beta", at, s) == pytest.approx(2 * s * 7 / 8), "one rank of a node sends out of it"
-    assert count("halving_doubling", "net_beta", at, s) == pytest.approx(2 * 4 * s / 8), (
-        "all four at once, an eighth each"
-    )
-    assert count("reduce_to_one", "net_beta", at, s) == pytest.approx(4 * s + s), "four come, the tree crosses once"
-    assert count("halving_doubling", "net_beta", Layout((3, 1)), s) == pytest.approx(2 * (s / 2 + 2 * s / 4)), (
-        "ranks 2 and 3 are on two nodes"
-    )
+def test_formulas_are_those_of_the_papers() -> None:
+    for name, constant, at, size, expected in FORMULAS:
+        assert count(name, constant, at, size) == pytest.approx(expected), (name, constant, at)
+    for constant, at, size, expected in FOREIGN:
+        assert count("shared", constant, at, size, allocated=False) == pytest.approx(expected), (constant, at, size)
 
 
 @pytest.mark.parametrize("name", backends())
@@ -133,9 +117,9 @@ LAYOUTS = [Layout((n,), cores=2) for n in (2, 3, 4, 5, 8)] + [
 ]
 
 
-def made_points(noise: float, places: list[Layout] = LAYOUTS) -> list[Point]:
+def made_points(noise: float) -> list[Point]:
     generator, points = np.random.default_rng(1), []
-    for at in places:
+    for at in LAYOUTS:
         for name in backends():
             for size in (8, 512, 8192, 1 << 17, 1 << 20, 1 << 23, 1 << 26):
                 if name != "shared" or at.nodes == 1:
@@ -219,8 +203,9 @@ def test_files_that_cannot_be_fitted_are_refused(tmp_path: Path, capsys: pytest.
 def test_fit_report_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [saved(tmp_path / f"{ranks}.json", ranks) for ranks in (2, 3, 4)]
     record = tmp_path / "record.json"
-    assert scaling.main(["--fit", *files, "--json", str(record), "--max-ranks", "64"]) == 0
+    assert scaling.main(["--model", "all", "--fit", *files, "--json", str(record), "--max-ranks", "64"]) == 0
     shown = capsys.readouterr().out
+    assert all(model.title in shown and model.source in shown for model in MODELS.values())
     assert "Median error: overall" in shown
     assert "flat" in shown
     assert re.search(r"3 ranks +\d+ +\d+% +\d+%", shown), "each place, and predicted from the others"
@@ -231,24 +216,15 @@ def test_fit_report_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [row["ranks"] for row in found["forecasts"][0]["rows"]] == [1, 2, 4, 8, 16, 32, 64]
 
 
-def test_every_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [saved(tmp_path / f"{ranks}.json", ranks) for ranks in (2, 4)]
-    assert scaling.main(["--model", "all", "--fit", *files]) == 0
-    shown = capsys.readouterr().out
-    assert all(model.title in shown and model.source in shown for model in MODELS.values())
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["--model", "resnet51"], "use all, or some of resnet50"),
         (["--link", "fast"], "such as 10gbit"),
-        (["--link", "0gbit"], "such as 10gbit"),
         (["--node-size", "0"], "from 1 to 1024"),
         (["--overlap", "1.5"], "from 0 to 1"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
         (["--microbatches", "4"], "--microbatches needs --stages"),
-        (["--schedule", "gpipe"], "--schedule needs --stages"),
         (["--stages", "4", "--chunks", "2"], "needs --schedule interleaved, not 1f1b"),
         (["--stages", "4", "--microbatches", "2"], "1f1b needs --microbatches 4 or more"),
     ],
@@ -260,36 +236,6 @@ def test_bad_options(arguments: list[str], text: str, capsys: pytest.CaptureFixt
         code = int(stop.code or 0)
     assert code == 2
     assert text in capsys.readouterr().err
-
-
-def test_runs_without_mpirun() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.scaling", "--max-ranks", "4"],
-        cwd=launch.ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert "ResNet-50" in ended.stdout
-
-
-@pytest.mark.parametrize("name", ["ring", "halving_doubling"])
-def test_the_formula_in_the_docstring_is_that_of_the_code(name: str) -> None:
-    """The docs' table shows it."""
-    text = " ".join((class_of(name).cost.__doc__ or "").split())
-    parts = re.findall(r"(\d .*?) (alpha|beta)\b", text.replace("log2 p", "log2p"))[:2]
-    assert [constant for _, constant in parts] == ["alpha", "beta"]
-    for n in (2, 4, 8, 16):
-        values = {"n": n, "p": n, "S": 1000.0, "log2p": np.log2(n)}
-        for expression, constant in parts:
-            product = re.sub(r"(?<=[\d)np]) (?=[(Sl])", "*", expression)
-            assert count(name, constant, Layout((n,)), 1000.0) == pytest.approx(eval(product, values)), text
-
-
-@pytest.mark.parametrize("at", [Layout((n,)) for n in (2, 3, 5, 64)], ids=lambda at: f"{at.ranks}ranks")
-def test_ring_sends_and_adds_what_its_paper_says(at: Layout) -> None:
-    n, s = at.ranks, 1000.0
-    assert count("ring", "beta", at, s) == pytest.approx(2 * s * (n - 1) / n)
-    assert count("ring", "gamma", at, s) == pytest.approx(s * (n - 1) / n)
-    assert count("ring", "alpha", at, s) == 2 * (n - 1)
 
 
 def test_exposed() -> None:
@@ -307,3 +253,46 @@ def test_strong_scaling_has_a_best_number_of_ranks() -> None:
 def test_links() -> None:
     assert scaling._link("100gbit") == (100e9, scaling.LINK_LATENCY)
     assert scaling._link("2.5Gbit,30us") == (2.5e9, pytest.approx(30e-6))
+
+
+# ---- Stages ----
+
+
+def test_the_bubble_is_that_of_gpipe_and_of_interleaved_stages() -> None:
+    """Of the steps of a stage, one for each microbatch and one for each other stage, it is idle in the latter."""
+    expected = {(1, 1): 0, (2, 1): 1 / 2, (2, 4): 1 / 5, (3, 4): 2 / 6, (4, 16): 3 / 19, (8, 3, 2): 7 / 13}
+    assert {plan: bubble(*plan) for plan in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("cores", "replicas", "longer"), [(4, 1, 11 / 8), (3, 1, 11 / 8), (2, 1, 2.0), (2, 2, 4.0)])
+def test_fewer_cores_than_ranks(cores: int, replicas: int, longer: float) -> None:
+    """A rank waits for the larger of the bubble and of the time in which other ranks have the cores."""
+    model = MODELS["bert-large"]
+    row = forecast(model, FREE, 8, Plan(4, 8), cores=cores, most=8).rows[replicas - 1]
+    assert row.ranks == 4 * replicas
+    assert row.pipeline == pytest.approx(model.step_seconds * longer)
+    assert crowded(4 * replicas, cores) == max(0, 1 - cores / row.ranks)
+
+
+def test_replicas_average_the_gradients_of_a_stage() -> None:
+    """On one node, and on nodes whose ranks are stages of one replica: then all stages use the node's link at once."""
+    model, k = MODELS["bert-large"], on_link(Machine(), 100e9 / 8, 5e-6)
+    one = forecast(model, k, 8, Plan(4, 8), most=8).rows[1]
+    assert (one.ranks, one.nodes, one.replicas) == (8, 1, 2)
+    assert one.seconds["ring"] == predict("ring", k, Layout((2,), sharing=8), model.parameters * 4 // 4)
+    apart = forecast(model, k, 4, Plan(4, 8), most=8).rows[1]
+    assert "shared" not in apart.seconds
+    slower = replace(k, net_beta=4 * k.net_beta)
+    assert apart.seconds["ring"] == predict("ring", slower, Layout((1, 1), sharing=4), model.parameters * 4 // 4)
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "record.json"
+    given = ["--stages", "4", "--microbatches", "16", "--max-ranks", "16", "--json", str(record)]
+    assert scaling.main(["--model", "gpt2-xl", *given]) == 0
+    shown = capsys.readouterr().out
+    assert "GPT-2 XL in 4 stages, 1f1b, 16 microbatches of 2 samples: bubble 15.8%" in shown
+    assert "a replica sends 96 messages of 13.1 MB a step" in shown
+    found = json.loads(record.read_text())["stages"][0]
+    assert [row["ranks"] for row in found["rows"]] == [4, 8, 16]
+    assert found["bubble"] == bubble(4, 16)

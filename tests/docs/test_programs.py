@@ -20,6 +20,7 @@ python: options of python before the program, for example ["-m", "torch.distribu
 """
 
 import json
+import os
 import re
 import subprocess
 from importlib.util import find_spec
@@ -91,10 +92,10 @@ def test_a_program_says_how_it_is_run(program: str) -> None:
 
 def marked(program: str) -> Any:
     """Mark the programs before their conversion, those of the frameworks whose import takes longest, and those that
-    import PyTorch in a job of their own."""
+    import PyTorch in another job than that of two ranks."""
     needs = {*EXPECTED[program].get("needs", [])}
-    own_job = "torch" in needs and ALONE & EXPECTED[program].keys()
-    expensive = program.startswith("before/") or EXPENSIVE & needs or own_job
+    other_job = "torch" in needs and (ALONE & EXPECTED[program].keys() or ranks_of(program) != 2)
+    expensive = program.startswith("before/") or EXPENSIVE & needs or other_job
     return pytest.param(program, marks=pytest.mark.expensive if expensive else ())
 
 
@@ -155,3 +156,23 @@ def run_group(folder: Path, programs: list[str], outputs: Outputs) -> None:
 def check(job: "subprocess.CompletedProcess[str]") -> None:
     assert job.returncode == 0, job.stdout + job.stderr
     assert "Traceback" not in job.stderr, job.stderr
+
+
+NOTEBOOK = launch.ROOT / "scripts" / "train.ipynb"
+
+
+@pytest.mark.expensive
+@pytest.mark.jobs
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("cloudpickle", "ipykernel", "matplotlib"):
+        pytest.importorskip(package)
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(NOTEBOOK, 4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # without results in the repository
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(launch.ROOT), os.environ.get("PYTHONPATH", "")]))
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(launch.ROOT)}}).execute()
+    by_id = {cell.id: cell for cell in notebook.cells}
+    (accuracy,) = [output for output in by_id["train"].outputs if output.output_type == "execute_result"]
+    assert float(accuracy.data["text/plain"]) > 0.8
+    assert "epoch   5" in "".join(output.get("text", "") for output in by_id["train"].outputs)
+    assert any("image/png" in output.get("data", {}) for output in by_id["plot"].outputs)

@@ -13,14 +13,13 @@ from allreduce.errors import ClosedError, CollectiveTimeoutError
 from allreduce.transport.control import all_values
 from allreduce.transport.wait import wait_for
 from tests.ranks.together import raised_everywhere
+from trainers.apps.search.parts import Parts
+from trainers.apps.search.searching import SearchResult, search
+from trainers.apps.search.study import Claim, Ended
+from trainers.apps.search.trial import Trial
 from trainers.errors import ArgumentError, SearchError
 
 optuna = pytest.importorskip("optuna")
-
-from trainers.apps.search.searching import SearchResult, search  # noqa: E402
-from trainers.apps.search.study import Claim, Ended  # noqa: E402
-from trainers.apps.search.trial import Trial  # noqa: E402
-
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 PART = min(2, SIZE)
 
@@ -143,37 +142,13 @@ ALONE = {
 }
 
 
-class Failing(optuna.samplers.RandomSampler):
-    """Fails when a trial begins, when it asks for a value, or when it has ended."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(seed=1)
-        self._where = where
-
-    def _fail(self, where: str) -> None:
-        if where == self._where:
-            raise KeyError("out of order")
-
-    def before_trial(self, *given: Any) -> None:
-        self._fail("before")
-
-    def sample_independent(self, *given: Any) -> Any:
-        self._fail("sample")
-        return super().sample_independent(*given)
-
-    def after_trial(self, *given: Any) -> None:
-        self._fail("after")
-
-
-class FailingPruner(optuna.pruners.NopPruner):
-    def prune(self, *given: Any) -> bool:
-        raise KeyError("out of order")
-
-
-@pytest.mark.parametrize("where", ["before", "sample", "after", "pruner"])
+@pytest.mark.parametrize("where", ["before_trial", "sample_independent", "after_trial", "prune"])
 def test_a_sampler_that_fails_ends_the_search(flat: allreduce.Topology, world: MPI.Intracomm, where: str) -> None:
     """Its trials have not failed: it would be so in all of them."""
     told: list[Ended] = []
+
+    def fail(*_: Any) -> None:
+        raise KeyError("out of order")
 
     def objective(trial: Trial, topology: allreduce.Topology) -> float:
         x = trial.suggest_float("x", 0, 1)
@@ -181,22 +156,14 @@ def test_a_sampler_that_fails_ends_the_search(flat: allreduce.Topology, world: M
         trial.should_prune()
         return x
 
-    options: dict[str, Any] = {"pruner": FailingPruner()} if where == "pruner" else {"sampler": Failing(where)}
-    text = raised_everywhere(world, SearchError, lambda: search(objective, 3, flat, SIZE, told=told.append, **options))
-    assert f"the {'pruner' if where == 'pruner' else 'sampler'} has failed: KeyError: 'out of order'" in text
+    kind, failing = "sampler", optuna.samplers.RandomSampler(seed=1)
+    if where == "prune":
+        kind, failing = "pruner", optuna.pruners.NopPruner()
+    setattr(failing, where, fail)
+    options: dict[str, Any] = {kind: failing, "told": told.append}
+    text = raised_everywhere(world, SearchError, lambda: search(objective, 3, flat, SIZE, **options))
+    assert f"the {kind} has failed: KeyError: 'out of order'" in text
     assert not told
-
-
-def test_a_search_of_all_points_ends(flat: allreduce.Topology) -> None:
-    """Of one part without a point twice, as optuna's samplers do by themselves."""
-
-    def objective(trial: Trial, topology: allreduce.Topology) -> float:
-        return trial.suggest_int("x", 1, 2) * trial.suggest_int("y", 1, 3)
-
-    result = search(objective, 99, flat, SIZE, sampler=optuna.samplers.BruteForceSampler(seed=1))
-    assert sorted((each.params["x"], each.params["y"]) for each in result.trials) == [
-        (x, y) for x in (1, 2) for y in (1, 2, 3)
-    ]
 
 
 def test_the_topology_of_a_search_without_one_is_closed() -> None:
@@ -269,3 +236,43 @@ def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm, folder: P
     assert "another job searches with this file" in error(storage=path)
     if claim is not None:
         claim.close()
+
+
+# Parts of the ranks
+
+
+@pytest.mark.parametrize("ranks_per_part", range(1, SIZE + 1))
+def test_ranks_that_are_left_over_join_a_part(flat: allreduce.Topology, ranks_per_part: int) -> None:
+    parts = Parts(flat, ranks_per_part)
+    assert parts.count == SIZE // ranks_per_part
+    sizes = [len(ranks) for ranks in parts.ranks]
+    assert sum(parts.ranks, ()) == tuple(range(SIZE))  # neighbours stay together
+    assert min(sizes) >= ranks_per_part
+    assert max(sizes) <= min(sizes) + 1 or parts.count == 1
+    assert (parts.topology.rank, parts.topology.size) == (parts.ranks[parts.index].index(RANK), sizes[parts.index])
+    assert parts.leader == (parts.ranks[parts.index][0] == RANK)
+    parts.close()
+
+
+def test_there_are_at_most_so_many_parts(flat: allreduce.Topology) -> None:
+    parts = Parts(flat, 1, most=2)
+    assert parts.count == min(SIZE, 2)
+    assert parts.topology.size in ((SIZE // 2, SIZE - SIZE // 2) if SIZE > 1 else (1,))
+    parts.close()
+
+
+def test_more_ranks_than_there_are(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    text = raised_everywhere(world, ArgumentError, lambda: Parts(flat, SIZE + 1))
+    assert f"a part of {SIZE + 1} ranks: this job has {SIZE} rank" in text
+    for bad in (0, True, 1.5, "2"):
+        assert repr(bad) in raised_everywhere(world, ArgumentError, lambda bad=bad: Parts(flat, bad))
+    assert "'x'" in raised_everywhere(world, ArgumentError, lambda: Parts(flat, 1, "x" if RANK == 0 else 1))  # type: ignore[arg-type]
+
+
+def test_parts_work_on_their_own(flat: allreduce.Topology) -> None:
+    parts = Parts(flat, 1)
+    for _ in range(RANK):  # unequally often
+        parts.topology.agree([RANK], "of one part alone")
+    assert parts.count == SIZE
+    parts.close()
+    flat.agree([1], "all are there")
