@@ -13,9 +13,8 @@ from tests.ranks.training.fits import TRAINERS
 from tests.training.test_tables import HEADER, people, write
 from trainers import Checkpoint, Exact, Loader, MirroredTrainer, ParameterServerTrainer, load_shards, network_of
 from trainers.cli.main import main
-from trainers.data import Batches
 from trainers.datasets.columns import Category, Columns, Number
-from trainers.datasets.shards import Shards, shares
+from trainers.datasets.shards import Shards
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit.evaluation import evaluate_on_ranks
 from trainers.fit.source import Given, to_evaluate
@@ -121,27 +120,6 @@ def test_an_evaluation_reads_all_shards_after_other_ranks_have_failed(
             monkeypatch.setattr(group, name, value)
         assert evaluate_on_ranks(trainer.replica, rows, group, exact=False)[2] == len(data.test)
         monkeypatch.undo()
-
-
-def test_a_part_shuffles_the_rows_of_its_own_shards_once_an_epoch(
-    made: Path, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, shuffled = load(made, "npz", flat).train, []
-    generator = np.random.default_rng
-
-    def noted(seeds: Any) -> np.random.Generator:
-        if isinstance(seeds, list):
-            shuffled.append(tuple(seeds))
-        return generator(seeds)
-
-    batches = Batches(rows, 16, 1, 3, seed=5)
-    monkeypatch.setattr(np.random, "default_rng", noted)
-    read = [batch.own for epoch in (0, 1) for batch in batches.epoch(epoch)]
-    own = [share.shard for share in shares(rows.shards.sizes, 1, 3) if rows.counts[share.shard]]
-    assert sum(read) == 2 * rows.counts[own].sum() > 0
-    assert sorted(shuffled) == [(5, epoch, shard) for epoch in (0, 1) for shard in own]
-    with pytest.raises(ArgumentError, match="Exact takes all rows on every rank"):
-        rows.mine(np.arange(4), 1, 3, micro_batch=2)
 
 
 def test_arguments_that_shards_do_not_take_are_named(made: Path, flat: allreduce.Topology) -> None:
