@@ -96,22 +96,17 @@ def test_the_end_of_an_epoch_that_was_resumed_in_its_middle_can_be_read(
             assert np.array_equal(model[name], found[0].state[name]), name
 
 
-def test_seconds_are_rank_0s(flat: allreduce.Topology, folder: Path) -> None:
-    with MirroredTrainer(network(), "ring", flat) as trainer:
-        given = Checkpoint(str(folder), "0.000001 s", keep=2)
-        fitted(trainer, checkpoint=given)
-    if flat.rank == 0:
-        assert sorted(os.listdir(folder)) == ["checkpoint-00000019.npz", "checkpoint-00000020.npz"]
-        middle = files.read(str(folder / "checkpoint-00000019.npz"))
-        assert (str(middle.progress), middle.progress.values.shape) == ("epoch 4, step 5", (4, 3))
-
-
 def test_a_stop_is_written_and_a_longer_training_goes_on(flat: allreduce.Topology, folder: Path) -> None:
     stopping = [Once("on_train_batch_end", stop, epoch=0, batch=2)] if flat.rank == 0 else []
     with MirroredTrainer(network(), "ring", flat) as trainer:
         assert len(fitted(trainer, checkpoint=str(folder), callbacks=stopping)) == 1
         assert [os.path.basename(path) for path in files.paths(str(folder))] == ["checkpoint-00000004.npz"]
-        assert len(fitted(trainer, checkpoint=str(folder), resume=True)) == EPOCHS
+        each_step = Checkpoint(str(folder), "0.000001 s", keep=2)  # by rank 0's clock
+        assert len(fitted(trainer, checkpoint=each_step, resume=True)) == EPOCHS
+        if flat.rank == 0:
+            assert sorted(os.listdir(folder)) == ["checkpoint-00000019.npz", "checkpoint-00000020.npz"]
+            middle = files.read(str(folder / "checkpoint-00000019.npz"))
+            assert (str(middle.progress), middle.progress.values.shape) == ("epoch 4, step 5", (4, 3))
         before = trainer.parameters_sha256()
         assert len(fitted(trainer, checkpoint=str(folder), resume=True)) == EPOCHS  # there is nothing left to do
         assert trainer.parameters_sha256() == before
@@ -179,14 +174,6 @@ def test_what_can_not_go_on_is_refused_on_all_ranks(flat: allreduce.Topology, fo
             assert sorted(os.listdir(folder)) == listed
 
 
-class NoisyRows(fits.Rows):
-    """Adds new random numbers to x at each access, as an augmentation does."""
-
-    def __getitem__(self, row: int) -> Any:
-        x, y = super().__getitem__(row)
-        return x + np.float32(random.gauss(0, 1) + np.random.rand()), y
-
-
 def test_other_data_are_taken_when_that_is_asked_for(flat: allreduce.Topology, folder: Path) -> None:
     def fit(x: np.ndarray, epochs: int, checkpoint: Any) -> int:
         with MirroredTrainer(network(), "ring", flat) as trainer:
@@ -199,24 +186,30 @@ def test_other_data_are_taken_when_that_is_asked_for(flat: allreduce.Topology, f
     assert fit(X + 1, 3, str(folder)) == 3  # the newest is of these now
 
 
-def fit_noisy(topology: allreduce.Topology, **options: Any) -> list[str]:
-    """Train on rows that draw random numbers, from Python's and NumPy's own generators."""
-    random.seed(topology.rank)
-    np.random.seed(topology.rank)
-    with MirroredTrainer(network(), "ring", topology) as trainer:
-        rows = Loader(NoisyRows(X, Y), prefetch=False)
-        trainer.fit(rows, None, EPOCHS, BATCH, progress=False, **options)
-        return trainer.parameters_sha256()
+class NoisyRows(fits.Rows):
+    """Adds new random numbers to x at each access, as an augmentation does."""
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = super().__getitem__(row)
+        return x + np.float32(random.gauss(0, 1) + np.random.rand()), y
 
 
 def test_random_numbers_go_on(flat: allreduce.Topology, folder: Path) -> None:
-    """And a fit with checkpoints has the bits of a fit without."""
-    expected = fit_noisy(flat)
-    assert fit_noisy(flat, checkpoint=str(folder / "whole")) == expected
-    parts = folder / "parts"
+    """Those of Python's and NumPy's own generators. And a fit with checkpoints has the bits of a fit without."""
+
+    def trained(**options: Any) -> list[str]:
+        random.seed(flat.rank)
+        np.random.seed(flat.rank)
+        with MirroredTrainer(network(), "ring", flat) as trainer:
+            trainer.fit(Loader(NoisyRows(X, Y), prefetch=False), None, EPOCHS, BATCH, progress=False, **options)
+            return trainer.parameters_sha256()
+
+    expected = trained()
+    assert trained(checkpoint=str(folder / "whole")) == expected
+    parts = str(folder / "parts")
     with pytest.raises(OSError, match="disk"):
-        fit_noisy(flat, checkpoint=Checkpoint(str(parts), "2 steps"), callbacks=killed_before(1, 3))
-    assert fit_noisy(flat, checkpoint=str(parts), resume=True) == expected
+        trained(checkpoint=Checkpoint(parts, "2 steps"), callbacks=killed_before(1, 3))
+    assert trained(checkpoint=parts, resume=True) == expected
 
 
 def test_what_the_writing_meets_is_raised_on_all_ranks(

@@ -12,7 +12,7 @@ import allreduce
 from allreduce import notices
 from allreduce.errors import DisagreementError, DivergenceError
 from tests.ranks.together import raised_everywhere as raised
-from tests.ranks.training.fits import STRATEGIES, Once
+from tests.ranks.training.fits import EVERY, STRATEGIES, Once
 from trainers import Loader, MirroredTrainer, NumpyNetwork
 from trainers.callbacks import (
     Callback,
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(not ONCE, reason="a majority needs three ranks, 
 
 
 def made(ranks: allreduce.Topology, kind: str = "replicated") -> Trainer:
-    return STRATEGIES[kind](NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), topology=ranks)
+    return EVERY[kind](NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), topology=ranks)
 
 
 def fit(trainer: Trainer, *callbacks: Callback, x: np.ndarray = X) -> Any:
@@ -97,7 +97,7 @@ def test_replicas_that_are_equal(
         assert "on purpose" in raised(world, ArgumentError, lambda: fit(trainer, *edits, CheckDivergence(every=1)))
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("kind", [*STRATEGIES, "local"])
 def test_who_brings_nan(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     with made(flat, kind) as trainer:
         text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients(), x=BAD))
@@ -108,7 +108,7 @@ def test_who_brings_nan(kind: str, flat: allreduce.Topology, world: MPI.Intracom
     with made(flat, kind) as trainer:
         check = CheckGradients("skip")
         fit(trainer, check, x=BAD)
-        together = kind not in ("async", "spare")
+        together = kind not in ("async", "spare", "local")
         assert world.allreduce(check.skipped) == (2 * SIZE if together else 2)
         assert len(set(trainer.parameters_sha256())) == 1
         skipped = trainer.evaluate(X, Y)["loss"]

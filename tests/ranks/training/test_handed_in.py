@@ -167,12 +167,14 @@ def test_a_graph_of_gradients_is_refused(torch: Any, flat: allreduce.Topology) -
 
 
 def test_a_save_in_a_callback_leaves_the_schedule_as_it_is(flat: allreduce.Topology, folder: Path) -> None:
-    """The model that it writes has the rates from before the fit."""
+    """The model that it writes has the rates from before the fit, and so has a checkpoint."""
     path, losses = f"{folder}.npz", []
     for event in ("", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end"):
         saving = Once(event, lambda trainer: trainer.save(path), epoch=0)
         with MirroredTrainer(NumpyNetwork([3, 2], lr=0.5, seed=1), topology=flat) as trainer:
-            history = fit(trainer, 2, transforms=[Schedule("linear")], callbacks=[saving])
+            options: Any = {"transforms": [Schedule("linear")], "callbacks": [saving]}
+            history = fit(trainer, 2, checkpoint=str(folder / event), **options)
         losses.append(history.column("loss"))
-        assert not event or NumpyNetwork.load(path).learning_rates == [0.5]
+        paths = [*([path] if event else []), max(map(str, (folder / event).glob("*.npz")))]
+        assert [NumpyNetwork.load(each).learning_rates for each in paths] == [[0.5]] * len(paths)
     assert losses[1:] == losses[:1] * 3

@@ -26,8 +26,8 @@ from tests.ranks.together import raised_everywhere
 from tests.ranks.training import fits
 from tests.ranks.training.fits import SIZE, Once, X, Y, fail
 from trainers import Checkpoint, LocalSGD, MirroredTrainer, NumpyNetwork
-from trainers.callbacks import Callback, CheckDivergence, CheckGradients, EarlyStopping
-from trainers.errors import ArgumentError, DivergedError, ModelFileError, NotFiniteError
+from trainers.callbacks import Callback, CheckDivergence, CheckGradients
+from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import checkpoint as files
 from trainers.files import model_file
 from trainers.local_sgd.rounds import Rounds
@@ -234,20 +234,6 @@ def test_load_and_edit_begin_a_round_there(flat: allreduce.Topology, folder: Pat
     with MirroredTrainer(network(), "ring", flat, **options) as trainer:
         fitted(trainer, epochs=2)
         assert trainer.parameters_sha256() == again
-
-
-def test_values_that_are_not_finite(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    x = X.copy()
-    x[7] = np.nan
-    given: dict[str, Any] = {"epochs": 1, "batch_size": BATCH, "progress": False}
-    for callbacks, kind in (([], DivergedError), ([CheckGradients()], NotFiniteError)):
-        with MirroredTrainer(network(), "ring", flat, average=LocalSGD(2)) as trainer:
-            text = raised_everywhere(world, kind, lambda c=callbacks, t=trainer: t.fit(x, Y, callbacks=c, **given))
-            assert "nan" in text.lower()
-    with MirroredTrainer(network(), "ring", flat, average=LocalSGD(2)) as trainer:
-        history = trainer.fit(x, Y, callbacks=[CheckGradients("skip"), EarlyStopping("loss")], **given)
-        assert np.isfinite(history.column("loss")).all()
-        assert np.isfinite(trainer.replica.parameters).all()
 
 
 def test_wrong_options(world: MPI.Intracomm, flat: allreduce.Topology) -> None:

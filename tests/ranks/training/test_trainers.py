@@ -247,12 +247,28 @@ def test_the_memory_of_an_ended_trainer_is_free_at_once(
         if "update" in options and flat.size > 1:
             held.append(weakref.ref(mine.parameters.base))
         getattr(trainer, end)()
-        assert trainer.closed
         assert [each() for each in held] == [None] * len(held)
         mine.gradients(np.ones((2, 64), np.float32), np.zeros(2, int), 1.0)
         mine.update()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_an_abandoned_trainer_keeps_no_memory_of_the_backend(
+    update: str, flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
+    mine = network()
+    with allreduce.create("shared", flat) as backend:
+        trainer = MirroredTrainer(mine, backend, update=update)
+        buffer = trainer.buffer
+        trainer.abandon()
+        assert trainer.closed
+        assert trainer.buffer is None
+        assert not np.shares_memory(mine._buffer, buffer)
+        mine.gradients(np.ones((2, 64), np.float32), np.zeros(2, int), 1.0)
+        mine.update()
+        world.Barrier()
 
 
 class BadBind(NumpyNetwork):
@@ -268,12 +284,23 @@ class BadBind(NumpyNetwork):
 
 
 def test_replicas_keep_no_memory_of_a_trainer_that_one_rank_has_refused(flat: allreduce.Topology) -> None:
-    mine, own = BadBind([4, 3]), flat.split(0)
+    mine = BadBind([4, 3])
     with pytest.raises(ArgumentError, match="no such memory"):
-        MirroredTrainer(mine, "ring", own)
+        MirroredTrainer(mine, "ring", flat)
     assert mine.binds == 3  # the last one is to memory of its own
-    own.close()
-    assert own.closed  # no trainer was left behind that uses it
+
+
+def test_an_error_of_one_rank_while_a_trainer_is_made_leaves_none_behind() -> None:
+    class Refuses(NumpyNetwork):
+        @property
+        def gradient_dtype(self) -> str:
+            raise RuntimeError("a replica's own error")
+
+    topology = allreduce.Topology(MPI.COMM_SELF)  # so no other rank waits
+    with pytest.raises(RuntimeError, match="own error"):
+        MirroredTrainer(Refuses([4, 2]), "ring", topology)
+    topology.close()
+    assert topology.closed
 
 
 def test_the_micro_batches_of_a_part_have_their_seeds_whatever_the_own_parts_are() -> None:
