@@ -451,10 +451,8 @@ def test_whole_batches_with_other_values_on_one_rank(strategy: str, flat: allred
                 changed[-1, 0] += 1
                 passes[epoch][number] = changed, good[number][1]
             own = None if part is None else itertools.chain(*passes)
-            text = (
-                rf"batch {number + 1} of epoch {epoch + 1} is not the same on all ranks(.|\n)*rank 0: #(.|\n)*rank 1: "
-            )
-            with pytest.raises(DataError, match=text):
+            text = f"batch {number + 1} of epoch {epoch + 1} is not the same on all ranks"
+            with pytest.raises(DataError, match=text + r"(.|\n)*rank 0: #(.|\n)*rank 1: "):
                 trainer.fit(Loader(own, rows="whole", steps=4), epochs=2, progress=False)
             assert len(set(trainer.parameters_sha256())) == 1
         history = trainer.fit(Loader(None if part is None else good, rows="whole"), epochs=2, progress=False)

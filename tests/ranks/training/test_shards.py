@@ -13,8 +13,9 @@ from tests.ranks.training.fits import TRAINERS
 from tests.training.test_tables import HEADER, people, write
 from trainers import Checkpoint, Exact, Loader, MirroredTrainer, ParameterServerTrainer, load_shards, network_of
 from trainers.cli.main import main
+from trainers.data import Batches
 from trainers.datasets.columns import Category, Columns, Number
-from trainers.datasets.shards import Shards
+from trainers.datasets.shards import Shards, shares
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit.evaluation import evaluate_on_ranks
 from trainers.fit.source import Given, to_evaluate
@@ -120,6 +121,20 @@ def test_an_evaluation_reads_all_shards_after_other_ranks_have_failed(
             monkeypatch.setattr(group, name, value)
         assert evaluate_on_ranks(trainer.replica, rows, group, exact=False)[2] == len(data.test)
         monkeypatch.undo()
+
+
+def test_a_part_shuffles_the_rows_of_its_own_shards_once_an_epoch(
+    made: Path, flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, shuffled, generator = load(made, "npz", flat).train, [], np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seeds: shuffled.append(seeds) or generator(seeds))
+    batches = Batches(rows, 16, 1, 3, seed=5)
+    read = [batch.own for epoch in (0, 1) for batch in batches.epoch(epoch)]
+    own = [share.shard for share in shares(rows.shards.sizes, 1, 3) if rows.counts[share.shard]]
+    assert sum(read) == 2 * rows.counts[own].sum() > 0
+    assert sorted(seeds for seeds in shuffled if isinstance(seeds, list)) == [
+        [5, epoch, shard] for epoch in (0, 1) for shard in own
+    ]
 
 
 def test_arguments_that_shards_do_not_take_are_named(made: Path, flat: allreduce.Topology) -> None:
