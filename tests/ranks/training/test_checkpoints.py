@@ -139,14 +139,8 @@ def changes() -> list[tuple[dict[str, Any], str]]:
         ({"batch_size": 13}, "of a training with batch_size=12, and this one has batch_size=13"),
         ({"x": X[:40], "y": Y[:40]}, "with rows=50, and this one has rows=40"),
         ({"checkpoint": "/dev/null/run"}, "can't be written to /dev/null/run: Not a directory"),
-        (
-            {"model": NumpyNetwork([FEATURES, 9, 3])},
-            r"it has layer 1 weights of shape \(6, 8\) where this one has layer 1 weights of shape \(6, 9\)",
-        ),
-        (
-            {"model": NumpyNetwork([FEATURES, 8, 3, 3])},
-            "it has no more parameters where this one has layer 3 weig",
-        ),
+        ({"model": NumpyNetwork([FEATURES, 9, 3])}, r"layer 1 weights of shape \(6, 8\) where .* of shape \(6, 9\)"),
+        ({"model": NumpyNetwork([FEATURES, 8, 3, 3])}, "it has no more parameters where this one has layer 3 weig"),
         ({"model": network(activation="tanh")}, "with activation='relu', and this one has activation='tanh'"),
         ({"model": network(optimizer="sgd")}, "the saved model is another one: optimizer"),
         ({"x": X[::-1].copy(), "y": Y[::-1].copy()}, f"other data, {x}{other}{x}(.|\n)*same_data=False"),

@@ -37,16 +37,16 @@ def fitted(trainer: MirroredTrainer, **options: Any) -> list[float]:
     return trainer.fit(x, y, batch_size=BATCH, **{"epochs": EPOCHS, "progress": False, **options}).column("loss")
 
 
-@pytest.mark.parametrize("compress", ["bfloat16", "int8", "powersgd:4"])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
-def test_the_loss_falls_as_without_compression(compress: str, update: str, flat: allreduce.Topology) -> None:
+def test_the_loss_falls_as_without_compression(update: str, flat: allreduce.Topology) -> None:
     with trainer_of(flat, update=update) as plain:
         right = fitted(plain)
-    with trainer_of(flat, update=update, compress=compress) as trainer:
-        losses = fitted(trainer)
-        assert len(set(trainer.parameters_sha256())) == 1
-    assert losses != right
-    assert losses[-1] < right[0] - 0.7 * (right[0] - right[-1])
+    for compress in ("bfloat16", "int8", "powersgd:4"):
+        with trainer_of(flat, update=update, compress=compress) as trainer:
+            losses = fitted(trainer)
+            assert len(set(trainer.parameters_sha256())) == 1
+        assert losses != right
+        assert losses[-1] < right[0] - 0.7 * (right[0] - right[-1]), compress
 
 
 @pytest.mark.parametrize("compress", ["int8", "powersgd:4"])
