@@ -13,26 +13,25 @@ import trainers
 from allreduce.errors import DisagreementError
 from tests.ranks.training.fits import TRAINERS
 from tests.trace_schema import check_trace
-from trainers import MirroredTrainer, NumpyNetwork, Schedule
+from trainers import NumpyNetwork, Schedule
 from trainers.callbacks import EarlyStopping, ModelCheckpoint, Timeline
+from trainers.trainer import Trainer
 from trainers.watching.history import History
 
 SIZE = MPI.COMM_WORLD.size
 X = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
 Y = np.arange(60) % 3
 pytestmark = pytest.mark.skipif(SIZE > 3, reason="callbacks do not know how many ranks there are")
-UPDATES = pytest.mark.parametrize("update", ["replicated", "sharded"])
 
 
-def trainer_of(flat: allreduce.Topology, update: str = "replicated") -> MirroredTrainer:
-    network = NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02)
-    return MirroredTrainer(network, "auto", flat, update=update)
+def trainer_of(flat: allreduce.Topology, kind: str = "replicated") -> Trainer:
+    return TRAINERS[kind](NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), topology=flat)
 
 
 RUIN = Schedule(lambda step: 1.0 if step < 6 else 150.0)  # from the third epoch on
 
 
-def fit(trainer: MirroredTrainer, *callbacks: Any, epochs: int = 4, **options: Any) -> History:
+def fit(trainer: Trainer, *callbacks: Any, epochs: int = 4, **options: Any) -> History:
     return trainer.fit(X, Y, epochs, 20, validation_data=(X, Y), callbacks=callbacks, progress=False, **options)
 
 
@@ -42,12 +41,14 @@ def folder(tmp_path: Path, world: MPI.Intracomm) -> Path:
     return world.bcast(tmp_path)
 
 
-def test_the_best_weights_come_back(flat: allreduce.Topology, folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["replicated", *["sharded", "central", "sync", "spare"] * (SIZE == 3)])
+def test_the_best_weights_come_back(kind: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
     """The rates ruin the model from the third epoch on; the final model is that of the second epoch. Saving the models
-    changes nothing, and a file holds the model of its epoch."""
+    changes nothing, a file holds the model of its epoch, and a trace has the parts of all ranks."""
     stopping, saving = EarlyStopping(patience=1, restore_best_weights=True), ModelCheckpoint(folder / "{epoch}.npz")
-    with trainer_of(flat) as trainer:
-        history = fit(trainer, stopping, saving, transforms=[RUIN])
+    timeline = Timeline(folder / "trace.json")
+    with trainer_of(flat, kind) as trainer:
+        history = fit(trainer, stopping, saving, timeline, transforms=[RUIN])
         assert len(history) == 3
         measured = trainer.evaluate(X, Y)
         assert measured["loss"] == pytest.approx(history[1].validation["loss"], rel=1e-6)
@@ -55,12 +56,15 @@ def test_the_best_weights_come_back(flat: allreduce.Topology, folder: Path) -> N
         restored = trainer.parameters_sha256()
         assert len(set(restored)) == 1
         assert trainer.replica.learning_rates == [0.02]
-        assert sorted(path.name for path in folder.iterdir()) == ["1.npz", "2.npz", "3.npz"]
+        assert sorted(path.name for path in folder.glob("*.npz")) == ["1.npz", "2.npz", "3.npz"]
         trainer.load(str(folder / "1.npz"))
         assert trainer.evaluate(X, Y)["loss"] == pytest.approx(history[0].validation["loss"], rel=1e-6)
-    with trainer_of(flat) as trainer:
+    with trainer_of(flat, kind) as trainer:
         fit(trainer, epochs=2)
         assert trainer.parameters_sha256() == restored
+    world.Barrier()
+    events = check_trace(json.loads((folder / "trace.json").read_text()), SIZE)
+    assert {"data", "compute", "update"} < {event["cat"] for event in events}
 
 
 class Gathers(trainers.callbacks.Callback):
@@ -76,67 +80,33 @@ class Gathers(trainers.callbacks.Callback):
 
 
 class RaisesOnOneRank(trainers.callbacks.Callback):
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self.fails)
+
+    def fails(self, epoch: int, *_: Any) -> None:
         if epoch == 2 and self.trainer.group.rank == SIZE - 1:
             raise ArithmeticError("of one rank's callback")
 
 
-@UPDATES
-def test_between_steps_that_raises_on_one_rank(update: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """Also beside a callback that communicates there: all ranks raise the error."""
-
-    class Raises(trainers.callbacks.Callback):
-        def between_steps(self, epoch: int, batch: int) -> None:
-            if batch == 1 and world.rank == SIZE - 1:
-                raise ValueError("boo")
-
-    with trainer_of(flat, update) as trainer, pytest.raises(Exception, match="boo"):
-        fit(trainer, Raises(), trainers.callbacks.CheckDivergence(every=1))
-
-
-def test_a_callback_gathers_values_also_if_a_callback_of_one_rank_fails(flat: allreduce.Topology) -> None:
-    with trainer_of(flat) as trainer:
+@pytest.mark.parametrize("event", ["between_steps", "on_epoch_end"])
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+def test_an_error_of_one_rank_beside_callbacks_that_communicate(
+    kind: str, event: str, flat: allreduce.Topology
+) -> None:
+    with trainer_of(flat, kind) as trainer:
         gathers = Gathers()
         with pytest.raises(Exception, match="of one rank's callback"):
-            fit(trainer, RaisesOnOneRank(), gathers)
+            fit(trainer, RaisesOnOneRank(event), trainers.callbacks.CheckDivergence(every=1), gathers)
         assert gathers.seen == 2 * [[*range(SIZE)]]
 
 
-@pytest.mark.skipif(SIZE != 3, reason="once is enough")
-@pytest.mark.parametrize("kind", ["sharded", "central", "sync", "spare"])
-def test_other_trainers(kind: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm) -> None:
-    """A rate that ruins the model, the best weights restored, a file for each epoch, a trace: as with
-    MirroredTrainer."""
-    losses = []
-    for make in (TRAINERS["replicated"], TRAINERS[kind]):
-        callbacks = [
-            EarlyStopping(patience=1, restore_best_weights=True),
-            ModelCheckpoint(folder / "{epoch}.npz"),
-            Timeline(folder / "trace.json"),
-        ]
-        with make(NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), topology=flat) as trainer:
-            history = fit(trainer, *callbacks, transforms=[RUIN])
-            assert len(history) == 3
-            restored = trainer.evaluate(X, Y)["loss"]
-            trainer.load(str(folder / "1.npz"))
-            losses.append([restored, trainer.evaluate(X, Y)["loss"], *(each.validation["loss"] for each in history)])
-        world.Barrier()
-        events = check_trace(json.loads((folder / "trace.json").read_text()), SIZE)
-        assert {"data", "compute", "update"} < {event["cat"] for event in events}
-        world.Barrier()
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
 @pytest.mark.skipif(SIZE == 1, reason="one rank is all ranks")
-@pytest.mark.parametrize("kind", ["ModelCheckpoint", "EarlyStopping"])
-def test_what_all_ranks_must_have(kind: str, flat: allreduce.Topology, folder: Path) -> None:
-    made = {
-        "ModelCheckpoint": lambda: ModelCheckpoint(folder / "m.npz"),
-        "EarlyStopping": lambda: EarlyStopping(restore_best_weights=True),
-    }
+def test_what_all_ranks_must_have(flat: allreduce.Topology, folder: Path) -> None:
     with trainer_of(flat) as trainer:
         before = trainer.parameters_sha256()
-        with pytest.raises(DisagreementError, match=f"callbacks that communicate: .*{kind}"):
-            fit(trainer, *([made[kind]()] if trainer.rank == 0 else []))
+        for made in (ModelCheckpoint(folder / "m.npz"), EarlyStopping(restore_best_weights=True)):
+            name = type(made).__name__
+            with pytest.raises(DisagreementError, match=f"callbacks that communicate: .*{name}"):
+                fit(trainer, *[made] * (trainer.rank == 0))
         assert trainer.parameters_sha256() == before
         assert list(folder.iterdir()) == []

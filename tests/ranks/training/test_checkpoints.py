@@ -19,7 +19,7 @@ from mpi4py import MPI
 import allreduce
 from tests import event_files
 from tests.ranks.training import fits
-from tests.ranks.training.fits import FEATURES, ROWS, SIZE, STRATEGIES, Once, data, on_last, stop
+from tests.ranks.training.fits import FEATURES, ROWS, SIZE, STRATEGIES, Once, X, Y, fail, on_last, stop
 from trainers import CentralStorageTrainer, Checkpoint, Loader, MirroredTrainer, NumpyNetwork
 from trainers import callbacks as shipped
 from trainers.callbacks import (
@@ -32,7 +32,7 @@ from trainers.callbacks import (
     TensorBoard,
     Timeline,
 )
-from trainers.errors import ArgumentError, CheckpointError
+from trainers.errors import CheckpointError
 from trainers.files import checkpoint as files
 from trainers.trainer import Trainer
 from trainers.watching.callback import Callback
@@ -52,27 +52,21 @@ every_strategy = pytest.mark.parametrize("strategy", ["replicated", "sharded", "
 ONCE = pytest.mark.skipif(SIZE != 3, reason="once is enough")
 
 
-class KilledError(Exception):
-    """Raised in place of a kill: nothing runs after it."""
-
-
-def kill(trainer: Trainer) -> None:
-    raise KilledError
-
-
 def killed_before(epoch: int, step: int) -> list[Callback]:
-    """Return the callbacks of a fit whose last rank is killed before a step."""
-    return on_last("on_train_batch_begin", kill, epoch, step)
+    """Return the callbacks of a fit whose last rank fails before a step."""
+    return on_last("on_train_batch_begin", fail, epoch, step)
 
 
 def fitted(trainer: Trainer, **options: Any) -> History:
-    x, y = data()
-    options = {"epochs": EPOCHS, "validation_data": (x, y), "progress": False, **options}
-    return trainer.fit(x, y, batch_size=BATCH, **options)
+    options = {"epochs": EPOCHS, "validation_data": (X, Y), "progress": False, **options}
+    return trainer.fit(X, Y, batch_size=BATCH, **options)
 
 
 def killed(strategy: str, topology: allreduce.Topology, folder: Path, every: str, when: tuple[int, int]) -> None:
-    with TRAINERS[strategy](network(seed=2), topology=topology) as trainer, pytest.raises(KilledError):
+    with (
+        TRAINERS[strategy](network(seed=2), topology=topology) as trainer,
+        pytest.raises(OSError, match="disk"),
+    ):
         fitted(trainer, checkpoint=Checkpoint(str(folder), every), callbacks=killed_before(*when), resume=True)
 
 
@@ -85,40 +79,21 @@ def bits(history: History) -> list[list[float]]:
 def test_the_end_of_an_epoch_that_was_resumed_in_its_middle_can_be_read(
     strategy: str, flat: allreduce.Topology, folder: Path
 ) -> None:
+    """Sharded optimizer state is complete in a checkpoint, and equal to the state that `save` writes."""
     killed(strategy, flat, folder, "3 steps", (0, 3))
     with TRAINERS[strategy](network(seed=5), topology=flat) as trainer:
         epoch = fitted(trainer, epochs=2, checkpoint=str(folder), resume=True)[0]
-    assert epoch.samples_per_second == pytest.approx(ROWS / epoch.seconds)
-    found = [files.read(path).progress for path in files.paths(str(folder))]
-    assert [str(each) for each in found] == ["the end of epoch 2", "the end of epoch 1", "epoch 1, step 4"]
-    assert [len(each.values) for each in found] == [0, 0, 3]
-
-
-@every_strategy
-def test_what_is_collected_is_what_is_saved(strategy: str, flat: allreduce.Topology, folder: Path) -> None:
-    """Sharded optimizer state is complete in a checkpoint, and equal to the state that `save` writes."""
-    with TRAINERS[strategy](network(), topology=flat) as trainer:
-        fitted(trainer, checkpoint=str(folder))
         trainer.save(str(folder / "model.npz"))
-        if trainer.rank == 0:
-            found = files.newest(str(folder))
-            assert found is not None
-            assert found[1].progress.ranks == flat.size
-            with np.load(str(folder / "model.npz")) as model:
-                for name in model.files[1:]:
-                    assert np.array_equal(model[name], found[1].state[name]), name
-            loaded = NumpyNetwork.load(found[0])
-            assert np.abs(loaded.state()["optimizer.second_moment"]).min() >= 0
-
-
-def test_seconds_are_rank_0s(flat: allreduce.Topology, folder: Path) -> None:
-    with MirroredTrainer(network(), "ring", flat) as trainer:
-        given = Checkpoint(str(folder), "0.000001 s", keep=2)
-        fitted(trainer, checkpoint=given)
-    if flat.rank == 0:
-        assert sorted(os.listdir(folder)) == ["checkpoint-00000019.npz", "checkpoint-00000020.npz"]
-        middle = files.read(str(folder / "checkpoint-00000019.npz"))
-        assert (str(middle.progress), middle.progress.values.shape) == ("epoch 4, step 5", (4, 3))
+    assert epoch.samples_per_second == pytest.approx(ROWS / epoch.seconds)
+    found = [files.read(path) for path in files.paths(str(folder))]
+    assert [str(each.progress) for each in found] == ["the end of epoch 2", "the end of epoch 1", "epoch 1, step 4"]
+    assert [len(each.progress.values) for each in found] == [0, 0, 3]
+    assert found[0].progress.ranks == flat.size
+    flat.agree([], "rank 0 has written")
+    with np.load(str(folder / "model.npz")) as model:
+        assert "optimizer.second_moment" in model.files
+        for name in model.files[1:]:
+            assert np.array_equal(model[name], found[0].state[name]), name
 
 
 def test_a_stop_is_written_and_a_longer_training_goes_on(flat: allreduce.Topology, folder: Path) -> None:
@@ -126,7 +101,12 @@ def test_a_stop_is_written_and_a_longer_training_goes_on(flat: allreduce.Topolog
     with MirroredTrainer(network(), "ring", flat) as trainer:
         assert len(fitted(trainer, checkpoint=str(folder), callbacks=stopping)) == 1
         assert [os.path.basename(path) for path in files.paths(str(folder))] == ["checkpoint-00000004.npz"]
-        assert len(fitted(trainer, checkpoint=str(folder), resume=True)) == EPOCHS
+        each_step = Checkpoint(str(folder), "0.000001 s", keep=2)  # by rank 0's clock
+        assert len(fitted(trainer, checkpoint=each_step, resume=True)) == EPOCHS
+        if flat.rank == 0:
+            assert sorted(os.listdir(folder)) == ["checkpoint-00000019.npz", "checkpoint-00000020.npz"]
+            middle = files.read(str(folder / "checkpoint-00000019.npz"))
+            assert (str(middle.progress), middle.progress.values.shape) == ("epoch 4, step 5", (4, 3))
         before = trainer.parameters_sha256()
         assert len(fitted(trainer, checkpoint=str(folder), resume=True)) == EPOCHS  # there is nothing left to do
         assert trainer.parameters_sha256() == before
@@ -149,111 +129,81 @@ def test_a_rank_that_joins_after_the_last_step_writes_the_end_too(
     assert [os.path.basename(path) for path in files.paths(str(folder))] == ["checkpoint-00000005.npz"]
 
 
-Changes = dict[str, Any]  # arguments of fit, and "model": a function that makes another network
-REFUSED: dict[str, tuple[Changes, type[Exception], str]] = {
-    "old run": ({"resume": False}, CheckpointError, "holds checkpoints of another training, the newest of the end of"),
-    "seed": ({"seed": 5}, CheckpointError, "of a training with seed=0, and this one has seed=5"),
-    "batch": ({"batch_size": 13}, CheckpointError, "of a training with batch_size=12, and this one has batch_size=13"),
-    "rows": ({"x": data()[0][:40], "y": data()[1][:40]}, CheckpointError, "with rows=50, and this one has rows=40"),
-    "nowhere": ({"checkpoint": None}, ArgumentError, "resume=True needs the folder of the checkpoints"),
-    "every": ({"checkpoint": "/dev/null/run"}, CheckpointError, "can't be written to /dev/null/run: Not a directory"),
-    "sizes": ({"model": lambda: NumpyNetwork([FEATURES, 9, 3])}, CheckpointError,
-              r"it has layer 1 weights of shape \(6, 8\) where this one has layer 1 weights of shape \(6, 9\)"),
-    "deeper": ({"model": lambda: NumpyNetwork([FEATURES, 8, 3, 3])}, CheckpointError,
-               "it has no more parameters where this one has layer 3 weig"),
-    "activation": ({"model": lambda: network(activation="tanh")}, CheckpointError,
-                   "with activation='relu', and this one has activation='tanh'"),
-    "optimizer": ({"model": lambda: network(optimizer="sgd")}, CheckpointError,
-                  "the saved model is another one: optimizer"),
-}  # fmt: skip
+def changes() -> list[tuple[dict[str, Any], str]]:
+    """Arguments of fit, or "model", another network, that a checkpoint does not fit, and parts of the errors."""
+    x, other = r"x float32\[50, 6\] #", ".*, and this one has "
+    labels = (Y + (np.arange(ROWS) == ROWS - 1)) % 3
+    return [
+        ({"resume": False}, "holds checkpoints of another training, the newest of the end of"),
+        ({"seed": 5}, "of a training with seed=0, and this one has seed=5"),
+        ({"batch_size": 13}, "of a training with batch_size=12, and this one has batch_size=13"),
+        ({"x": X[:40], "y": Y[:40]}, "with rows=50, and this one has rows=40"),
+        ({"checkpoint": "/dev/null/run"}, "can't be written to /dev/null/run: Not a directory"),
+        ({"model": NumpyNetwork([FEATURES, 9, 3])}, r"layer 1 weights of shape \(6, 8\) where .* of shape \(6, 9\)"),
+        ({"model": NumpyNetwork([FEATURES, 8, 3, 3])}, "it has no more parameters where this one has layer 3 weig"),
+        ({"model": network(activation="tanh")}, "with activation='relu', and this one has activation='tanh'"),
+        ({"model": network(optimizer="sgd")}, "the saved model is another one: optimizer"),
+        ({"x": X[::-1].copy(), "y": Y[::-1].copy()}, f"other data, {x}{other}{x}(.|\n)*same_data=False"),
+        ({"x": X[:, ::-1].copy()}, f"other data, {x}"),
+        ({"y": labels}, rf"y int64\[50\] #{other}.* y int64\[50\] #"),
+        ({"y": Y.astype(np.int32)}, rf"y int64\[50\] #{other}.* y int32\[50\] #"),
+        ({"x": fits.Rows(X.astype(np.float64), Y), "y": None}, rf"{x}{other}Rows of 50 rows, x float64\[6\]"),
+    ]
 
 
 @ONCE
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_can_not_go_on_is_refused_on_all_ranks(case: str, flat: allreduce.Topology, folder: Path) -> None:
-    change, kind, words = REFUSED[case]
-    x, y = data()
-    options = {"x": x, "y": y, "epochs": 2, "batch_size": BATCH, "checkpoint": str(folder), "resume": True}
-    options |= {"progress": False, **change}
-    make = options.pop("model", network)
+def test_what_can_not_go_on_is_refused_on_all_ranks(flat: allreduce.Topology, folder: Path) -> None:
+    options = {"x": X, "y": Y, "epochs": 2, "batch_size": BATCH, "checkpoint": str(folder), "resume": True}
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        trainer.fit(x, y, 1, BATCH, checkpoint=str(folder), progress=False)
+        trainer.fit(**options | {"epochs": 1}, progress=False)
     listed = sorted(os.listdir(folder))
-    with MirroredTrainer(make(), "ring", flat) as trainer:
-        before = trainer.parameters_sha256()
-        with pytest.raises(kind, match=words) as caught:
-            trainer.fit(**options)
-        assert caught.value.ranks == tuple(range(flat.size))  # type: ignore[attr-defined]
-        assert trainer.parameters_sha256() == before
-        assert sorted(os.listdir(folder)) == listed
+    for change, words in changes():
+        given = options | change
+        with MirroredTrainer(given.pop("model", network()), "ring", flat) as trainer:
+            before = trainer.parameters_sha256()
+            with pytest.raises(CheckpointError, match=words) as caught:
+                trainer.fit(**given, progress=False)
+            assert caught.value.ranks == tuple(range(flat.size))
+            assert trainer.parameters_sha256() == before
+            assert sorted(os.listdir(folder)) == listed
 
 
-class Table(fits.Rows):
-    """A data set. noisy: adds new random numbers to x at each access, as an augmentation does."""
+def test_other_data_are_taken_when_that_is_asked_for(flat: allreduce.Topology, folder: Path) -> None:
+    def fit(x: np.ndarray, epochs: int, checkpoint: Any) -> int:
+        with MirroredTrainer(network(), "ring", flat) as trainer:
+            return len(trainer.fit(x, Y, epochs, BATCH, checkpoint=checkpoint, resume=True, progress=False))
 
-    noisy = False
+    assert fit(X, 1, str(folder)) == 1
+    with pytest.raises(CheckpointError, match="same_data=False"):
+        fit(X + 1, 2, str(folder))
+    assert fit(X + 1, 2, Checkpoint(str(folder), same_data=False)) == 2
+    assert fit(X + 1, 3, str(folder)) == 3  # the newest is of these now
+
+
+class NoisyRows(fits.Rows):
+    """Adds new random numbers to x at each access, as an augmentation does."""
 
     def __getitem__(self, row: int) -> Any:
         x, y = super().__getitem__(row)
-        return x + (np.float32(random.gauss(0, 1) + np.random.rand()) if self.noisy else 0), y
-
-
-class NoisyTable(Table):
-    noisy = True
-
-
-X, Y = data()
-OTHERS = {
-    "order": (
-        (X[::-1].copy(), Y[::-1].copy()),
-        r"other data, x float32\[50, 6\] #.*, and this one has x float32\[50, 6\] #",
-    ),
-    "rows": ((X + 1, Y), r"other data, x float32\[50, 6\] #"),
-    "columns": ((X[:, ::-1].copy(), Y), r"other data, x float32\[50, 6\] #"),
-    "labels": ((X, (Y + (np.arange(ROWS) == ROWS - 1)) % 3), r"y int64\[50\] #.*, and this one has .* y int64\[50\] #"),
-    "dtype": ((X, Y.astype(np.int32)), r"y int64\[50\] #.*, and this one has .* y int32\[50\] #"),
-    "dataset": ((Table(X.astype(np.float64), Y), None), r"Table of 50 rows, x float32\[6\].*, and .* x float64\[6\]"),
-}
-
-
-@pytest.mark.skipif(SIZE > 2, reason="rank 0 compares")
-@pytest.mark.parametrize("other", OTHERS)
-def test_other_data_are_refused(other: str, flat: allreduce.Topology, folder: Path) -> None:
-    given, words = OTHERS[other]
-    known: Any = (X, Y) if given[1] is not None else (Table(X, Y), None)
-
-    def fit(rows: Any, epochs: int, seed: int = 1, **options: Any) -> History:
-        with MirroredTrainer(network(seed=seed), "ring", flat) as trainer:
-            return trainer.fit(*rows, epochs, BATCH, resume=True, progress=False, **options)
-
-    fit(known, 1, checkpoint=str(folder))
-    with pytest.raises(CheckpointError, match=words) as caught:
-        fit(given, 2, checkpoint=str(folder))
-    assert caught.value.ranks == tuple(range(flat.size))
-    assert "same_data=False" in str(caught.value)
-    assert len(fit(known, 2, checkpoint=str(folder))) == 2
-    assert len(fit(given, 3, checkpoint=Checkpoint(str(folder), same_data=False))) == 3
-    assert len(fit(given, 4, checkpoint=str(folder))) == 4  # the newest is of these now
-
-
-def fit_noisy(topology: allreduce.Topology, **options: Any) -> list[str]:
-    """Train on rows that draw random numbers, from Python's and NumPy's own generators."""
-    random.seed(topology.rank)
-    np.random.seed(topology.rank)
-    with MirroredTrainer(network(), "ring", topology) as trainer:
-        rows = Loader(NoisyTable(X, Y), prefetch=False)
-        trainer.fit(rows, None, EPOCHS, BATCH, progress=False, **options)
-        return trainer.parameters_sha256()
+        return x + np.float32(random.gauss(0, 1) + np.random.rand()), y
 
 
 def test_random_numbers_go_on(flat: allreduce.Topology, folder: Path) -> None:
-    """And a fit with checkpoints has the bits of a fit without."""
-    expected = fit_noisy(flat)
-    assert fit_noisy(flat, checkpoint=str(folder / "whole")) == expected
-    parts = folder / "parts"
-    with pytest.raises(KilledError):
-        fit_noisy(flat, checkpoint=Checkpoint(str(parts), "2 steps"), callbacks=killed_before(1, 3))
-    assert fit_noisy(flat, checkpoint=str(parts), resume=True) == expected
+    """Those of Python's and NumPy's own generators. And a fit with checkpoints has the bits of a fit without."""
+
+    def trained(**options: Any) -> list[str]:
+        random.seed(flat.rank)
+        np.random.seed(flat.rank)
+        with MirroredTrainer(network(), "ring", flat) as trainer:
+            trainer.fit(Loader(NoisyRows(X, Y), prefetch=False), None, EPOCHS, BATCH, progress=False, **options)
+            return trainer.parameters_sha256()
+
+    expected = trained()
+    assert trained(checkpoint=str(folder / "whole")) == expected
+    parts = str(folder / "parts")
+    with pytest.raises(OSError, match="disk"):
+        trained(checkpoint=Checkpoint(parts, "2 steps"), callbacks=killed_before(1, 3))
+    assert trained(checkpoint=parts, resume=True) == expected
 
 
 def test_what_the_writing_meets_is_raised_on_all_ranks(
@@ -325,7 +275,7 @@ def test_every_shipped_callback_goes_on(
 
     expected = fit("whole")
     assert [line[0] for line in expected[-2]] == ["0", "1", "2", "3"]
-    with pytest.raises(KilledError):
+    with pytest.raises(OSError, match="disk"):
         fit("again", *killed_before(2, 4), checkpoint=Checkpoint(str(folder), "3 steps"))
     assert fit("again", checkpoint=str(folder), resume=True) == expected
 
@@ -373,7 +323,7 @@ def test_trainers_whose_ranks_go_their_own_way_go_on_from_the_end_of_an_epoch(
     killed("replicated", flat, folder, "2 steps", (1, 3))
     with TRAINERS[strategy](network(seed=7), topology=flat) as trainer, caplog.at_level("WARNING", "trainers"):
         history = fitted(trainer, checkpoint=Checkpoint(str(folder), "0.000001 s"), resume=True)
-        scores, parameters = trainer.evaluate(*data()), trainer.parameters_sha256()
+        scores, parameters = trainer.evaluate(X, Y), trainer.parameters_sha256()
     assert ("of the middle of an epoch" in caplog.text) == (flat.rank == 0)
     assert history.column("epoch") == [1, 2, 3, 4]
     newest = files.newest(str(folder))
@@ -402,7 +352,7 @@ def test_what_one_rank_can_not_give_is_raised_on_all(
         call: Callable[[], Any] = trainer.parameters_sha256
         if what == "a checkpoint":
             options: Any = {"checkpoint": str(folder), "callbacks": [Breaks()], "progress": False}
-            call = partial(trainer.fit, *data(), EPOCHS, BATCH, **options)
+            call = partial(trainer.fit, X, Y, EPOCHS, BATCH, **options)
         elif world.rank == SIZE - 1:
             trainer.replica.others = fails  # type: ignore[method-assign]
         with pytest.raises(Exception, match="this model has lost its way"):

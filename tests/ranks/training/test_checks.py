@@ -1,6 +1,6 @@
 """Replicas that differ, and gradients that are NaN, in real fits: all ranks get an error that names the rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import allreduce
 from allreduce import notices
 from allreduce.errors import DisagreementError, DivergenceError
 from tests.ranks.together import raised_everywhere as raised
-from tests.ranks.training.fits import STRATEGIES
-from trainers import MirroredTrainer, NumpyNetwork
+from tests.ranks.training.fits import EVERY, STRATEGIES, Once
+from trainers import Loader, MirroredTrainer, NumpyNetwork
 from trainers.callbacks import (
     Callback,
     CheckDivergence,
@@ -37,22 +37,16 @@ pytestmark = pytest.mark.skipif(not ONCE, reason="a majority needs three ranks, 
 
 
 def made(ranks: allreduce.Topology, kind: str = "replicated") -> Trainer:
-    return STRATEGIES[kind](NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), topology=ranks)
+    return EVERY[kind](NumpyNetwork([4, 8, 3], seed=1, optimizer="momentum", lr=0.02), topology=ranks)
 
 
 def fit(trainer: Trainer, *callbacks: Callback, x: np.ndarray = X) -> Any:
     return trainer.fit(x, Y, 2, 20, shuffle=False, callbacks=callbacks, progress=False)
 
 
-class Edits(Callback):
-    """Changes this rank's replica in the second step."""
-
-    def __init__(self, change: Callable[[Any], object]) -> None:
-        self.change = change
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch == 1:
-            self.change(self.trainer.replica)
+def editing(change: Callable[[Any], object]) -> Callback:
+    """Return a callback that changes this rank's replica in the second step."""
+    return Once("on_train_batch_end", lambda trainer: change(trainer.replica), epoch=0)
 
 
 def bias(replica: NumpyNetwork) -> None:
@@ -75,20 +69,12 @@ def test_who_differs_in_what(
     change: Callable[[Any], object], words: str, flat: allreduce.Topology, world: MPI.Intracomm
 ) -> None:
     """The training stops on all ranks."""
-    edits = [Edits(change)] if world.rank == 1 else []
+    edits = [editing(change)] if world.rank == 1 else []
     with made(flat) as trainer:
         text = raised(world, DivergenceError, lambda: fit(trainer, *edits, CheckDivergence(every=2)))
         assert text.startswith("after step 2 of epoch 1 the replicas are no longer equal: rank 1 differs from")
         assert words in text
         assert all(f"rank {rank}: " in text for rank in range(3))
-
-
-def test_the_options_of_a_check(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    with made(flat) as trainer:
-        wrong = raised(world, ArgumentError, lambda: fit(trainer, CheckDivergence(0)))
-        assert "CheckDivergence: every must be an integer >= 1, got 0" in wrong
-        other = CheckDivergence(2 + (world.rank == 2))
-        assert "every=3" in raised(world, DisagreementError, lambda: fit(trainer, other))
 
 
 @pytest.mark.parametrize("kind", ["sharded", "sync", "spare"])
@@ -107,21 +93,22 @@ def test_replicas_that_are_equal(
         def fails(replica: Any) -> None:
             raise ArgumentError("on purpose")
 
-        edits = [Edits(fails)] if world.rank == 0 else []
+        edits = [editing(fails)] if world.rank == 0 else []
         assert "on purpose" in raised(world, ArgumentError, lambda: fit(trainer, *edits, CheckDivergence(every=1)))
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("kind", [*STRATEGIES, "local"])
 def test_who_brings_nan(kind: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     with made(flat, kind) as trainer:
         text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients(), x=BAD))
         if kind in ("replicated", "sharded", "central"):
             assert text.startswith("in epoch 1, step 2, gradients are not finite: rank 2 has 67 NaN gradients, ")
         assert "NaN gradients, the first in layer 1 weights (element 0): look at" in text
+        raised(world, DivergedError, lambda: fit(trainer, x=BAD))  # which names no rank
     with made(flat, kind) as trainer:
         check = CheckGradients("skip")
         fit(trainer, check, x=BAD)
-        together = kind not in ("async", "spare")
+        together = kind not in ("async", "spare", "local")
         assert world.allreduce(check.skipped) == (2 * SIZE if together else 2)
         assert len(set(trainer.parameters_sha256())) == 1
         skipped = trainer.evaluate(X, Y)["loss"]
@@ -134,47 +121,12 @@ def test_who_brings_nan(kind: str, flat: allreduce.Topology, world: MPI.Intracom
         assert np.isfinite(skipped)
 
 
-@pytest.mark.parametrize("update", ["replicated", "sharded"])
-def test_sums_that_overflow(update: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    """Every rank's gradients are finite. Without the check the training continues with infinite parameters."""
-    with made(flat, update) as trainer:
-        replica, plain = trainer.replica, trainer.replica.gradients
-
-        def large(*batch: Any) -> Any:
-            values = plain(*batch)
-            replica._buffer[5] = 2e38  # type: ignore[attr-defined]
-            replica._buffer[-1] = -1e30  # type: ignore[attr-defined]
-            return values
-
-        replica.gradients = large  # type: ignore[method-assign]
-        text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients()))
-        assert "the sum of gradients overflows in layer 1 weights (element 5), although each rank's" in text
-        replica.gradients = plain  # type: ignore[method-assign]
-        assert np.isfinite(fit(trainer, CheckGradients()).column("loss")).all()
-
-
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_batch_that_was_left_out_has_no_loss(kind: str, flat: allreduce.Topology) -> None:
-    """The logs of batches have a NaN loss if no step was taken before."""
-    told: list[Any] = []
-
-    class Tells(Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            told.append(logs["loss"])
-
-    with made(flat, kind) as trainer:
-        history = fit(trainer, Tells(), CheckGradients("skip"), x=np.full_like(X, np.nan))
-    assert np.isnan(history.column("loss")).all()
-    assert np.isnan(told).all()
-    assert kind == "async" or told
-
-
 @pytest.mark.every_pair
 @pytest.mark.parametrize("check", ["raise", "skip"])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
-@pytest.mark.parametrize("compress", ["float16", "bfloat16"])
+@pytest.mark.parametrize("compress", [None, "float16", "bfloat16"])
 def test_gradients_too_large_to_be_sent(
-    compress: str, update: str, check: str, flat: allreduce.Topology, world: MPI.Intracomm
+    compress: str | None, update: str, check: str, flat: allreduce.Topology, world: MPI.Intracomm
 ) -> None:
     """Rank 1's gradients are too large for float16 in the second step; in the fourth, only the sum of all ranks' is."""
     replica = NumpyNetwork([4, 8, 3], seed=1, lr=1e-9)
@@ -187,57 +139,67 @@ def test_gradients_too_large_to_be_sent(
             if len(calls) == 2 and world.rank == 1:
                 replica._buffer[5] = 1e5
             if len(calls) == 4:
-                replica._buffer[6] = -4e4
+                replica._buffer[6] = -4e4 if compress else -2e38
             return values
 
         replica.gradients = large  # type: ignore[method-assign]
-        if check == "raise" and compress == "float16":
-            text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients()))
-            assert text.startswith("in epoch 1, step 2, gradients can't be averaged: rank 1 has 1 gradient too la")
-            assert "too large for float16, the first in layer 1 weights (element 5)" in text
-            assert 'compress="bfloat16"' in text
+        if check == "raise" and compress != "bfloat16":
+            if compress:
+                text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients()))
+                assert text.startswith("in epoch 1, step 2, gradients can't be averaged: rank 1 has 1 gradient too la")
+                assert "too large for float16, the first in layer 1 weights (element 5)" in text
+                assert 'compress="bfloat16"' in text
             calls[:] = [None, None]
             text = raised(world, NotFiniteError, lambda: fit(trainer, CheckGradients()))
             assert text.startswith("in epoch 1, step 2, the sum of gradients overflows in layer 1 weights (element 6)")
-            assert 'compress="bfloat16"' in text
+            assert ('compress="bfloat16"' in text) == bool(compress)
             return
         gradients = CheckGradients(check)
         history = fit(trainer, gradients)
-        assert gradients.skipped == (2 if compress == "float16" else 0)
+        assert gradients.skipped == {None: 1, "float16": 2, "bfloat16": 0}[compress]
         assert np.isfinite(history.column("loss")).all()
         assert min(history.column("loss")) > 0.5
         assert np.isfinite(replica.parameters).all()
 
 
-class Poisons(Callback):
-    """Makes the features NaN in the first epoch, on all ranks."""
+class Poisoned:
+    """A loader whose features are NaN in the first epoch."""
 
-    def __init__(self, replica: Any) -> None:
-        self._plain, self._epoch = replica.gradients, 0
-        replica.gradients = lambda x, *rest: self._plain(x if self._epoch else np.full_like(x, np.nan), *rest)
+    def set_epoch(self, epoch: int) -> None:
+        self._x = X if epoch else np.full_like(X, np.nan)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for at in range(0, 60, 20):
+            yield self._x[at : at + 20], Y[at : at + 20]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in STRATEGIES if kind != "spare"])  # its chief copies the replica
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_epochs_without_steps_have_no_loss(
     kind: str, flat: allreduce.Topology, world: MPI.Intracomm, tmp_path: Path
 ) -> None:
-    """The loss is NaN, which does not count as the best; a resumed fit has the same history."""
-    folder = Path(world.bcast(str(tmp_path)))
+    """The loss is NaN, also in the logs of batches before the first step. It does not count as the best; a resumed fit
+    has the same history."""
+    folder, told = Path(world.bcast(str(tmp_path))), list[float]()
+
+    class Tells(Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            told.extend([logs["loss"]] * (self.epoch == 0))
+
+    def trained(trainer: Trainer, **options: Any) -> Any:
+        loader = Loader(None if trainer.strategy.part is None else Poisoned(), rows="whole")
+        return trainer.fit(loader, epochs=3, progress=False, checkpoint=str(folder / "written"), **options)
+
     with made(flat, kind) as trainer:
-        poisons = Poisons(trainer.replica)
         stopping = EarlyStopping("loss", patience=5, restore_best_weights=True)
         best = ModelCheckpoint(folder / "model-{epoch}.npz", "loss", save_best_only=True)
-        others = [CSVLogger(folder / "log.csv"), TensorBoard(folder / "logs", update_freq=1)]
-        history = trainer.fit(
-            X, Y, 3, 20, shuffle=False, progress=False, checkpoint=str(folder / "written"),
-            callbacks=[poisons, CheckGradients("skip"), stopping, best, *others],
-        )  # fmt: skip
+        others = [Tells(), CSVLogger(folder / "log.csv"), TensorBoard(folder / "logs", update_freq=1)]
+        history = trained(trainer, callbacks=[CheckGradients("skip"), stopping, best, *others])
         losses = history.column("loss")
-        assert np.isnan(losses[0])
-        assert np.isnan(history.column("accuracy")[0])
+        assert np.isnan([losses[0], history.column("accuracy")[0], *told]).all()
+        assert kind == "async" or told
         assert np.isfinite(losses[1:]).all()
         assert stopping.best == min(losses[1:])
     if world.rank == 0:
@@ -245,8 +207,7 @@ def test_epochs_without_steps_have_no_loss(
         assert (folder / "model-2.npz").exists()
         assert np.isfinite(NumpyNetwork.load(str(folder / "model-2.npz")).parameters).all()
     with made(flat, kind) as trainer:
-        again = trainer.fit(X, Y, 3, 20, shuffle=False, progress=False, checkpoint=str(folder / "written"), resume=True)
-        np.testing.assert_equal(again.column("loss"), losses)
+        np.testing.assert_equal(trained(trainer, resume=True).column("loss"), losses)
 
 
 class LeavesOut(Callback):
@@ -290,9 +251,11 @@ def test_an_heir_of_a_callback_that_agrees_is_heard(flat: allreduce.Topology, wo
 
 def test_bad_arguments(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
     with made(flat) as trainer:
+        wrong = raised(world, ArgumentError, lambda: fit(trainer, CheckDivergence(0)))
+        assert "CheckDivergence: every must be an integer >= 1, got 0" in wrong
+        other = CheckDivergence(2 + (world.rank == 2))
+        assert "every=3" in raised(world, DisagreementError, lambda: fit(trainer, other))
         assert "on_bad='ignore'" in raised(world, ArgumentError, lambda: fit(trainer, CheckGradients("ignore")))
-        with pytest.raises(DivergedError):  # what happens without it names no rank
-            fit(trainer, x=BAD)
 
 
 @pytest.mark.parametrize("own", [{"b": np.ones(3), "c": np.ones(2)}, {"c": np.zeros(2)}], ids=["more", "another"])

@@ -10,14 +10,14 @@ import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce import errors, notices
+from allreduce import notices
 from tests.ranks.together import raised
-from tests.ranks.training.fits import on_last
+from tests.ranks.training.fits import fail, on_last
 from trainers import Checkpoint, MirroredTrainer, NumpyNetwork
 from trainers.errors import CheckpointError
 
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-several = pytest.mark.skipif(size == 1, reason="one rank compresses nothing")
+pytestmark = pytest.mark.skipif(size == 1, reason="one rank compresses nothing")
 EPOCHS, BATCH = 4, 90
 
 
@@ -37,28 +37,18 @@ def fitted(trainer: MirroredTrainer, **options: Any) -> list[float]:
     return trainer.fit(x, y, batch_size=BATCH, **{"epochs": EPOCHS, "progress": False, **options}).column("loss")
 
 
-class StopError(Exception):
-    """Ends a fit, as a crash would."""
-
-
-def crash(trainer: MirroredTrainer) -> None:
-    raise StopError
-
-
-@several
-@pytest.mark.parametrize("compress", ["bfloat16", "int8", "powersgd:4"])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
-def test_the_loss_falls_as_without_compression(compress: str, update: str, flat: allreduce.Topology) -> None:
+def test_the_loss_falls_as_without_compression(update: str, flat: allreduce.Topology) -> None:
     with trainer_of(flat, update=update) as plain:
         right = fitted(plain)
-    with trainer_of(flat, update=update, compress=compress) as trainer:
-        losses = fitted(trainer)
-        assert len(set(trainer.parameters_sha256())) == 1
-    assert losses != right
-    assert losses[-1] < right[0] - 0.7 * (right[0] - right[-1])
+    for compress in ("bfloat16", "int8", "powersgd:4"):
+        with trainer_of(flat, update=update, compress=compress) as trainer:
+            losses = fitted(trainer)
+            assert len(set(trainer.parameters_sha256())) == 1
+        assert losses != right
+        assert losses[-1] < right[0] - 0.7 * (right[0] - right[-1]), compress
 
 
-@several
 @pytest.mark.parametrize("compress", ["int8", "powersgd:4"])
 def test_a_resumed_training_has_the_same_bits(compress: str, flat: allreduce.Topology, folder: Path) -> None:
     """A checkpoint holds each rank's error feedback, and PowerSGD's Q."""
@@ -66,39 +56,23 @@ def test_a_resumed_training_has_the_same_bits(compress: str, flat: allreduce.Top
         whole, expected = fitted(trainer), trainer.parameters_sha256()
         unsent = trainer.allreduce.state()
         assert any(name.endswith("/residual") and array.any() for name, array in unsent.items())
-    with trainer_of(flat, compress=compress) as trainer, pytest.raises(StopError):
-        fitted(
-            trainer, checkpoint=Checkpoint(str(folder), "epoch"), callbacks=on_last("on_epoch_begin", crash, epoch=2)
-        )
+    with trainer_of(flat, compress=compress) as trainer, pytest.raises(OSError, match="disk is full"):
+        fitted(trainer, checkpoint=Checkpoint(str(folder), "epoch"), callbacks=on_last("on_epoch_begin", fail, epoch=2))
     with trainer_of(flat, seed=5, compress=compress) as trainer:
         resumed = fitted(trainer, checkpoint=str(folder), resume=True)
         assert trainer.parameters_sha256() == expected
         again = trainer.allreduce.state()
         assert again.keys() == unsent.keys()
         assert all(np.array_equal(again[name], unsent[name]) for name in unsent)
-    assert resumed == whole
-
-
-@several
-def test_a_model_that_is_loaded_begins_without_error_feedback(flat: allreduce.Topology, folder: Path) -> None:
-    with trainer_of(flat, compress="int8") as trainer:
-        fitted(trainer, epochs=1)
-        assert trainer.allreduce.state()
         trainer.save(f"{folder}.npz")
         trainer.load(f"{folder}.npz")
-        assert trainer.allreduce.state() == {}
-
-
-@several
-def test_checkpoints_with_error_feedback_need_a_compression(flat: allreduce.Topology, folder: Path) -> None:
-    with trainer_of(flat, compress="powersgd:4") as trainer:
-        fitted(trainer, epochs=3, checkpoint=str(folder))  # beyond the steps in full precision
+        assert trainer.allreduce.state() == {}  # a model has no error feedback
+    assert resumed == whole
     with trainer_of(flat) as trainer:
         text = raised(CheckpointError, partial(fitted, trainer, checkpoint=str(folder), resume=True))
         assert "has no state" in text, text
 
 
-@several
 @pytest.mark.skipif(size < 3, reason="resumes on fewer ranks, but on several")
 def test_fewer_ranks_begin_without_error_feedback(
     topology_of: Callable[..., Any], folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -114,10 +88,3 @@ def test_fewer_ranks_begin_without_error_feedback(
             assert not any(name.endswith("/residual") for name in trainer.allreduce.state())
         assert caplog.text.count("begins at zero") == (rank == 0)
     two.Free()
-
-
-@several
-def test_ranks_that_compress_differently(flat: allreduce.Topology) -> None:
-    text = raised(errors.DisagreementError, lambda: trainer_of(flat, compress="int8" if rank else "float16"))
-    assert "int8" in text, text
-    assert "float16" in text, text

@@ -10,8 +10,9 @@ from mpi4py import MPI
 import allreduce
 from allreduce.errors import DisagreementError
 from tests.ranks.together import raised_everywhere
+from tests.ranks.training.fits import Once, stop
 from trainers import Accumulate, MirroredTrainer, NumpyNetwork, Schedule
-from trainers.callbacks import Callback, ModelCheckpoint
+from trainers.callbacks import Callback
 from trainers.errors import ArgumentError
 from trainers.options.buckets import Buckets
 
@@ -21,8 +22,14 @@ X = np.random.default_rng(0).normal(size=(48, 3)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")
 
 
+@pytest.fixture(name="torch")
+def imported() -> Any:
+    return pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+
+
 def replica(module: Any = None, **options: Any) -> Any:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+    import torch
+
     from trainers.replicas.pytorch import TorchReplica
 
     torch.manual_seed(0)
@@ -35,9 +42,7 @@ def fit(trainer: Any, epochs: int = 1, **options: Any) -> Any:
     return trainer.fit(X, Y, epochs, 12, shuffle=False, progress=False, **options)
 
 
-def test_rows_of_the_user_stay_when_a_module_changes_its_input(flat: allreduce.Topology) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-
+def test_rows_of_the_user_stay_when_a_module_changes_its_input(torch: Any, flat: allreduce.Topology) -> None:
     class Scales(torch.nn.Linear):  # type: ignore[name-defined, misc]
         def forward(self, x: Any) -> Any:
             return super().forward(x.sub_(1.0))
@@ -51,8 +56,7 @@ def test_rows_of_the_user_stay_when_a_module_changes_its_input(flat: allreduce.T
     assert losses == pytest.approx([losses[0]] * 5, rel=1e-5)
 
 
-def test_a_module_may_keep_its_batches(flat: allreduce.Topology) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+def test_a_module_may_keep_its_batches(torch: Any, flat: allreduce.Topology) -> None:
     kept = []
 
     class Keeps(torch.nn.Linear):  # type: ignore[name-defined, misc]
@@ -69,9 +73,8 @@ def test_a_module_may_keep_its_batches(flat: allreduce.Topology) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_hooks_see_the_gradients_of_the_rows(overlap: bool, flat: allreduce.Topology) -> None:
+def test_hooks_see_the_gradients_of_the_rows(overlap: bool, torch: Any, flat: allreduce.Topology) -> None:
     """All rows are equal, so the hooks of each rank and of each half see the gradient of one process."""
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
     seen = []
     made = replica(lr=0.0)
     made.module.bias.register_hook(lambda gradient: seen.append(gradient.tolist()))
@@ -86,24 +89,29 @@ def test_hooks_see_the_gradients_of_the_rows(overlap: bool, flat: allreduce.Topo
     assert len(seen) == (1 if overlap else 2)
 
 
-def test_frozen_batch_norm_stays_frozen(flat: allreduce.Topology) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+def test_frozen_batch_norm_stays_frozen(torch: Any, flat: allreduce.Topology) -> None:
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     module[0].eval().requires_grad_(False)
-    made = replica(module)
-    with MirroredTrainer(made, topology=flat) as trainer:
+    with MirroredTrainer(replica(module), topology=flat) as trainer:
         fit(trainer, 2, validation_data=(X, Y))
     assert not module[0].training
     assert module[0].running_mean.tolist() == [0, 0, 0]
     with MirroredTrainer(replica(module.eval()), topology=flat) as trainer:  # which has not frozen a part
         fit(trainer)
-    assert module[0].training
-    assert module[0].running_mean.abs().min() > 0
+        trainer.evaluate(X, Y)
+        assert module.training
+        assert module[0].training
+        before = module[0].running_mean.clone()
+        assert before.abs().min() > 0
+        module[0].eval()
+        fit(trainer)
+        assert torch.allclose(module[0].running_mean, before, rtol=1e-5)
 
 
 @pytest.mark.parametrize("option", ["nesterov", "maximize", "lr"])
-def test_flags_of_the_optimizer_that_differ(option: str, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+def test_flags_of_the_optimizer_that_differ(
+    option: str, torch: Any, flat: allreduce.Topology, world: MPI.Intracomm
+) -> None:
     values = {"lr": [torch.tensor(0.1), torch.tensor(0.2)]}.get(option, [True, False])
     mine = replica(**{"momentum": 0.9, option: values[flat.rank > 0]})
     if flat.size == 1:
@@ -123,27 +131,12 @@ def test_a_fit_in_a_fit_is_refused(flat: allreduce.Topology, world: MPI.Intracom
         fit(trainer)
 
 
-def test_a_model_that_a_callback_saves_has_the_rates_from_before_the_fit(
-    flat: allreduce.Topology, folder: Path, world: MPI.Intracomm
-) -> None:
-    if world.rank == 0:
-        folder.mkdir()
-    world.Barrier()
-    path = str(folder / "model.npz")
-    with MirroredTrainer(NumpyNetwork([3, 2], lr=0.1), topology=flat) as trainer:
-        fit(trainer, 3, transforms=[Schedule("linear")], callbacks=[ModelCheckpoint(path)])
-    assert NumpyNetwork.load(path).learning_rates == [0.1]
-
-
-@pytest.mark.parametrize("metrics", [(), ("mse",)])
-def test_the_first_metric_is_the_loss(metrics: tuple[str, ...], flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    class Named(NumpyNetwork):
-        pass
-
-    made = Named([3, 2])
-    made.metrics = metrics
-    text = raised_everywhere(world, ArgumentError, lambda: MirroredTrainer(made, topology=flat))
-    assert "the first one must be the loss" in text
+def test_the_first_metric_is_the_loss(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+    for metrics in ((), ("mse",)):
+        made = NumpyNetwork([3, 2])
+        made.metrics = metrics
+        text = raised_everywhere(world, ArgumentError, lambda made=made: MirroredTrainer(made, topology=flat))
+        assert "the first one must be the loss" in text
 
 
 def test_a_metric_that_was_nan_is_nan_after_a_resume(
@@ -154,12 +147,8 @@ def test_a_metric_that_was_nan_is_nan_after_a_resume(
             loss, accuracy = super().gradients(x, y, share, weights)
             return [loss, np.nan if (x == X[0]).all(axis=1).any() else accuracy]
 
-    class Stops(Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.trainer.stop_training = batch == 1
-
     found = []
-    for callbacks in ([Stops()], []):
+    for callbacks in ([Once("on_train_batch_end", stop, epoch=0)], []):
         with MirroredTrainer(Odd([3, 2], seed=1), topology=flat) as trainer:
             history = fit(trainer, checkpoint=str(folder), resume=True, callbacks=callbacks)
             found.append(history[0].metrics["accuracy"])
@@ -167,8 +156,7 @@ def test_a_metric_that_was_nan_is_nan_after_a_resume(
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
-def test_a_graph_of_gradients_is_refused(flat: allreduce.Topology) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
+def test_a_graph_of_gradients_is_refused(torch: Any, flat: allreduce.Topology) -> None:
     from trainers.pytorch import GradientError, MirroredOptimizer
 
     model = torch.nn.Linear(3, 1)
@@ -178,35 +166,15 @@ def test_a_graph_of_gradients_is_refused(flat: allreduce.Topology) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("event", ["on_train_batch_begin", "on_train_batch_end"])
-def test_a_save_in_a_callback_leaves_the_schedule_as_it_is(
-    event: str, flat: allreduce.Topology, folder: Path, world: MPI.Intracomm
-) -> None:
-    class Saves(Callback):
-        pass
-
-    def save(batch: int, logs: Any = None) -> None:
-        trainer.save(str(folder) + ".npz")
-
-    losses = []
-    for saves in (False, True):
-        callback = Saves()
-        if saves:
-            setattr(Saves, event, lambda self, batch, logs=None: save(batch))
+def test_a_save_in_a_callback_leaves_the_schedule_as_it_is(flat: allreduce.Topology, folder: Path) -> None:
+    """The model that it writes has the rates from before the fit, and so has a checkpoint."""
+    path, losses = f"{folder}.npz", []
+    for event in ("", "on_train_batch_begin", "on_train_batch_end", "on_epoch_end"):
+        saving = Once(event, lambda trainer: trainer.save(path), epoch=0)
         with MirroredTrainer(NumpyNetwork([3, 2], lr=0.5, seed=1), topology=flat) as trainer:
-            history = fit(trainer, 2, transforms=[Schedule("linear")], callbacks=[callback])
+            options: Any = {"transforms": [Schedule("linear")], "callbacks": [saving]}
+            history = fit(trainer, 2, checkpoint=str(folder / event), **options)
         losses.append(history.column("loss"))
-    assert losses[0] == losses[1]
-
-
-def test_batch_norm_that_is_frozen_after_an_evaluation(flat: allreduce.Topology) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed in this environment")
-    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
-    with MirroredTrainer(replica(module), topology=flat) as trainer:
-        fit(trainer)
-        trainer.evaluate(X, Y)
-        assert module.training
-        module[0].eval()
-        before = module[0].running_mean.clone()
-        fit(trainer)
-        assert torch.allclose(module[0].running_mean, before, rtol=1e-5)
+        paths = [*([path] if event else []), max(map(str, (folder / event).glob("*.npz")))]
+        assert [NumpyNetwork.load(each).learning_rates for each in paths] == [[0.5]] * len(paths)
+    assert losses[1:] == losses[:1] * 3

@@ -1,9 +1,10 @@
 """fit(transforms=): averages, rates and norms, and refused transforms; tests/matrix compares fits with one process."""
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ import allreduce
 from allreduce.errors import DisagreementError
 from tests.ranks.together import raised_everywhere
 from tests.ranks.training import fits
-from tests.ranks.training.fits import SIZE, data
+from tests.ranks.training.fits import SIZE, X, Y
 from trainers import (
     EMA,
     Accumulate,
-    Checkpoint,
     ClipNorm,
     Exact,
     Loader,
@@ -32,9 +32,10 @@ from trainers.arrays import squares
 from trainers.errors import ArgumentError
 from trainers.options.buckets import Buckets
 from trainers.replica import Replica, Slices
-from trainers.state.adopt import complete, copy_state
+from trainers.state.adopt import copy_state
 from trainers.strategies.transforms.transform import Applied, Compute, Rows, Transform
 from trainers.watching.callback import Callback
+from trainers.watching.history import History
 from trainers.watching.meter import NormMeter
 
 JOBS = "openmpi 1 2 5"
@@ -51,13 +52,11 @@ def network(optimizer: str = "adam") -> NumpyNetwork:
     return fits.network(optimizer=optimizer, lr=0.02)
 
 
-def fitted(trainer: Any, transforms: Sequence[Transform], **options: Any) -> dict[str, Any]:
-    """Train; returns the state and the history."""
-    history = trainer.fit(*data(), EPOCHS, BATCH, transforms=transforms, progress=False, **options)
+def fitted(trainer: Any, transforms: Sequence[Transform], **options: Any) -> tuple[np.ndarray, History]:
+    """Train; returns the parameters and the history."""
+    history = trainer.fit(X, Y, EPOCHS, BATCH, transforms=transforms, progress=False, **options)
     assert len(set(trainer.parameters_sha256())) == 1
-    complete(trainer.strategy)
-    state = {name: np.array(array) for name, array in trainer.replica.state().items()} if trainer.rank == 0 else {}
-    return trainer.group.comm.bcast(state) | {"history": history}
+    return np.array(trainer.replica.state()["parameters"]), history
 
 
 def test_running_statistics_of_micro_batches_are_averaged(flat: allreduce.Topology) -> None:
@@ -76,84 +75,53 @@ def test_running_statistics_of_micro_batches_are_averaged(flat: allreduce.Topolo
     with allreduce.Topology(MPI.COMM_SELF) as single:
         for topology, count in ((flat, 2), (single, 2 * SIZE)):
             with MirroredTrainer(make(), topology=topology) as trainer:
-                trainer.fit(*data(), EPOCHS, BATCH, transforms=[Accumulate(count), ClipNorm(CLIP)], progress=False)
+                trainer.fit(X, Y, EPOCHS, BATCH, transforms=[Accumulate(count), ClipNorm(CLIP)], progress=False)
                 found.append(trainer.replica.state())
     for name, array in found[0].items():
         np.testing.assert_allclose(array, found[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 @few
-@pytest.mark.parametrize("kind", ["sharded", "sync"])
-def test_a_checkpoint_has_the_rates_from_before_the_fit(kind: str, flat: allreduce.Topology, folder: Path) -> None:
-    """So a model that is read from it, and a fit that resumes from it without a schedule, train with these."""
-    cases: list[tuple[int, list[Transform]]] = [(1, [Schedule(lambda step: float(step == 0))]), (2, [])]
-    for epochs, transforms in cases if kind in TRAINERS else ():
-        with TRAINERS[kind](network(), topology=flat) as trainer:
-            options = {
-                "checkpoint": Checkpoint(str(folder)),
-                "resume": True,
-                "transforms": transforms,
-                "progress": False,
-            }
-            trainer.fit(*data(), epochs, BATCH, **options)
-            assert trainer.replica.learning_rates == [0.02]
-        assert NumpyNetwork.load(str(max(folder.glob("*.npz")))).learning_rates == [0.02]
-
-
-@few
 def test_the_average_is_evaluated_and_saved(flat: allreduce.Topology, folder: Path) -> None:
-    x, y = data()
     for kind in ("replicated", "sharded", "central"):  # of the others the matrix has the average
         with TRAINERS[kind](network(), topology=flat) as trainer:
-            assert "there is no average" in raised_everywhere(
-                trainer.topology.world, ArgumentError, functools.partial(trainer.evaluate, x, y, ema=True)
-            )
-            history = trainer.fit(x, y, EPOCHS, BATCH, transforms=[EMA(DECAY)], validation_data=(x, y), progress=False)
-            raw, averaged = trainer.evaluate(x, y, ema=False), trainer.evaluate(x, y)
+            missing = functools.partial(trainer.evaluate, X, Y, ema=True)
+            assert "there is no average" in raised_everywhere(trainer.topology.world, ArgumentError, missing)
+            history = trainer.fit(X, Y, EPOCHS, BATCH, transforms=[EMA(DECAY)], validation_data=(X, Y), progress=False)
+            raw, averaged = trainer.evaluate(X, Y, ema=False), trainer.evaluate(X, Y)
             assert raw != averaged == history[-1].validation
             if flat.size > 1:
                 with pytest.raises(DisagreementError, match="evaluate: ema=False"):
-                    trainer.evaluate(x, y, ema=flat.rank > 0)
-            outputs = trainer.predict(x, ema=False), trainer.predict(x)
+                    trainer.evaluate(X, Y, ema=flat.rank > 0)
+            outputs = trainer.predict(X, ema=False), trainer.predict(X)
             trainer.save(str(folder) + kind)
             before = trainer.parameters_sha256()
             trainer.load(str(folder) + kind)
-            assert (trainer.parameters_sha256(), trainer.evaluate(x, y)) == (before, averaged)
-            history = trainer.fit(
-                x, y, 1, BATCH, transforms=[EMA(DECAY, validate=False)], validation_data=(x, y), progress=False
-            )
-            assert history[-1].validation == trainer.evaluate(x, y, ema=False) != trainer.evaluate(x, y)
-            trainer.fit(x, y, 1, BATCH, progress=False)
-            assert trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)
+            assert (trainer.parameters_sha256(), trainer.evaluate(X, Y)) == (before, averaged)
+            quiet = [EMA(DECAY, validate=False)]
+            history = trainer.fit(X, Y, 1, BATCH, transforms=quiet, validation_data=(X, Y), progress=False)
+            assert history[-1].validation == trainer.evaluate(X, Y, ema=False) != trainer.evaluate(X, Y)
+            trainer.fit(X, Y, 1, BATCH, progress=False)
+            assert trainer.evaluate(X, Y) == trainer.evaluate(X, Y, ema=False)
             trainer.save(str(folder) + "plain")
-            trainer.fit(x, y, 1, BATCH, transforms=[EMA(DECAY)], progress=False)
+            trainer.fit(X, Y, 1, BATCH, transforms=[EMA(DECAY)], progress=False)
             trainer.load(str(folder) + "plain")
             assert "ema" not in copy_state(trainer.strategy, on_all=False), "no fit keeps an average now"
         alone = NumpyNetwork.load(str(folder) + kind)
-        assert np.allclose(alone.predict(x), outputs[0])
+        assert np.allclose(alone.predict(X), outputs[0])
         alone.use_average()
-        assert np.allclose(alone.predict(x), outputs[1])
+        assert np.allclose(alone.predict(X), outputs[1])
         assert not np.allclose(*outputs)
         alone.use_parameters()
-        assert np.allclose(alone.predict(x), outputs[0])
+        assert np.allclose(alone.predict(X), outputs[0])
         alone.use_average()  # a trainer ends it
         with TRAINERS[kind](alone if flat.rank == 0 else network(), topology=flat) as trainer:
-            assert np.allclose(trainer.predict(x), outputs[1])
-            assert np.allclose(trainer.predict(x, ema=False), outputs[0])
+            assert np.allclose(trainer.predict(X), outputs[1])
+            assert np.allclose(trainer.predict(X, ema=False), outputs[0])
             assert len(set(trainer.parameters_sha256())) == 1
 
 
-class Passes:
-    """A loader without a length."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
-
-
-class Untold(Passes):
+class Untold(list):  # type: ignore[type-arg]
     """A loader that counts its batches when they are read."""
 
     def __len__(self) -> int:
@@ -163,36 +131,32 @@ class Untold(Passes):
 @few
 def test_a_function_of_the_step(flat: allreduce.Topology) -> None:
     """Also of steps of a loader, whose number is not known; a named schedule that ends needs it."""
-    x, y = data()
     seen: list[float] = []
 
     class Rates(Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             seen.append(self.trainer.replica.learning_rates[0])
 
+    batches = [(X[:4], Y[:4]), (X[4:9], Y[4:9])]
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        options: dict[str, Any] = {"epochs": 2, "progress": False, "callbacks": [Rates()]}
-        batches = Loader([(x[:4], y[:4]), (x[4:9], y[4:9])], rows="whole")
-        without_length = Loader(Passes(batches.data), rows="whole")
-        trainer.fit(batches, transforms=[Schedule(lambda step: 1 / (step + 1), warmup=1)], **options)
+
+        def fit(loader: Loader, schedule: Schedule) -> None:
+            trainer.fit(loader, epochs=2, progress=False, callbacks=[Rates()], transforms=[schedule])
+
+        whole = Loader(batches, rows="whole")
+        fit(whole, Schedule(lambda step: 1 / (step + 1), warmup=1))
         np.testing.assert_allclose(seen, [0.01, 0.01, 0.02 / 3, 0.005])
-        text = raised_everywhere(
-            flat.world, ArgumentError, lambda: trainer.fit(without_length, transforms=[Schedule("linear")], **options)
-        )
-        assert "give the steps of the Loader" in text
-        lies = Loader(Untold(batches.data), rows="whole")
-        raised_everywhere(
-            flat.world, ArgumentError, lambda: trainer.fit(lies, transforms=[Schedule("linear")], **options)
-        )
-        longer = Loader([*batches.data, *[(x[9:10], y[9:10])] * flat.rank], rows="divided")
-        known = [(replace(without_length, steps=2), 4), (batches, 4), (longer, 2 * (flat.size + 1))]
-        for given, steps in known:  # with the length of the longest loader
-            trainer.fit(given, transforms=[Schedule("linear")], **options)
+        for unknown in (iter(batches), Untold(batches)):
+            refused = functools.partial(fit, Loader(unknown, rows="whole"), Schedule("linear"))
+            assert "give the steps of the Loader" in raised_everywhere(flat.world, ArgumentError, refused)
+        longer = Loader([*batches, *[(X[9:10], Y[9:10])] * flat.rank], rows="divided")
+        endless = Loader(itertools.cycle(batches), rows="whole", steps=2)
+        for given, steps in ((endless, 4), (whole, 4), (longer, 2 * (flat.size + 1))):
+            fit(given, Schedule("linear"))  # with the length of the longest loader
             np.testing.assert_allclose(seen[-steps:], 0.02 * (1 - np.arange(steps) / steps))
 
 
 def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology) -> None:
-    x, y = data()
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"transforms": 5}, "transforms must be a list of Accumulate, "),
         ({"transforms": [EMA]}, "EMA is a class"),
@@ -201,7 +165,7 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
         ({"transforms": [Schedule(lambda step: math.nan)]}, "must return a number"),
     ]
     with MirroredTrainer(network(), "ring", flat) as trainer:
-        fit = functools.partial(trainer.fit, x, y, 1, BATCH, progress=False)
+        fit = functools.partial(trainer.fit, X, Y, 1, BATCH, progress=False)
         for options, text in wrong:
             assert text in raised_everywhere(flat.world, ArgumentError, functools.partial(fit, **options))
         if SIZE > 1:
@@ -209,11 +173,11 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
             assert "5 is no transform" in raised_everywhere(flat.world, ArgumentError, functools.partial(fit, **own))
             own = {"transforms": [EMA(DECAY)]} if flat.rank else {}
             raised_everywhere(flat.world, DisagreementError, functools.partial(fit, **own))
-        narrow = functools.partial(trainer.fit, x[:, :2], y, progress=False, transforms=[EMA(DECAY)])
+        narrow = functools.partial(trainer.fit, X[:, :2], Y, progress=False, transforms=[EMA(DECAY)])
         assert "6 features" in raised_everywhere(flat.world, ArgumentError, narrow)
         assert trainer.replica.average is None  # so the ranks evaluate the same weights
-        assert trainer.evaluate(x, y) == trainer.evaluate(x, y, ema=False)
-        trainer.fit(x, y, 1, BATCH, progress=False)
+        assert trainer.evaluate(X, Y) == trainer.evaluate(X, Y, ema=False)
+        trainer.fit(X, Y, 1, BATCH, progress=False)
 
 
 @dataclass(frozen=True)
@@ -253,8 +217,9 @@ def test_a_fit_takes_a_transform_of_a_program(kind: str, flat: allreduce.Topolog
     for transforms in ([Scale(0.5), ClipNorm(CLIP)], [ClipNorm(2 * CLIP), Scale(0.5)]):
         with make(network("sgd"), topology=flat) as trainer:
             found.append(fitted(trainer, transforms))
-    np.testing.assert_allclose(found[0]["parameters"], found[1]["parameters"], rtol=1e-5, atol=1e-6)
-    for first, second in zip(found[0]["history"], found[1]["history"], strict=True):
+    (parameters, first_history), (other_parameters, second_history) = found
+    np.testing.assert_allclose(parameters, other_parameters, rtol=1e-5, atol=1e-6)
+    for first, second in zip(first_history, second_history, strict=True):
         assert first.metrics["grad_norm"] == pytest.approx(first.metrics["scaled_norm"], rel=1e-4)
         assert second.metrics["grad_norm"] == pytest.approx(2 * first.metrics["grad_norm"], rel=1e-4)
         assert second.metrics["scaled_norm"] < CLIP * 1.01
@@ -293,7 +258,7 @@ def test_meters_have_names_of_their_own(flat: allreduce.Topology) -> None:
     with TRAINERS["replicated"](network(), topology=flat) as trainer:
         with pytest.raises(ArgumentError, match='two numbers of a step are named "grad_norm"'):
             fitted(trainer, [Named(1.0), ClipNorm(CLIP)])
-        assert "grad_norm" in fitted(trainer, [Named(1.0)])["history"][0].metrics
+        assert "grad_norm" in fitted(trainer, [Named(1.0)])[1][0].metrics
 
 
 @few
@@ -307,7 +272,7 @@ def test_a_compute_of_its_own_is_not_overlapped(flat: allreduce.Topology) -> Non
         model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.ReLU(), torch.nn.Linear(40, 3))
         replica = TorchReplica(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
         with MirroredTrainer(replica, "ring", topology=flat, buckets=buckets) as trainer:
-            found.append(fitted(trainer, [Scale(0.5), Accumulate(2)])["parameters"])
+            found.append(fitted(trainer, [Scale(0.5)])[0])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-6)
 
 

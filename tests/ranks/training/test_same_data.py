@@ -13,7 +13,7 @@ from trainers.checks import SameData
 
 SIZE = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
-several = pytest.mark.skipif(SIZE == 1, reason="one rank has all data")
+pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has all data")
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,6 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> int:
     return sum("DistributedSampler" in each.getMessage() for each in caplog.records if each.name == "allreduce")
 
 
-@several
 def test_the_same_gradients(flat: allreduce.Topology, caplog: pytest.LogCaptureFixture) -> None:
     """Reported once, whatever comes later; the gradients stay as they are."""
     with allreduce.create("auto", flat) as reduce:
@@ -59,7 +58,6 @@ LEGITIMATE: dict[str, Callable[[int], np.ndarray]] = {
 }
 
 
-@several
 def test_no_false_alarm(
     flat: allreduce.Topology, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,12 +74,9 @@ def test_no_false_alarm(
         assert _warnings(caplog) == 0, name
 
 
-@several
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 @pytest.mark.parametrize("own", [False, True], ids=["the same batches", "batches of their own"])
 def test_mirrored_optimizer(flat: allreduce.Topology, update: str, own: bool, caplog: pytest.LogCaptureFixture) -> None:
-    if SIZE > 3:
-        pytest.skip("many ranks take long to import PyTorch")
     torch = pytest.importorskip("torch")
     from trainers.pytorch import MirroredOptimizer
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import allreduce
 from tests.ranks.training import fits
-from tests.ranks.training.fits import SIZE, Once, stop
+from tests.ranks.training.fits import SIZE, Once, fail, stop
 from trainers import (
     Checkpoint,
     ClipNorm,
@@ -24,7 +24,6 @@ from trainers import (
     NumpyNetwork,
     ParameterServerTrainer,
     Schedule,
-    SpareReplicasTrainer,
 )
 from trainers.recovery.terminating import Terminated
 from trainers.watching.callback import Callback
@@ -32,8 +31,6 @@ from trainers.watching.history import History
 
 EPOCHS, FEATURES = 3, 4
 STRATEGIES = fits.STRATEGIES | {"local": partial(MirroredTrainer, allreduce="ring", average=LocalSGD(2))}
-if SIZE == 1:
-    del STRATEGIES["sync"], STRATEGIES["async"]
 SIZES = {  # of the global batches
     "small": [1] * 6,  # of a rank alone, if there are several
     "short": [2 * SIZE] * 5 + [1],
@@ -57,32 +54,20 @@ def interrupt(how: str, rank: int, step: int) -> list[Once]:
     return events if MPI.COMM_WORLD.rank == rank else []
 
 
-def crash(trainer: Any) -> None:
-    raise ZeroDivisionError
-
-
 def fit(trainer: Any, shape: str, **options: Any) -> History:
-    options = {
-        "epochs": EPOCHS,
-        "progress": False,
-        "transforms": [ClipNorm(1.0), Schedule("inverse_sqrt", warmup=2)],
-        **options,
-    }
+    """Train on batches of SIZES, or on divided batches, of which the first rank has more than the others."""
+    options |= {"epochs": EPOCHS, "progress": False}
+    options["transforms"] = [ClipNorm(1.0), Schedule("inverse_sqrt", warmup=2)]
     sizes = SIZES.get(shape, SIZES["short"])
     x = np.random.default_rng(3).normal(size=(sum(sizes), FEATURES)).astype("float32")
     y = x[:, :3].argmax(1)
     if shape in SIZES:
         return trainer.fit(x, y, batch_size=sizes[0], **options)
-    ends = np.cumsum(sizes)[:-1]
-    batches = list(zip(np.split(x, ends), np.split(y, ends), strict=True))
-    computing = getattr(trainer, "workers", None)
-    if shape == "divided":  # the first ranks have more batches than the others
-        share = slice(0, 4 + 2 * (trainer.rank == 0))
-        batches = [(x[trainer.rank :: SIZE], y[trainer.rank :: SIZE]) for x, y in batches[share]]
-        batches = [each for batch in batches for each in ((x[:0], y[:0]), batch)]  # those without rows are no steps
+    own = [rows[trainer.rank :: SIZE] for rows in np.split(np.arange(len(x)), np.cumsum(sizes)[:-1])]
+    given = [each for rows in own[: 4 + 2 * (trainer.rank == 0)] for each in (rows[:0], rows)]  # no rows are no step
     np.random.seed(trainer.rank)
-    serves = computing is not None and not isinstance(trainer, SpareReplicasTrainer) and trainer.rank == SIZE - 1
-    return trainer.fit(Loader(None if serves else Noisy(batches), rows=shape), **options)
+    loader = None if trainer.strategy.part is None else Noisy([(x[rows], y[rows]) for rows in given])
+    return trainer.fit(Loader(loader, rows="divided"), **options)
 
 
 class Noisy:
@@ -105,9 +90,8 @@ def outcome(trainer: Any, history: History, exact: bool) -> list[Any]:
 
 
 WAYS = [("SIGTERM", "small"), ("stop", "divided")]
-ONE_WAY = {"sharded": WAYS[:1], "sync": WAYS[:1], "central": WAYS[1:], "spare": WAYS[1:]}  # more are in the matrix
-CASES = [(strategy, *way) for strategy in STRATEGIES for way in ONE_WAY.get(strategy, WAYS)]
-CASES += [("local", "stop", "odd")]
+APART = ["local", *["async"] * (SIZE > 1)]  # the matrix has the others, and loaders
+CASES = [(strategy, *way) for strategy in ("replicated", *APART) for way in WAYS] + [("local", "stop", "odd")]
 
 
 @pytest.mark.parametrize(("strategy", "how", "shape"), CASES)
@@ -172,7 +156,7 @@ def test_the_checkpoint_of_a_step_counts_it_though_a_callback_has_failed(
     with make() as trainer:
         expected = outcome(trainer, fit(trainer, "short"), True)
     checkpoint = Checkpoint(str(folder), "1 step")
-    with make() as trainer, pytest.raises(ZeroDivisionError):
-        fit(trainer, "short", checkpoint=checkpoint, callbacks=[Once("on_train_batch_end", crash, 1, 2)])
+    with make() as trainer, pytest.raises(OSError, match="disk is full"):
+        fit(trainer, "short", checkpoint=checkpoint, callbacks=[Once("on_train_batch_end", fail, 1, 2)])
     with make() as trainer:
         assert outcome(trainer, fit(trainer, "short", checkpoint=checkpoint, resume=True), True) == expected

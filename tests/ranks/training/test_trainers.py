@@ -14,12 +14,10 @@ from mpi4py import MPI
 
 import allreduce
 from allreduce import algorithms
-from allreduce.algorithm import TwoPhase
-from allreduce.arrays.ops import Op
+from allreduce.algorithms.ring import Ring
 from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
 from tests import launch
 from tests.backends import SHARDED
-from tests.ranks.together import raised_everywhere
 from trainers import (
     EMA,
     Accumulate,
@@ -50,66 +48,35 @@ def network(seed: int = 3, **options: Any) -> NumpyNetwork:
     return made
 
 
-def alone(
-    x: np.ndarray, y: np.ndarray, epochs: int, batch_size: int, **options: Any
-) -> tuple[NumpyNetwork, list[float]]:
-    """Return the result of one rank: a simple loop without trainer, MPI or shares."""
-    made, losses = network(**options), []
-    for epoch in range(epochs):
-        order, total = np.random.default_rng([7, epoch]).permutation(len(x)), 0.0
-        for start in range(0, len(x), batch_size):
-            rows = order[start : start + batch_size]
-            total += float(made.gradients(x[rows], y[rows], 1.0)[0]) * len(rows)
-            made.update()
-        losses.append(total / len(x))
-    return made, losses
-
-
 @pytest.fixture(scope="module")
 def digits() -> datasets.Dataset:
     return datasets.load("digits")
 
 
-@pytest.fixture(scope="module")
-def reference(digits: datasets.Dataset) -> tuple[NumpyNetwork, list[float]]:
-    return alone(digits.x_train, digits.y_train, EPOCHS, BATCH)
-
-
-@pytest.mark.parametrize("backend", ["auto", "ring"])  # the matrix has the others
-def test_training_is_that_of_one_rank(
-    backend: str,
-    digits: datasets.Dataset,
-    reference: tuple[NumpyNetwork, list[float]],
-    flat: allreduce.Topology,
-) -> None:
+def test_training_is_that_of_one_rank(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
     """1437 rows in batches of 100: no number of ranks divides all batches."""
-    expected, losses = reference
-    mine = network(seed=3 + flat.rank)  # the model of rank 0 must win
-    with MirroredTrainer(mine, backend, flat) as trainer:
-        history = trainer.fit(digits.x_train, digits.y_train, EPOCHS, BATCH, seed=7, progress=False)
-        hashes = trainer.parameters_sha256()
-    assert np.abs(mine.parameters - expected.parameters).max() < 1e-4
-    assert len(hashes) == flat.size
-    assert len(set(hashes)) == 1
-    np.testing.assert_allclose(history.column("loss"), losses, rtol=1e-4)
-    assert [epoch.epoch for epoch in history] == [1, 2, 3, 4, 5]
-    for epoch in history:
-        assert 0 <= epoch.communication_share <= 1
-        assert epoch.samples_per_second == pytest.approx(1437 / epoch.seconds)
-        assert 0 <= epoch.metrics["accuracy"] <= 1
-
-
-def test_an_error_of_one_rank_while_a_trainer_is_made_leaves_none_behind() -> None:
-    class Refuses(NumpyNetwork):
-        @property
-        def gradient_dtype(self) -> str:
-            raise RuntimeError("a replica's own error")
-
-    topology = allreduce.Topology(MPI.COMM_SELF)  # so no other rank waits
-    with pytest.raises(RuntimeError, match="own error"):
-        MirroredTrainer(Refuses([4, 2]), "ring", topology)
-    topology.close()
-    assert topology.closed
+    x, y, alone, losses = digits.x_train, digits.y_train, network(), []
+    for epoch in range(EPOCHS):  # a simple loop without trainer, MPI or shares
+        order, total = np.random.default_rng([7, epoch]).permutation(len(x)), 0.0
+        for start in range(0, len(x), BATCH):
+            rows = order[start : start + BATCH]
+            total += float(alone.gradients(x[rows], y[rows], 1.0)[0]) * len(rows)
+            alone.update()
+        losses.append(total / len(x))
+    for backend in ("auto", "ring"):  # the matrix has the others
+        mine = network(seed=3 + flat.rank)  # the model of rank 0 must win
+        with MirroredTrainer(mine, backend, flat) as trainer:
+            history = trainer.fit(x, y, EPOCHS, BATCH, seed=7, progress=False)
+            hashes = trainer.parameters_sha256()
+        assert np.abs(mine.parameters - alone.parameters).max() < 1e-4
+        assert len(hashes) == flat.size
+        assert len(set(hashes)) == 1
+        np.testing.assert_allclose(history.column("loss"), losses, rtol=1e-4)
+        assert [epoch.epoch for epoch in history] == [1, 2, 3, 4, 5]
+        for epoch in history:
+            assert 0 <= epoch.communication_share <= 1
+            assert epoch.samples_per_second == pytest.approx(1437 / epoch.seconds)
+            assert 0 <= epoch.metrics["accuracy"] <= 1
 
 
 def test_gradients_lie_in_the_memory_of_the_backend(flat: allreduce.Topology) -> None:
@@ -173,28 +140,11 @@ def test_a_sharded_update_gives_the_bits_of_a_replicated_one(
         assert np.array_equal(array, found[1][entry]), entry
 
 
-class OwnsEverything(TwoPhase):
-    """Its reduce_scatter leaves the whole sum on each rank, so no element has one owner."""
-
-    def scatter(self, buffer: np.ndarray, op: Op) -> None:
-        self.comm.Allreduce(MPI.IN_PLACE, buffer)
-        op.finish(buffer)
-
-    def all_gather(self, buffer: np.ndarray) -> None: ...
+class OwnsEverything(Ring):
+    """No element has one owner: metrics behind the gradients would count once for each."""
 
     def owned(self, length: int, rank: int | None = None) -> slice:
         return slice(0, length)
-
-
-@pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="one rank owns everything")
-def test_a_sharded_update_needs_one_owner_of_each_element(
-    flat: allreduce.Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Metrics behind the gradients would count once for each owner."""
-    monkeypatch.setattr(algorithms, "BACKENDS", dict(algorithms.BACKENDS))
-    allreduce.register("owns_everything", OwnsEverything)
-    make = partial(MirroredTrainer, network(), "owns_everything", flat, update="sharded")
-    assert "gives elements to several ranks" in raised_everywhere(world, OptionError, make)
 
 
 def test_parameters_of_a_sharded_trainer_are_in_common(digits: datasets.Dataset, flat: allreduce.Topology) -> None:
@@ -226,8 +176,10 @@ def test_equal_options_in_two_forms_are_no_difference(flat: allreduce.Topology) 
         assert len(set(trainer.parameters_sha256())) == 1
 
 
-def test_refused_trainers_leave_nothing_behind(flat: allreduce.Topology) -> None:
+def test_refused_trainers_leave_nothing_behind(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """Communicators and topologies are counted."""
+    monkeypatch.setattr(algorithms, "BACKENDS", dict(algorithms.BACKENDS))
+    allreduce.register("owns_everything", OwnsEverything)
     refusals: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"update": "shrded"}, ArgumentError, "update='shrded' is unknown"),
         ({"allreduce": "rign"}, UnknownBackendError, "did you mean 'ring'"),
@@ -242,6 +194,9 @@ def test_refused_trainers_leave_nothing_behind(flat: allreduce.Topology) -> None
         ]
         refusals += [({"replica": replica}, DisagreementError, text) for replica, text in others]
         refusals.append(({"update": "sharded" if flat.rank else "replicated"}, DisagreementError, "update='sharded'"))
+        every = {"update": "sharded", "allreduce": "owns_everything"}
+        refusals.append((every, OptionError, "gives elements to several ranks"))
+        refusals.append(({"compress": "int8" if flat.rank else "float16"}, DisagreementError, "float16(.|\n)*int8"))
     else:
         refusals.pop(3)  # with one rank nothing is divided
     for own_topology in (False, True):
@@ -333,6 +288,19 @@ def test_replicas_keep_no_memory_of_a_trainer_that_one_rank_has_refused(flat: al
     with pytest.raises(ArgumentError, match="no such memory"):
         MirroredTrainer(mine, "ring", flat)
     assert mine.binds == 3  # the last one is to memory of its own
+
+
+def test_an_error_of_one_rank_while_a_trainer_is_made_leaves_none_behind() -> None:
+    class Refuses(NumpyNetwork):
+        @property
+        def gradient_dtype(self) -> str:
+            raise RuntimeError("a replica's own error")
+
+    topology = allreduce.Topology(MPI.COMM_SELF)  # so no other rank waits
+    with pytest.raises(RuntimeError, match="own error"):
+        MirroredTrainer(Refuses([4, 2]), "ring", topology)
+    topology.close()
+    assert topology.closed
 
 
 def test_the_micro_batches_of_a_part_have_their_seeds_whatever_the_own_parts_are() -> None:
