@@ -97,13 +97,14 @@ def test_cupy(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None
 
 def test_named_errors(flat: allreduce.Topology) -> None:
     with allreduce.create("ring", flat) as reduce:
-        assert "root must be a rank of this topology, 0 to" in raised_everywhere(
-            WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), -1)
-        )
-        assert "got '0'" in raised_everywhere(WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), "0"))  # type: ignore[arg-type]
-        raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.broadcast([1.0]))
-        raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.stack([1.0]))
-        raised_everywhere(WORLD, UnsupportedDtypeError, lambda: reduce.stack(np.zeros(3, object)))
+        for kind, words, call in (
+            (OptionError, "root must be a rank of this topology, 0 to", partial(reduce.broadcast, np.zeros(3), -1)),
+            (OptionError, "got '0'", partial(reduce.broadcast, np.zeros(3), "0")),
+            (NotAnArrayError, "", partial(reduce.broadcast, [1.0])),
+            (NotAnArrayError, "", partial(reduce.stack, [1.0])),
+            (UnsupportedDtypeError, "", partial(reduce.stack, np.zeros(3, object))),
+        ):
+            assert words in raised_everywhere(WORLD, kind, call)
         if SIZE > 1:
             text = raised_everywhere(WORLD, DisagreementError, lambda: reduce.broadcast(np.zeros(3), reduce.rank % 2))
             assert "rank 1: broadcast: length 3, dtype float64, ordinary memory, root 1" in text

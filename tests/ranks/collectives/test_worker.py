@@ -31,6 +31,7 @@ from allreduce.transport.wait import wait_for
 
 JOBS = "openmpi 1 2 3 5, mpich 2 3"
 
+WORLD = MPI.COMM_WORLD
 THREADED = pytest.mark.parametrize("threaded", [False, True])
 
 
@@ -77,7 +78,7 @@ def test_a_call_that_only_some_have_does_not_hold_up_others(topology: allreduce.
 
 
 @THREADED
-def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: bool, world: MPI.Intracomm) -> None:
+def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: bool) -> None:
     if topology.size == 1:
         pytest.skip("a rank agrees with itself")
     queue, other = (
@@ -91,7 +92,7 @@ def test_ranks_that_disagree_hear_of_it(topology: allreduce.Topology, threaded: 
         different.wait()
     assert caught.value.ranks == tuple(range(topology.size))
     assert not ran
-    assert len(set(world.allgather(str(caught.value)))) == 1
+    assert len(set(WORLD.allgather(str(caught.value)))) == 1
     with pytest.raises(BrokenError, match=r"optimizer is broken.*DisagreementError"):
         queue.submit(lambda: None)
     other.submit(lambda: ran.append(2), "goes on").wait()  # another user's calls do not suffer
@@ -192,7 +193,7 @@ def test_a_caller_that_waits_does_the_work_itself(topology: allreduce.Topology) 
     queues = [topology.service(Worker).queue(name, threaded=True) for name in "ab"]
     threads: list[threading.Thread] = []
     mine = False
-    while not MPI.COMM_WORLD.allreduce(mine, MPI.LAND):  # the worker thread falls asleep once no call is left
+    while not WORLD.allreduce(mine, MPI.LAND):  # the worker thread falls asleep once no call is left
         queues[0].submit(lambda: threads.append(threading.current_thread()), waits=True).wait()
         mine |= threads.pop() is threading.current_thread()
     for turn in range(20):
@@ -204,7 +205,7 @@ def test_a_caller_that_waits_does_the_work_itself(topology: allreduce.Topology) 
         threads.clear()
 
 
-@pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="nobody waits for one rank")
+@pytest.mark.skipif(WORLD.size < 2, reason="nobody waits for one rank")
 def test_the_worker_thread_goes_on_after_an_interrupt(topology: allreduce.Topology) -> None:
     queue = topology.service(Worker).queue("interrupted", threaded=True)
     done = threading.Event()
@@ -241,17 +242,17 @@ def test_the_thread_runs_before_others_where_that_is_permitted(topology: allredu
     assert priority() == before  # of this thread
 
 
-def test_submit_returns_at_once(topology: allreduce.Topology, world: MPI.Intracomm) -> None:
+def test_submit_returns_at_once(topology: allreduce.Topology) -> None:
     """A rank submits two calls before the others submit the first one; and a call of the main thread waits for both."""
     with allreduce.create("ring", topology) as reduce:
         arrays = np.ones(10), np.full(10, 2.0)
         reduce.submit(np.ones(1)).wait()  # the first call is collective
         reduce(np.ones(1), "sum")  # so the main thread has called last
         if topology.rank > 0:
-            world.Barrier()
+            WORLD.Barrier()
         pending = [reduce.submit(array, "sum") for array in arrays]
         if topology.rank == 0:
-            world.Barrier()
+            WORLD.Barrier()
         reduce(arrays[0], "sum")
         for each in pending:
             each.wait()
@@ -275,7 +276,7 @@ def test_an_invalid_array_is_submitted(alone: bool, topology: allreduce.Topology
 
 
 def test_a_thread_that_dies_leaves_nobody_waiting(
-    topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch, world: MPI.Intracomm
+    topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On all ranks: a user who waits for a call gets the error that ended the thread, and the next call is refused."""
     if topology.size == 1:
@@ -287,12 +288,12 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
         raise MemoryError("on purpose")
 
     monkeypatch.setattr(topology.service(Worker), "_listen", die)
-    world.Barrier()
+    WORLD.Barrier()
     with pytest.raises(MemoryError, match="on purpose"):
         queue.submit(lambda: None).wait(20)
     with pytest.raises(BrokenError, match="MemoryError: on purpose"):
         queue.submit(lambda: None)
-    world.Barrier()
+    WORLD.Barrier()
     topology.abandon()
 
 
@@ -410,7 +411,7 @@ def test_two_auto_backends_in_two_threads(topology: allreduce.Topology) -> None:
     assert not wrong
 
 
-@pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="one rank agrees with itself")
+@pytest.mark.skipif(WORLD.size < 2, reason="one rank agrees with itself")
 def test_a_broken_queue_keeps_nothing_alive(topology: allreduce.Topology) -> None:
     """An error references everything that the functions in its traceback hold: an optimizer, say."""
     queue = topology.service(Worker).queue("user")
