@@ -336,9 +336,9 @@ def test_parts_of_a_topology_are_on_their_own() -> None:
                 topology.split(0, on_error="part" if topology.rank else "job")
 
 
-RAISED: dict[str, tuple[BaseException, type[BaseException]]] = {
-    "interrupt": (KeyboardInterrupt(), KeyboardInterrupt),
-    "mpi": (MPI.Exception(MPI.ERR_TRUNCATE), errors.CommunicationError),
+RAISED: dict[str, tuple[Callable[[], BaseException], type[BaseException]]] = {
+    "interrupt": (KeyboardInterrupt, KeyboardInterrupt),
+    "mpi": (partial(MPI.Exception, MPI.ERR_TRUNCATE), errors.CommunicationError),
 }
 
 
@@ -354,7 +354,7 @@ def test_a_call_that_failed_half_way_is_the_last(
     raised, seen = RAISED[kind]
 
     def fail(*_: Any) -> None:
-        raise raised
+        raise raised()
 
     with allreduce.Topology() as topology:
         reduce = allreduce.create(name, topology)

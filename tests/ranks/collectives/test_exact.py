@@ -81,14 +81,14 @@ def test_buckets_of_described_parts_have_the_bits_of_the_whole(name: str, flat: 
     with usable(name, flat, exact=True) as reduce:
         array = reduce.allocate(length)
         reduce.describe(array, parts)
-        results = []
+        results, wide = [], values(RANK, "float32", length, spread=50)  # so wide that the blocks make a difference
         for cuts in ([0, length], [0, ends[0], ends[3], length], [0, ends[1], ends[1] + 1, ends[4], ends[5], length]):
-            array[:] = values(RANK, "float32", length)
+            array[:] = wide
             for begin, end in itertools.pairwise(cuts):
                 reduce(array[begin:end], "mean")
             results.append(everywhere_equal(array, str(cuts)))
         assert len(set(results)) == 1
-        alone = values(RANK, "float32", length)[ends[0] : ends[1]].copy()
+        alone = wide[ends[0] : ends[1]].copy()
         reduce(alone, "mean")
         assert alone.tobytes() == array[ends[0] : ends[1]].tobytes()
 
