@@ -265,7 +265,9 @@ def test_lengths_that_no_machine_has(name: str, length: int, flat: allreduce.Top
 def test_options_in_another_order(flat: allreduce.Topology) -> None:
     options = {"node": "shared", "cross": "ring"}
     order = sorted(options, reverse=flat.rank % 2 == 1)
-    allreduce.create("hierarchical_copy", flat, **{key: options[key] for key in order}).close()
+    with allreduce.create("hierarchical_copy", flat, **{key: options[key] for key in order}) as reduce:
+        assert reduce.config is not None
+        assert options.items() <= reduce.config.options.items()
 
 
 def _central(topology: allreduce.Topology) -> AllReduce:

@@ -10,6 +10,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce import Part, errors, kernels
 from allreduce.arrays.fixed_point import BLOCK
+from tests.ranks.collectives.lossy import same_bits
 from tests.ranks.grid import numpy_dtype
 from tests.ranks.together import raised_everywhere, usable
 
@@ -25,13 +26,6 @@ def values(number: int, dtype: str, length: int, spread: int = 12) -> np.ndarray
     """Term `number` of a sum; magnitudes differ by 2^spread, so that a plain sum depends on its order."""
     rng = np.random.default_rng([number, length])
     return np.ldexp(rng.uniform(-1, 1, length), rng.integers(-spread, 1, length)).astype(numpy_dtype(dtype))
-
-
-def everywhere_equal(array: np.ndarray, what: str) -> bytes:
-    """Return the array's bits, which must be equal on all ranks. Collective."""
-    bits = array.tobytes()
-    assert len(set(WORLD.allgather(bits))) == 1, f"{what}: the ranks have different bits"
-    return bits
 
 
 TERMS = 12
@@ -62,7 +56,7 @@ def test_terms_have_the_same_bits_on_any_ranks(dtype: str, flat: allreduce.Topol
                     mine = divided(TERMS, SIZE, way)[RANK]
                     terms = np.stack([values(number, dtype, length) for number in mine] or [out])[: len(mine)]
                     assert reduce.sum_terms(terms, out, op, TERMS) is out
-                    assert everywhere_equal(out, name) == expected.tobytes(), (name, way)
+                    assert same_bits(out) == expected.tobytes(), (name, way)
                     part = reduce.sum_terms(list(terms), out, op, TERMS, "reduce_scatter")
                     own = reduce.owned(length)
                     assert part.base is out or part.base is out.base
@@ -86,7 +80,7 @@ def test_buckets_of_described_parts_have_the_bits_of_the_whole(name: str, flat: 
             array[:] = wide
             for begin, end in itertools.pairwise(cuts):
                 reduce(array[begin:end], "mean")
-            results.append(everywhere_equal(array, str(cuts)))
+            results.append(same_bits(array))
         assert len(set(results)) == 1
         alone = wide[ends[0] : ends[1]].copy()
         reduce(alone, "mean")
@@ -106,7 +100,7 @@ def test_special_values(name: str, dtype: str, flat: allreduce.Topology) -> None
             reduce(array, "sum")
             wanted = np.array([np.inf, np.nan, np.nan, 0, -np.inf, 0, 1, -np.inf, SIZE / 2], array.dtype)
             assert array[:9].tobytes() == wanted.tobytes()
-            assert everywhere_equal(array, "special")
+            assert same_bits(array)
             assert not array[9:].any()
             for op, ends in (("max", [SIZE - 1, 0]), ("min", [0, 1 - SIZE])):
                 array[:5] = [-0.0 if first else 0.0, -0.0, np.nan if last else 5, RANK, -RANK]

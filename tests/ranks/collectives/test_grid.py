@@ -53,19 +53,7 @@ def dtypes_at(variant: str) -> tuple[str, ...]:
     return ("float16", "float64", "int32") if other else ("bfloat16", "float32", "int64")
 
 
-def cases() -> list[tuple[tuple[str, str], str]]:
-    """Return places with dtypes. On 3 and more ranks the real node has each dtype of `dtypes_at`, and simulated nodes
-    have one of them, in turn."""
-    found = []
-    for (one, variant), (other, shape) in itertools.product(enumerate(VARIANTS), enumerate(SHAPES)):
-        dtypes = dtypes_at(variant)
-        if SIZE > 2 and shape != "flat":
-            dtypes = (dtypes[(one + other + SIZE) % len(dtypes)],)
-        found += [((variant, shape), dtype) for dtype in dtypes]
-    return found
-
-
-CASES = cases()
+CASES = [(place, dtype) for place in PLACES for dtype in dtypes_at(place[0])]
 every_place = pytest.mark.parametrize("reduce", PLACES, ids="-".join, indirect=True)
 
 
