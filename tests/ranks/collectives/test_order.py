@@ -14,6 +14,8 @@ from allreduce.errors import (
     UnsupportedOpError,
 )
 
+JOBS = "openmpi 1 2 3, mpich 2"
+
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")

@@ -17,6 +17,8 @@ from allreduce.topology import Topology
 from tests.ranks.grid import run_grid
 from tests.ranks.together import raised_everywhere
 
+JOBS = "openmpi 1 2 3"
+
 WORLD = MPI.COMM_WORLD
 several = pytest.mark.skipif(WORLD.size == 1, reason="one rank has nothing to select")
 

@@ -15,6 +15,8 @@ from allreduce import errors
 from allreduce.backend import AllReduce
 from tests.ranks.together import raised
 
+JOBS = "openmpi 1 2 3, mpich 2"
+
 Pair = namedtuple("Pair", "x y")
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
