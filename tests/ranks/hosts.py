@@ -10,3 +10,6 @@ class Hosts(MPI.Intracomm):
 
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:  # noqa: N802
         return self.Split(type(self).numbers[MPI.COMM_WORLD.rank], key)
+
+    def Split(self, color: int = 0, key: int = 0) -> "Hosts":  # noqa: N802
+        return type(self)(super().Split(color, key))
