@@ -13,6 +13,8 @@ from tests.ranks.collectives.lossy import residual, same_bits
 from tests.ranks.grid import shapes
 from tests.ranks.together import raised_everywhere
 
+JOBS = "openmpi 2 3 5, mpich 2"
+
 WORLD = MPI.COMM_WORLD
 rank, size = WORLD.rank, WORLD.size
 several = pytest.mark.skipif(size == 1, reason="one rank sends nothing")
