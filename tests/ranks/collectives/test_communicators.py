@@ -23,14 +23,13 @@ JOBS = "openmpi 1 2 3 4, mpich 2"
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank sends nothing")
-# After the topology, and at most after `create`, and not more later. One on which no failure is seen is made besides
-# where ranks may be lost.
+# The ranks of a node; after the topology, and at most after `create`, and not more later. One on which no failure is
+# seen is made besides where ranks may be lost.
 COUNTS = {
-    "flat": (2, 4),  # world twice (control messages, data); of "auto" the same two
-    "twos": (4, 9),  # node and cross; of "auto" world twice, node and cross, and one of the leaders
-    "ones": (2, 6),  # a node of one rank has no communicator
+    "flat": (None, 2, 4),  # world twice (control messages, data); of "auto" the same two
+    "twos": (2, 4, 9),  # node and cross; of "auto" world twice, node and cross, and one of the leaders
+    "ones": (1, 2, 6),  # a node of one rank has no communicator
 }
-NODES = {"flat": None, "twos": 2, "ones": 1}
 
 
 @pytest.fixture
@@ -56,8 +55,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_communicators_of_auto(shape: str, made: list[int]) -> None:
     if shape == "twos" and SIZE < 3:
         pytest.skip("two nodes of two need more ranks")
-    found = []
-    with Topology(ranks_per_node=NODES[shape]) as topology:
+    found, (nodes, first, most) = [], COUNTS[shape]
+    with Topology(ranks_per_node=nodes) as topology:
         found.append(made[0])
         with allreduce.create("auto", topology) as reduce:
             found.append(made[0])
@@ -68,8 +67,8 @@ def test_communicators_of_auto(shape: str, made: list[int]) -> None:
             reduce(few, "sum")
             assert few.tolist() == [SIZE] * 3
             found.append(made[0])
-    assert found[0] == COUNTS[shape][0]
-    assert found[1] == found[2] == found[3] <= COUNTS[shape][1]
+    assert found[0] == first
+    assert found[1] == found[2] == found[3] <= most
     assert made[0] == 0
 
 

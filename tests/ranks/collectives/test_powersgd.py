@@ -30,10 +30,6 @@ def gradient(step: int, of: int = rank, dtype: str = "float32", length: int = LE
     return np.random.default_rng([step, of]).normal(size=length).astype(dtype)
 
 
-def mean(step: int, dtype: str = "float32") -> np.ndarray:
-    return np.mean([gradient(step, of, dtype).astype(float) for of in range(size)], axis=0)
-
-
 def described(reduce: AllReduce, dtype: str = "float32") -> np.ndarray:
     array = reduce.allocate(LENGTH, dtype)
     reduce.describe(array, PARTS)
@@ -133,7 +129,8 @@ def test_arrays_that_are_not_compressed(flat: allreduce.Topology, caplog: Any, m
     with allreduce.create("ring", flat, compress=PowerSGD(2, start_powerSGD_iter=0)) as reduce:
         vector = gradient(0)
         reduce(vector, "mean")
-        np.testing.assert_allclose(vector, mean(0), atol=1e-5)
+        right = np.mean([gradient(0, of) for of in range(size)], axis=0)
+        np.testing.assert_allclose(vector, right, atol=1e-5)
         reduce(vector, "max")
         counts = np.full((40, 40), rank)
         reduce(counts, "sum")
