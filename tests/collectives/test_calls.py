@@ -1,5 +1,6 @@
-"""Calls on one rank: calls that fail halfway, and threads that call at the same time."""
+"""Calls on one rank: their fingerprints, calls that fail halfway, and threads that call at the same time."""
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -11,7 +12,10 @@ import pytest
 
 import allreduce
 from allreduce import errors, registry
+from allreduce.arrays.memory_kinds import ALLOCATED, UNREGISTERED
+from allreduce.arrays.ops import OPS
 from allreduce.call import executor, queue
+from allreduce.call.call import AGREEING, SEQUENCE_MASK, Call, fingerprint
 from allreduce.call.queue import Worker
 from allreduce.errors import OptionError
 from allreduce.health import abort
@@ -36,16 +40,17 @@ def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch
 
     def work(*_: Any) -> None:
         entered.append(threading.current_thread())
+        second()  # nor this thread twice
         inside.set()
         assert leave.wait(20)
 
-    with working(monkeypatch, work) as reduce:
+    def second() -> None:
+        try:
+            reduce(np.ones(10), "sum")
+        except OptionError as error:
+            refused.append(error)
 
-        def second() -> None:
-            try:
-                reduce(np.ones(10), "sum")
-            except OptionError as error:
-                refused.append(error)
+    with working(monkeypatch, work) as reduce:
 
         def first_comes() -> None:
             if threading.current_thread() is late:
@@ -60,7 +65,7 @@ def test_two_threads_are_never_in_a_call_at_once(monkeypatch: pytest.MonkeyPatch
         first.join()
         late.join()
         assert entered == [first]
-        assert "while another thread of this rank is in" in str(refused[0])
+        assert ["while another thread of this rank is in" in str(error) for error in refused] == [True, True]
 
 
 @pytest.mark.parametrize("error", [errors.RankLeftError("rank 1 has left"), errors.CollectiveTimeoutError("late")])
@@ -112,3 +117,15 @@ def test_what_a_check_finds_on_all_ranks_is_printed_once() -> None:
         text = abort.report(raised.value)
         assert text.splitlines()[-1] == "rank 0 of 1: allreduce.errors.OptionError: mine"
         assert text.count("OptionError: mine") == text.count("in own") == text.count("Traceback") == 1
+
+
+def test_every_call_has_a_fingerprint_of_its_own() -> None:
+    lengths, kinds, dtypes = (1, 70_000, 2**40 - 1), ("all_reduce", "broadcast"), ("float32", "uint8", "complex64")
+    choices = itertools.product(kinds, lengths, map(np.dtype, dtypes), OPS, (UNREGISTERED, ALLOCATED), "CF")
+    shapes = ((6,), (2, 3), (3, 2)), (None, 0, 1)
+    made = [Call(*each, *more) for each in choices for more in itertools.product(*shapes)]
+    found = {fingerprint(each) for each in made}
+    assert len(found) == len(made)
+    assert min(found) > AGREEING
+    assert max(found) < 2**63
+    assert not any(each & SEQUENCE_MASK for each in found)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from allreduce.algorithms import native
-from allreduce.arrays import chunks, ops
+from allreduce.arrays import ops
 from allreduce.arrays.chunks import chunk, segments
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 7, 1000, 100003, 2**31 - 1, 2**31, 2**31 + 1, 2**33 + 17, 10**15 + 1)
@@ -23,22 +23,6 @@ def test_chunks_cover_a_buffer_exactly(length: int, parts: int) -> None:
     sizes = {span.stop - span.start for span in cut}
     assert min(sizes) >= 0
     assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-def test_neighbouring_chunks_are_one_slice(length: int) -> None:
-    for first, stop in ((0, 8), (0, 4), (4, 8), (3, 4), (5, 5)):
-        span = chunks.chunks(length, 8, first, stop)
-        assert span.start == chunk(length, 8, first).start
-        assert span.stop == (chunk(length, 8, stop - 1).stop if stop > first else span.start)
-
-
-@pytest.mark.parametrize("start", [0, 5, 2**33 + 3])
-@pytest.mark.parametrize("size", [0, 1, 6, 7, 8, 70])
-def test_segments(start: int, size: int) -> None:
-    cut = list(segments(slice(start, start + size), 7))
-    assert [index for span in cut for index in range(span.start, span.stop)] == list(range(start, start + size))
-    assert all(span.stop - span.start == 7 for span in cut[:-1])
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**30, 2**31 - 1, 2**31, 2**31 + 1, 2**33 + 17])

@@ -22,8 +22,6 @@ from tests import launch
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 EVERY_HALF = np.arange(2**16, dtype=np.uint16)
 LENGTHS = [0, 1, 7, 8, 2047, 2048, 2049, 100_003]
-
-
 needs_c = pytest.mark.skipif(kernels.status() != "C", reason=f"arrays are computed by {kernels.status()}")
 
 
@@ -89,24 +87,51 @@ def test_casts_of_float32_of_all_upper_bits(half: np.dtype, lower: int, by_numpy
 def test_sums(half: np.dtype, op: str, ranks: int, by_numpy: Callable[[], None]) -> None:
     """Pairs of all 16-bit floats, and lengths about those of the loops; in place, with several outputs."""
     resolved = ops.resolve(op, half, ranks)
+    wanted = []
     cases = [[EVERY_HALF.view(half), *(np.roll(EVERY_HALF * 5 + each, each).view(half) for each in range(1, ranks))]]
     with np.errstate(all="ignore"):
         cases += [[hostile(size, seed).astype(half) for seed in range(ranks)] for size in LENGTHS]
-    found = []
     for parts in cases:
         given = [part.copy() for part in parts]
         assert kernels.sum_arrays(given, given[:2], resolved.scale)
         same_bits(given[0], given[1])
-        found.append(given[0])
+        with np.errstate(all="ignore"):
+            wide = [part.astype(np.float32) for part in parts]
+            for each in wide[1:]:
+                wide[0] += each
+            wanted.append((wide[0] * np.float32(resolved.scale or 1)).astype(half))
+        same_numbers(given[0], wanted[-1])
     by_numpy()
-    for parts, total in zip(cases, found, strict=True):
-        wanted = np.empty_like(total)
+    for parts, right in zip(cases, wanted, strict=True):
+        parts[0].flags.writeable = False
         with np.errstate(all="ignore"):
-            casts.combine(parts, wanted, resolved, Workspace())
-        with np.errstate(all="ignore"):
-            number = ~np.isnan(wanted)
-            assert (np.isnan(total) == ~number).all()  # its bits are those of either NaN where two are added
-        same_bits(total[number], wanted[number])
+            casts.combine(parts, parts[1], resolved, Workspace())
+        same_numbers(parts[1], right)
+
+
+def same_numbers(found: np.ndarray, wanted: np.ndarray) -> None:
+    """The bits of a NaN are those of either one where two are added."""
+    with np.errstate(all="ignore"):
+        number = ~np.isnan(wanted)
+        assert (np.isnan(found) == ~number).all()
+    same_bits(found[number], wanted[number])
+
+
+def test_subnormal_numbers_stay_where_a_thread_flushes_them(by_numpy: Callable[[], None]) -> None:
+    torch = pytest.importorskip("torch")
+    given = np.array([1e-5, -3e-5, 6e-5, -0.0, 1e-3], np.float32)
+    wanted, small, wide = given.astype(np.float16), np.empty(5, np.float16), np.empty(5, np.float32)
+    for switch in (lambda: None, by_numpy):
+        switch()
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor can't flush subnormal numbers")
+        try:
+            casts.cast(given, small)
+            casts.cast(wanted, wide)
+        finally:
+            torch.set_flush_denormal(False)
+        same_bits(small, wanted)
+        same_bits(wide, wanted.astype(np.float32))
 
 
 @needs_c
@@ -180,12 +205,11 @@ def test_threads_make_functions_of_one_definition(monkeypatch: pytest.MonkeyPatc
     assert made[0] is made[1] is kernels._definitions["sum_float64"]
 
 
+@needs_c
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_call_of_mpi_in_the_rendezvous(dtype: str, length: int) -> None:
     """The mean has the bits of NumPy, a sum is left as MPI has made it, and an error of MPI is raised."""
-    if kernels.status() != "C":
-        pytest.skip(f"arrays are computed by {kernels.status()}")
     words, seen, codes = np.zeros((2, 1), np.int64), [], [0, 0, MPI.ERR_OP]
     arguments = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, *[ctypes.c_ssize_t] * 3]
 

@@ -1,6 +1,5 @@
 """Tables of the ranks: a few lines however many ranks there are."""
 
-import pytest
 from mpi4py import MPI
 
 from allreduce.errors import DisagreementError
@@ -22,16 +21,12 @@ def test_a_disagreement_of_8000_ranks_has_at_most_20_lines() -> None:
     assert len(str(disagreement(MPI.COMM_SELF, ["a", "b"] * 4000))) < 400
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_a_small_job_has_a_line_for_each_rank(ranks: int) -> None:
-    assert table(["a"] * ranks).splitlines() == [f"  rank {rank}: a" for rank in range(ranks)]
-
-
 def test_the_rare_texts_and_the_usual_one_are_shown() -> None:
     texts = [f"usual {rank % 40}" for rank in range(4000)] + ["most"] * 4000 + ["odd"]
     shown = table(texts)
     assert "  rank 8000: odd" in shown
     assert "  ranks 4000-7999: most" in shown
+    assert table(["a"] * 8).splitlines() == [f"  rank {rank}: a" for rank in range(8)]  # of a small job, each one
 
 
 def test_the_calls_of_grouped_ranks_are_explained() -> None:

@@ -6,8 +6,10 @@ from mpi4py import MPI
 class Hosts(MPI.Intracomm):
     """A communicator whose ranks claim to be on several hosts; so do communicators derived from it."""
 
-    sizes: tuple[int, ...] = ()  # of the hosts of the program that runs now
+    numbers: tuple[int, ...] = ()  # of the host of each rank, in the program that runs now
 
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:  # noqa: N802
-        host = [index for index, size in enumerate(type(self).sizes) for _ in range(size)][self.rank]
-        return self.Split(host, key)
+        return self.Split(type(self).numbers[MPI.COMM_WORLD.rank], key)
+
+    def Split(self, color: int = 0, key: int = 0) -> "Hosts":  # noqa: N802
+        return type(self)(super().Split(color, key))

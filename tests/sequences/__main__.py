@@ -3,7 +3,7 @@
     mpirun -n 3 python -m tests.sequences [--seed 1] [--sequences 100] [--calls 14] [--seconds 600] [--verbose]
 
 All ranks draw the same calls from the seed; composition.py says which. A failure prints the seed of its sequence and
-the calls so far. Fits are drawn by tests.matrix.
+the calls so far; of a call that hangs, --verbose shows the calls before it. Fits are drawn by tests.matrix.
 """
 
 import argparse
@@ -38,15 +38,14 @@ def run(comm: MPI.Intracomm, seed: int, given: argparse.Namespace) -> tuple[Coun
     """One sequence: how many calls of each name, and whether all was well."""
     folder = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else "")
     sequence = Composition(comm, seed, folder, given.verbose)
-    if given.verbose and comm.rank == 0:
+    sequence.watched = True
+    if comm.rank == 0:
         print(sequence, flush=True)
-    sequence.watch()
     failure = None
     try:
         sequence.run(given.calls)
     except FailureError as error:
         failure = error
-    sequence.ended = True
     if failure is not None and comm.rank == 0:
         traceback.print_exception(failure.__cause__ or failure)
         print(f"FAILED: {sequence}: {failure}", *sequence.log, sep="\n   ", flush=True)

@@ -3,9 +3,6 @@
 import faulthandler
 import os
 import random
-import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -29,8 +26,7 @@ class Calls:
         self.draw = random.Random(seed)
         self.log: list[str] = []
         self.calls: Counter[str] = Counter()
-        self.ended = False
-        self._running = ("", float("inf"))  # the call, and when it hangs
+        self.watched = False  # whether a call that takes too long ends the job
         self._flags = np.zeros(3, np.int64)
 
     def note(self, text: str) -> None:
@@ -41,7 +37,8 @@ class Calls:
     def call(self, name: str, action: Callable[[], Any]) -> tuple[Any, Exception | None]:
         """Return the result or the error of a call, which must be of the same kind on all ranks."""
         self.calls[name] += 1
-        self._running = name, time.monotonic() + HANG_SECONDS
+        if self.watched:
+            faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         result: Any = None
         error: Exception | None = None
         try:
@@ -49,7 +46,8 @@ class Calls:
         except Exception as met:
             error = met
         failed = self.any(error is not None)
-        self._running = "", float("inf")
+        if self.watched:
+            faulthandler.cancel_dump_traceback_later()
         if failed:
             ends = self.comm.allgather(("", "") if error is None else (type(error).__name__, str(error)))
             if len({kind for kind, _ in ends}) > 1:
@@ -62,23 +60,6 @@ class Calls:
         self._flags[:] = holds, number, -number
         self.comm.Allreduce(MPI.IN_PLACE, self._flags, MPI.MAX)  # thousands of times, so without pickle
         return bool(self._flags[0] or self._flags[1] != -self._flags[2])
-
-    def watch(self) -> None:
-        """End the job if a call takes too long: a thread that looks now and then, until `ended`."""
-
-        def look() -> None:
-            while not self.ended:
-                time.sleep(1)
-                name, end = self._running
-                if time.monotonic() > end:
-                    self._hangs(name)
-
-        threading.Thread(target=look, daemon=True).start()
-
-    def _hangs(self, name: str) -> None:
-        print(f"HANGS: {self} in {name}", *self.log, sep="\n   ", file=sys.__stderr__, flush=True)
-        faulthandler.dump_traceback(sys.__stderr__)
-        os._exit(3)
 
     def well(self, name: str, action: Callable[[], Any]) -> Any:
         result, error = self.call(name, action)

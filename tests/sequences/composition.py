@@ -66,13 +66,8 @@ class Bound(NamedTuple):
 
 
 def draw_options(calls: Calls) -> Options:
-    name, compress, exact = (
-        calls.pick(*(each for each in allreduce.available() if each in ON_CPU)),
-        None,
-        calls.chance(0.4),
-    )
-    if not exact and calls.chance(0.75):
-        compress = calls.pick(*COMPRESSIONS)
+    name, exact = calls.pick(*(each for each in allreduce.available() if each in ON_CPU)), calls.chance(0.4)
+    compress = calls.pick(*COMPRESSIONS) if not exact and calls.chance(0.75) else None
     per_node = random_calls.nodes_for(calls.draw, calls.size) or None
     return Options(name, compress, exact, calls.pick(*WAYS), per_node, calls.pick(True, True, False))
 
@@ -274,9 +269,8 @@ class Composition(Judge):
         self._wait()
         one, two = (self.well("state", backend.state) for backend in (self.plain, self.other))
         self.check(one.keys() == two.keys(), f"state: {sorted(one)}, {self.options.way}: {sorted(two)}")
-        for name in sorted(
-            set[str]().union(*self.comm.allgather([*one]))
-        ):  # on nodes of other sizes the leaders have some
+        names = set[str]().union(*self.comm.allgather([*one]))  # on nodes of other sizes the leaders have some
+        for name in sorted(names):
             held = (state.get(name, np.zeros(0)) for state in (one, two))
             self.equal(f"state, {name}", *held, everywhere=False)
         how = self.pick("of the next rank", "none on one rank", "the same")

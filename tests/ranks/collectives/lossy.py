@@ -12,5 +12,8 @@ def residual(reduce: AllReduce, like: np.ndarray) -> np.ndarray:
     return found
 
 
-def same_bits(array: np.ndarray) -> None:
-    assert len(set(MPI.COMM_WORLD.allgather(array.tobytes()))) == 1, "ranks have different bits"
+def same_bits(array: np.ndarray) -> bytes:
+    """Return the array's bits, which must be equal on all ranks. Collective."""
+    bits = array.tobytes()
+    assert len(set(MPI.COMM_WORLD.allgather(bits))) == 1, "ranks have different bits"
+    return bits

@@ -127,26 +127,18 @@ def test_bad_input(reduce: AllReduce) -> None:
     for part in ("node", "cross"):
         composed = partial(allreduce.create, "hierarchical_copy", topology, **{part: "adasum"})
         assert "does not sum" in raised(errors.OptionError, composed)
+    assert reduce.name == "adasum"
+    assert "adasum" not in (*allreduce.NAMES, *allreduce.available(topology))
     reduce(array, "adasum")
 
 
 def test_in_trainers(reduce: AllReduce) -> None:
     """Trainers refuse it when they are created, in any wrapper; PyTorch's optimizers: test_sparse_gradients.py."""
     topology = reduce.topology
-    makes = [
-        partial(MirroredTrainer, NumpyNetwork([4, 2])),
-        partial(MirroredTrainer, NumpyNetwork([4, 2]), update="sharded"),
-    ]
     with allreduce.create("adasum", topology, compress="bfloat16") as halved:
-        for given in (reduce, halved):
-            for make in makes:
-                assert "does not sum gradients" in raised(errors.OptionError, partial(make, allreduce=given))
-    for make in makes:
-        text = raised(errors.OptionError, partial(make, allreduce="adasum", topology=topology, compress="float16"))
-        assert "does not sum gradients" in text, text
+        by_name = {"allreduce": "adasum", "topology": topology, "compress": "float16"}
+        for given in ({"allreduce": reduce}, {"allreduce": halved}, by_name):
+            for update in ("replicated", "sharded"):
+                make = partial(MirroredTrainer, NumpyNetwork([4, 2]), update=update, **given)
+                assert "does not sum gradients" in raised(errors.OptionError, make)
     reduce(vector(rank, 4, "float64"), "adasum")  # it is still open
-
-
-def test_its_name(reduce: AllReduce) -> None:
-    assert reduce.name == "adasum"
-    assert "adasum" not in (*allreduce.NAMES, *allreduce.available(reduce.topology))

@@ -21,10 +21,15 @@ from tests.ranks.grid import run_grid
 
 JOBS = "openmpi 1 2 3, mpich 2 3"
 
-SIZE = MPI.COMM_WORLD.size
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
 FLOAT32, FLOAT16 = np.dtype("float32"), np.dtype("float16")
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nothing to reduce")
-NODES = pytest.mark.parametrize("nodes", [None, 1])
+
+
+@pytest.fixture(params=[None, 1], ids=["one node", "nodes of one"])
+def topology(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.Topology]) -> allreduce.Topology:
+    return topology_of(request.param)
 
 
 def by_default(topology: allreduce.Topology, **options: Any) -> Any:
@@ -35,23 +40,19 @@ def by_default(topology: allreduce.Topology, **options: Any) -> Any:
 
 
 @several
-@NODES
-def test_a_short_sum_by_c_is_cheaper_than_another_operation(
-    nodes: int | None, topology_of: Callable[..., allreduce.Topology]
-) -> None:
-    with by_default(topology_of(nodes)) as reduce:
+def test_a_short_sum_by_c_is_cheaper_than_another_operation(topology: allreduce.Topology) -> None:
+    with by_default(topology) as reduce:
         total, largest = (
             reduce.chosen(Call("all_reduce", 1 << 14, FLOAT32, op, UNREGISTERED), reason=True) for op in ("sum", "max")
         )
-        assert (total != largest) == (nodes is None and kernels.status() == "C")
+        assert (total != largest) == (topology.nodes == 1 and kernels.status() == "C")
         if total != largest:
             assert reduce.chosen(np.zeros(1 << 14, np.float32)) == "shared"
 
 
 @several
-@NODES
-def test_choice_is_what_reduces(nodes: int | None, topology_of: Callable[..., allreduce.Topology]) -> None:
-    with allreduce.create("auto", topology_of(nodes), table="") as reduce:
+def test_choice_is_what_reduces(topology: allreduce.Topology) -> None:
+    with allreduce.create("auto", topology, table="") as reduce:
         array = reduce.allocate(1 << 20, "float32")
         found, reason = reduce.chosen(array), reduce.chosen(array, reason=True)
         for _ in range(3):
@@ -62,14 +63,10 @@ def test_choice_is_what_reduces(nodes: int | None, topology_of: Callable[..., al
 
 
 @several
-@NODES
 def test_every_algorithm_reduces_when_it_is_the_cheapest(
-    nodes: int | None,
-    topology_of: Callable[..., allreduce.Topology],
-    world: MPI.Intracomm,
-    monkeypatch: pytest.MonkeyPatch,
+    topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with by_default(topology_of(nodes)) as reduce:
+    with by_default(topology) as reduce:
         names = auto.candidates(reduce.topology.layout)
         assert {"native", "ring", "halving_doubling", "reduce_to_one"} <= set(names)
         for name in names:
@@ -77,8 +74,8 @@ def test_every_algorithm_reduces_when_it_is_the_cheapest(
             reduce._known.clear()
             with monkeypatch.context() as patch:
                 patch.setattr(reduce._algorithm._algorithms[name], "cost", lambda *_: 0.0)
-                run_grid(reduce, "float64", world, (1, 1000))
-                run_grid(reduce, "float16", world, (1, 1000))
+                run_grid(reduce, "float64", WORLD, (1, 1000))
+                run_grid(reduce, "float16", WORLD, (1, 1000))
                 assert reduce.chosen(np.ones(10)) == name
                 halves = reduce.chosen(np.ones(10, "float16"))
                 assert halves == name or name == "native" != halves
@@ -97,23 +94,19 @@ def test_near_costs_are_decided_by_order(flat: allreduce.Topology, monkeypatch: 
 
 
 @several
-@NODES
 def test_ranks_agree_though_they_measure_differently(
-    nodes: int | None,
-    topology_of: Callable[..., allreduce.Topology],
-    world: MPI.Intracomm,
-    monkeypatch: pytest.MonkeyPatch,
+    topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slowest rank counts."""
 
     def seconds(comm: MPI.Comm, work: Callable[[], object], tries: int) -> float:
         work()
-        return 1e-6 * (world.rank + 1)
+        return 1e-6 * (WORLD.rank + 1)
 
     monkeypatch.setattr(measuring, "_seconds", seconds)
-    found = measuring.measure(topology_of(nodes))
-    assert len(set(world.allgather(found))) == 1
-    assert (found.net_alpha if nodes else found.alpha) == pytest.approx(1e-6 * (SIZE // 2 * 2), rel=0.01)
+    found = measuring.measure(topology)
+    assert len(set(WORLD.allgather(found))) == 1
+    assert (found.net_alpha if topology.nodes > 1 else found.alpha) == pytest.approx(1e-6 * (SIZE // 2 * 2), rel=0.01)
     assert found.switch == 0
 
 
@@ -154,39 +147,24 @@ def _no_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 
 @several
-@NODES
 def test_falls_back_where_shared_memory_is_too_small(
-    nodes: int | None,
-    topology_of: Callable[..., allreduce.Topology],
-    world: MPI.Intracomm,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    topology: allreduce.Topology, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It works all the same; rank 0 reports it once."""
     monkeypatch.setattr(notices, "_said", set())
     _no_shared_memory(monkeypatch, 1000)
-    with caplog.at_level(logging.WARNING, "allreduce"), allreduce.create("auto", topology_of(nodes)) as reduce:
+    with caplog.at_level(logging.WARNING, "allreduce"), allreduce.create("auto", topology) as reduce:
         for dtype in ("float32", "float16"):
-            run_grid(reduce, dtype, world, (1, 1000, 100003))
+            run_grid(reduce, dtype, WORLD, (1, 1000, 100003))
         name = reduce.chosen(reduce.allocate(1 << 22))
-    assert name in (("ring", "native") if nodes is None else ("ring", "native", "halving_doubling"))
-    said = [record.message for record in caplog.records if "does not use" in record.message]
-    assert len(said) == (world.rank == 0)
-
-
-@several
-@NODES
-def test_allocates_ordinary_memory_where_its_window_does_not_fit(
-    nodes: int | None,
-    topology_of: Callable[..., allreduce.Topology],
-    world: MPI.Intracomm,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The backend exists already when shared memory is full."""
-    with allreduce.create("auto", topology_of(nodes)) as reduce:
+    assert name in (("ring", "native") if topology.nodes == 1 else ("ring", "native", "halving_doubling"))
+    monkeypatch.undo()
+    with allreduce.create("auto", topology) as reduce:  # that exists already when shared memory is full
         _no_shared_memory(monkeypatch, (1 << 20) + 100)
-        run_grid(reduce, "bfloat16", world, (1, 1000, 100003))
+        run_grid(reduce, "bfloat16", WORLD, (1, 1000, 100003))
         monkeypatch.undo()
+    said = [record.message for record in caplog.records if "does not use" in record.message]
+    assert len(said) == (WORLD.rank == 0)
 
 
 @several
@@ -197,11 +175,11 @@ def test_shared_refuses_several_nodes(topology_of: Callable[..., allreduce.Topol
     assert "hierarchical_copy" in allreduce.available(topology_of(1))
 
 
-@pytest.mark.skipif(MPI.COMM_WORLD.size < 3, reason="needs a node of several ranks, and another one")
+@pytest.mark.skipif(SIZE < 3, reason="needs a node of several ranks, and another one")
 def test_a_mean_of_all_ranks_as_a_part_of_another_backend(topology_of: Any) -> None:
     """Across nodes fewer ranks add up than the mean divides by."""
     with allreduce.create("hierarchical_copy", topology_of(2), cross="auto") as reduce:
         for length in (1000, 50_000, 1_000_000):
-            array = np.full(length, MPI.COMM_WORLD.rank + 1.0)
+            array = np.full(length, WORLD.rank + 1.0)
             reduce(array, "mean")
-            assert (array == (MPI.COMM_WORLD.size + 1) / 2).all(), length
+            assert (array == (SIZE + 1) / 2).all(), length

@@ -10,6 +10,7 @@ from mpi4py import MPI
 import allreduce
 from allreduce import Part, errors, kernels
 from allreduce.arrays.fixed_point import BLOCK
+from tests.ranks.collectives.lossy import same_bits
 from tests.ranks.grid import numpy_dtype
 from tests.ranks.together import raised_everywhere, usable
 
@@ -25,13 +26,6 @@ def values(number: int, dtype: str, length: int, spread: int = 12) -> np.ndarray
     """Term `number` of a sum; magnitudes differ by 2^spread, so that a plain sum depends on its order."""
     rng = np.random.default_rng([number, length])
     return np.ldexp(rng.uniform(-1, 1, length), rng.integers(-spread, 1, length)).astype(numpy_dtype(dtype))
-
-
-def everywhere_equal(array: np.ndarray, what: str) -> bytes:
-    """Return the array's bits, which must be equal on all ranks. Collective."""
-    bits = array.tobytes()
-    assert len(set(WORLD.allgather(bits))) == 1, f"{what}: the ranks have different bits"
-    return bits
 
 
 TERMS = 12
@@ -62,7 +56,7 @@ def test_terms_have_the_same_bits_on_any_ranks(dtype: str, flat: allreduce.Topol
                     mine = divided(TERMS, SIZE, way)[RANK]
                     terms = np.stack([values(number, dtype, length) for number in mine] or [out])[: len(mine)]
                     assert reduce.sum_terms(terms, out, op, TERMS) is out
-                    assert everywhere_equal(out, name) == expected.tobytes(), (name, way)
+                    assert same_bits(out) == expected.tobytes(), (name, way)
                     part = reduce.sum_terms(list(terms), out, op, TERMS, "reduce_scatter")
                     own = reduce.owned(length)
                     assert part.base is out or part.base is out.base
@@ -81,14 +75,14 @@ def test_buckets_of_described_parts_have_the_bits_of_the_whole(name: str, flat: 
     with usable(name, flat, exact=True) as reduce:
         array = reduce.allocate(length)
         reduce.describe(array, parts)
-        results = []
+        results, wide = [], values(RANK, "float32", length, spread=50)  # so wide that the blocks make a difference
         for cuts in ([0, length], [0, ends[0], ends[3], length], [0, ends[1], ends[1] + 1, ends[4], ends[5], length]):
-            array[:] = values(RANK, "float32", length)
+            array[:] = wide
             for begin, end in itertools.pairwise(cuts):
                 reduce(array[begin:end], "mean")
-            results.append(everywhere_equal(array, str(cuts)))
+            results.append(same_bits(array))
         assert len(set(results)) == 1
-        alone = values(RANK, "float32", length)[ends[0] : ends[1]].copy()
+        alone = wide[ends[0] : ends[1]].copy()
         reduce(alone, "mean")
         assert alone.tobytes() == array[ends[0] : ends[1]].tobytes()
 
@@ -106,7 +100,7 @@ def test_special_values(name: str, dtype: str, flat: allreduce.Topology) -> None
             reduce(array, "sum")
             wanted = np.array([np.inf, np.nan, np.nan, 0, -np.inf, 0, 1, -np.inf, SIZE / 2], array.dtype)
             assert array[:9].tobytes() == wanted.tobytes()
-            assert everywhere_equal(array, "special")
+            assert same_bits(array)
             assert not array[9:].any()
             for op, ends in (("max", [SIZE - 1, 0]), ("min", [0, 1 - SIZE])):
                 array[:5] = [-0.0 if first else 0.0, -0.0, np.nan if last else 5, RANK, -RANK]
@@ -126,15 +120,6 @@ def test_ranks_without_the_c_library(flat: allreduce.Topology, monkeypatch: pyte
             assert "a reason" in text
 
 
-def test_terms_that_are_not_aligned(flat: allreduce.Topology) -> None:
-    with allreduce.create("ring", flat, exact=True) as reduce:
-        term = np.zeros(4 * 700 + 1, np.uint8)[1:].view(np.float32)
-        term[:] = RANK + 0.5
-        out = np.empty(700, np.float32)
-        reduce.sum_terms([term], out, "sum", SIZE)
-        assert (out == sum(rank + 0.5 for rank in range(SIZE))).all()
-
-
 def test_bad_input(flat: allreduce.Topology) -> None:
     create = partial(allreduce.create, "ring", flat)
     text = raised_everywhere(WORLD, errors.OptionError, partial(create, exact=True, compress="bfloat16"))
@@ -144,24 +129,28 @@ def test_bad_input(flat: allreduce.Topology) -> None:
     assert "does not sum" in text
     with create(exact=True) as reduce:
         raised_everywhere(WORLD, errors.UnsupportedOpError, lambda: reduce(np.ones(3), "prod"))
-        out = np.empty(4, np.float32)
-        ones = np.ones((2, 4), np.float32)
-        sums = reduce.sum_terms
-        raised_everywhere(WORLD, errors.OptionError, lambda: sums(ones, out, "sum", 2 * SIZE - 1))
-        raised_everywhere(WORLD, errors.OptionError, lambda: sums(ones, out, "sum", 0))
-        raised_everywhere(WORLD, errors.OptionError, lambda: sums(ones, out, "sum", True))
-        raised_everywhere(WORLD, errors.UnsupportedOpError, lambda: sums(ones, out, "max", 8))
-        raised_everywhere(WORLD, errors.NotAnArrayError, lambda: sums(ones[:, :3], out, "sum", 2 * SIZE))
-        raised_everywhere(WORLD, errors.NotAnArrayError, lambda: sums([[1.0] * 4], out, "sum", 2 * SIZE))
-        raised_everywhere(WORLD, errors.NotAnArrayError, lambda: sums(ones.astype("f8"), out, "sum", 2 * SIZE))
-        raised_everywhere(WORLD, errors.UnsupportedOpError, lambda: sums(ones.astype("i4"), out.astype("i4"), "sum", 9))
-        raised_everywhere(WORLD, errors.OptionError, lambda: sums(ones, out, "sum", 2 * SIZE, "broadcast"))
+        out, ones, sums = np.empty(4, np.float32), np.ones((2, 4), np.float32), reduce.sum_terms
+        for kind, given in (
+            (errors.OptionError, (ones, out, "sum", 2 * SIZE - 1)),
+            (errors.OptionError, (ones, out, "sum", 0)),
+            (errors.OptionError, (ones, out, "sum", True)),
+            (errors.OptionError, (ones, out, "sum", 2 * SIZE, "broadcast")),
+            (errors.UnsupportedOpError, (ones, out, "max", 8)),
+            (errors.UnsupportedOpError, (ones.astype("i4"), out.astype("i4"), "sum", 9)),
+            (errors.NotAnArrayError, (ones[:, :3], out, "sum", 2 * SIZE)),
+            (errors.NotAnArrayError, ([[1.0] * 4], out, "sum", 2 * SIZE)),
+            (errors.NotAnArrayError, (ones.astype("f8"), out, "sum", 2 * SIZE)),
+        ):
+            raised_everywhere(WORLD, kind, partial(sums, *given))  # type: ignore[arg-type]
         sums(ones, out, "mean", 2 * SIZE)
         assert out.tolist() == [1, 1, 1, 1]
-        sums(
-            np.lib.stride_tricks.sliding_window_view(np.ones(5, np.float32), 4), out, "mean", 2 * SIZE
-        )  # terms overlap
-        assert out.tolist() == [1, 1, 1, 1]
+        overlap = np.lib.stride_tricks.sliding_window_view(np.ones(5, np.float32), 4)
+        unaligned = np.zeros(4 * 4 + 1, np.uint8)[1:].view(np.float32)
+        unaligned[:] = 1
+        for terms in (overlap, [unaligned, unaligned]):
+            out[:] = 0
+            sums(terms, out, "mean", 2 * SIZE)
+            assert out.tolist() == [1, 1, 1, 1]
         again = allreduce.create(reduce.config.name, flat, **reduce.config.options)
         assert again.sums_terms
         again.close()

@@ -1,5 +1,6 @@
 """CuPy arrays: through pinned memory with every CPU backend (with a fake CuPy), and the real CuPy on a GPU."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,13 @@ from allreduce.arrays import dtypes
 from allreduce.errors import DisagreementError, NotAnArrayError, NotContiguousError, UnavailableError
 from tests.backends import ON_CPU
 from tests.gpu import fake_cupy
-from tests.ranks.grid import OPS, expected, lengths, numpy_dtype, shapes, values
+from tests.ranks.grid import DTYPES, OPS, expected, lengths, numpy_dtype, shapes, values
 from tests.ranks.together import usable
 
 JOBS = "openmpi 1 2 3, mpich 2"
 
-SIZE = MPI.COMM_WORLD.size
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nothing to stage")
 
 
@@ -26,25 +28,30 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake_cupy.install(monkeypatch)
 
 
+def check(reduce: Any, kind: type, dtypes_: tuple[str, ...], ops: tuple[str, ...], lengths_: tuple[int, ...]) -> None:
+    """Reduce arrays on the GPU, of this kind, and compare them with NumPy's results."""
+    failures = []
+    for dtype in map(numpy_dtype, dtypes_):
+        if dtypes.is_half(dtype) and not reduce.sums_half:
+            continue
+        for length, (turn, op) in itertools.product(lengths_, enumerate(ops)):
+            if op == "mean" and dtype.kind == "i":
+                continue
+            array = reduce.allocate(length, dtype, device="cuda")
+            assert type(array) is kind
+            array.set(values(dtype, length, reduce.rank, turn))
+            reduce(array, op)
+            if not expected(dtype, length, op, SIZE, turn).hold(array.get()):
+                failures.append((dtype, length, op))
+    assert not failures
+
+
 @pytest.mark.parametrize("shape", shapes(SIZE))
 @pytest.mark.parametrize("name", ON_CPU)
-def test_staged(
-    name: str, shape: str, cupy: Any, topology_of: Callable[..., allreduce.Topology], world: MPI.Intracomm
-) -> None:
-    reduce = usable(name, topology_of(shapes(SIZE)[shape]))
-    failures = []
-    for dtype in map(numpy_dtype, ("bfloat16", "float32", "int64") if reduce.sums_half else ("float32", "int64")):
-        for length in (0, 1, 1000):
-            for turn, op in enumerate(OPS if dtype.kind != "i" else ("sum", "prod")):
-                array = reduce.allocate(length, dtype, device="cuda")
-                assert type(array) is cupy.ndarray
-                array.set(values(dtype, length, world.rank, turn))
-                reduce(array, op)
-                if not expected(dtype, length, op, SIZE, turn).hold(array.get()):
-                    failures.append((dtype, length, op))
-    assert not failures
+def test_staged(name: str, shape: str, cupy: Any, topology_of: Callable[..., allreduce.Topology]) -> None:
+    with usable(name, topology_of(shapes(SIZE)[shape])) as reduce:
+        check(reduce, cupy.ndarray, ("bfloat16", "float32", "int64"), OPS, (0, 1, 1000))
     assert SIZE == 1 or (cupy.counters.pinned_bytes and cupy.gpu.synchronized)
-    reduce.close()
 
 
 @several
@@ -76,14 +83,14 @@ def test_error_feedback_of_gpu_arrays(compress: Any, cupy: Any, flat: allreduce.
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_named_errors(name: str, cupy: Any, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+def test_named_errors(name: str, cupy: Any, flat: allreduce.Topology) -> None:
     reduce = usable(name, flat)
     array = reduce.allocate(10, "float32", device="cuda")
     with pytest.raises(NotContiguousError):
         reduce(array[::2], "sum")
     if SIZE > 1:
         with pytest.raises(DisagreementError, match="GPU memory"):
-            reduce(array if world.rank else np.zeros(10, "float32"), "sum")
+            reduce(array if WORLD.rank else np.zeros(10, "float32"), "sum")
     if reduce.two_phase:
         with pytest.raises(NotAnArrayError, match="in GPU memory"):
             reduce.reduce_scatter(array.reshape(2, 5))
@@ -124,37 +131,11 @@ def real_cupy() -> Any:
 
 
 @pytest.mark.parametrize("name", [*ON_CPU, "nccl"])
-def test_real_gpu(name: str, real_cupy: Any, flat: allreduce.Topology, world: MPI.Intracomm) -> None:
-    reduce = usable(name, flat)
-    failures = []
-    try:
-        for dtype in map(numpy_dtype, ("float16", "bfloat16", "float32", "float64", "int32", "int64")):
-            if dtypes.is_half(dtype) and not reduce.sums_half:
-                continue
-            for length in lengths(SIZE):
-                for turn, op in enumerate(("sum", "max", "prod")):
-                    array = reduce.allocate(length, dtype, device="cuda")
-                    array.set(values(dtype, length, world.rank, turn))
-                    reduce(array, op)
-                    if not expected(dtype, length, op, SIZE, turn).hold(array.get()):
-                        failures.append((dtype, length, op))
-    except UnavailableError as error:  # raised on all ranks
-        if name != "nccl" or "hold the same GPU" not in str(error):
-            raise
-        pytest.skip(str(error))
-    assert not failures
-    reduce.close()
-
-
-def test_real_gpu_stream_order(real_cupy: Any, flat: allreduce.Topology) -> None:
-    """Work that is still running on the caller's stream when the call begins is part of the result."""
-    reduce = allreduce.create("auto", flat)
-    stream = real_cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        array = real_cupy.zeros(1 << 22, "float32")
-        for _ in range(50):
-            array += 1
-        reduce(array, "mean")
-        result = float(array.min()), float(array.max())
-    assert result == (50.0, 50.0)
-    reduce.close()
+def test_real_gpu(name: str, real_cupy: Any, flat: allreduce.Topology) -> None:
+    with usable(name, flat) as reduce:
+        try:
+            check(reduce, real_cupy.ndarray, DTYPES, ("sum", "max", "prod"), lengths(SIZE))
+        except UnavailableError as error:  # raised on all ranks
+            if name != "nccl" or "hold the same GPU" not in str(error):
+                raise
+            pytest.skip(str(error))

@@ -18,7 +18,8 @@ from tests.ranks.variants import Staged
 
 JOBS = "quick 1 2 3, openmpi 1 2 3 4 5, mpich 1 2 3 4 5"
 
-SIZE = MPI.COMM_WORLD.size
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
 SHAPES = shapes(SIZE)
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (name, {}) for name in allreduce.NAMES},
@@ -52,19 +53,7 @@ def dtypes_at(variant: str) -> tuple[str, ...]:
     return ("float16", "float64", "int32") if other else ("bfloat16", "float32", "int64")
 
 
-def cases() -> list[tuple[tuple[str, str], str]]:
-    """Return places with dtypes. On 3 and more ranks the real node has each dtype of `dtypes_at`, and simulated nodes
-    have one of them, in turn."""
-    found = []
-    for (one, variant), (other, shape) in itertools.product(enumerate(VARIANTS), enumerate(SHAPES)):
-        dtypes = dtypes_at(variant)
-        if SIZE > 2 and shape != "flat":
-            dtypes = (dtypes[(one + other + SIZE) % len(dtypes)],)
-        found += [((variant, shape), dtype) for dtype in dtypes]
-    return found
-
-
-CASES = cases()
+CASES = [(place, dtype) for place in PLACES for dtype in dtypes_at(place[0])]
 every_place = pytest.mark.parametrize("reduce", PLACES, ids="-".join, indirect=True)
 
 
@@ -91,23 +80,23 @@ def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.
 
 
 @every_case
-def test_grid(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
+def test_grid(reduce: AllReduce, dtype: str) -> None:
     if not reduce.sums_half and dtype.endswith("float16"):
         pytest.skip(f"{reduce.name} refuses {dtype} by name")
-    assert run_grid(reduce, dtype, world) >= 4 * 4 * 2
+    assert run_grid(reduce, dtype, WORLD) >= 4 * 4 * 2
 
 
 @pytest.mark.parametrize("reduce", LONG_PLACES, ids="-".join, indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_many_segments(reduce: AllReduce, dtype: str, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_segments(reduce: AllReduce, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a segment is reduced, the next ones arrive in scratch memory that is used again. The segments are longer
     than those that MPI copies when it is called, so they are read later."""
     monkeypatch.setattr(point_to_point, "SEGMENT_BYTES", 16384)
-    run_grid(reduce, dtype, world, (100_003,))
+    run_grid(reduce, dtype, WORLD, (100_003,))
 
 
 @every_case
-def test_phases(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
+def test_phases(reduce: AllReduce, dtype: str) -> None:
     """reduce_scatter finishes this rank's slice; all_gather sends the owners' slices to all ranks."""
     if not reduce.two_phase:
         pytest.skip(f"{reduce.name} has no phases")
@@ -116,7 +105,7 @@ def test_phases(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
         for kind, array in (("allocated", reduce.allocate(length, dtype)), ("foreign", np.empty(length, parsed))):
             for turn, op in enumerate(("sum", "max")):
                 case = f"{kind}, length {length}, {op}"
-                array[...] = values(parsed, length, world.rank, turn)
+                array[...] = values(parsed, length, WORLD.rank, turn)
                 mine = reduce.reduce_scatter(array, op)
                 want = expected(parsed, length, op, SIZE, turn)
                 own = reduce.owned(length)
@@ -127,12 +116,12 @@ def test_phases(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
                 if not type(want)(2 * want.low, 2 * want.high).hold(array):
                     failures.append(f"{case}: all_gather gave {array[:5]}")
                 digests[case] = zlib.adler32(array.view(np.uint8)) if length else 0
-    compare(digests, world)
+    compare(digests, WORLD)
     assert not failures, "\n".join(failures[:5])
 
 
 @every_float_case
-def test_max_and_min_keep_nan(reduce: AllReduce, dtype: str, world: MPI.Intracomm) -> None:
+def test_max_and_min_keep_nan(reduce: AllReduce, dtype: str) -> None:
     """A NaN of any rank reaches all ranks, as in NumPy; with MPI_MAX that depends on its position."""
     parsed = numpy_dtype(dtype)
     if not reduce.sums_half and dtype.endswith("float16"):
@@ -141,8 +130,8 @@ def test_max_and_min_keep_nan(reduce: AllReduce, dtype: str, world: MPI.Intracom
     for length in (SIZE, 1001, 100003):
         for array in (reduce.allocate(length, dtype), np.empty(length, parsed)):
             for op in ("max", "min"):
-                array[:] = world.rank
-                array[world.rank :: 2 * SIZE] = np.nan  # one rank's
+                array[:] = WORLD.rank
+                array[WORLD.rank :: 2 * SIZE] = np.nan  # one rank's
                 array[SIZE :: 2 * SIZE] = np.nan  # of all ranks
                 wanted = np.full(length, SIZE - 1 if op == "max" else 0, np.float32)
                 for rank in range(SIZE + 1):
@@ -154,12 +143,12 @@ def test_max_and_min_keep_nan(reduce: AllReduce, dtype: str, world: MPI.Intracom
 
 
 @every_place
-def test_zeros_and_nans_have_the_same_bits_on_all_ranks(reduce: AllReduce, world: MPI.Intracomm) -> None:
+def test_zeros_and_nans_have_the_same_bits_on_all_ranks(reduce: AllReduce) -> None:
     """Of zeros of both signs, and of NaNs of several bits, the result depends on the order of the operands: it must be
     the same order on all ranks. MPICH's own sums of NaNs have other bits on some ranks."""
     own = {
-        "zeros": np.array([0.0, -0.0], np.float32)[world.rank % 2],
-        "nans": np.array(0x7FC00000 | world.rank << 4 | world.rank % 2 << 31, np.uint32).view(np.float32),
+        "zeros": np.array([0.0, -0.0], np.float32)[WORLD.rank % 2],
+        "nans": np.array(0x7FC00000 | WORLD.rank << 4 | WORLD.rank % 2 << 31, np.uint32).view(np.float32),
     }
     by_mpich = MPI.get_vendor()[0] == "MPICH" and reduce.name in ("native", "auto")
     digests = {}
@@ -173,15 +162,15 @@ def test_zeros_and_nans_have_the_same_bits_on_all_ranks(reduce: AllReduce, world
             array[:] = own[name]
             reduce(array, op)
             digests[f"{name}, {kind}, {op}, length {array.size}"] = zlib.adler32(array.view(np.uint8))
-    compare(digests, world)
+    compare(digests, WORLD)
 
 
 @every_place
-def test_average_is_another_name_of_mean(reduce: AllReduce, world: MPI.Intracomm) -> None:
+def test_average_is_another_name_of_mean(reduce: AllReduce) -> None:
     for names in (("mean", "average"), ("average", "mean"), ("average", "average")):
         for name in names:  # whatever a rank calls it
-            array = np.full(SIZE + 1, world.rank, "float32")
-            reduce(array, name if world.rank else "mean")
+            array = np.full(SIZE + 1, WORLD.rank, "float32")
+            reduce(array, name if WORLD.rank else "mean")
             assert (array == np.float32((SIZE - 1) / 2)).all()
 
 

@@ -1,6 +1,6 @@
 """broadcast, stack and all_gather with every backend: the start and the end of a NumPy loop, without mpi4py."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,7 @@ from allreduce.errors import DisagreementError, NotAnArrayError, OptionError, Un
 from allreduce.transport import chunked
 from tests.gpu import fake_cupy
 from tests.ranks.counting import Counting
-from tests.ranks.grid import shapes
-from tests.ranks.together import raised_everywhere, usable
+from tests.ranks.together import raised_everywhere
 from tests.ranks.variants import Staged
 
 JOBS = "openmpi 1 2 3, mpich 2"
@@ -23,15 +22,6 @@ JOBS = "openmpi 1 2 3, mpich 2"
 WORLD = MPI.COMM_WORLD
 SIZE = WORLD.size
 several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
-PLACES = [(name, shape) for name in allreduce.NAMES for shape in shapes(SIZE)]
-
-
-@pytest.fixture(scope="module", params=PLACES, ids="-".join)
-def reduce(request: pytest.FixtureRequest, topology_of: Callable[..., allreduce.Topology]) -> Generator[AllReduce]:
-    name, shape = request.param
-    made = usable(name, topology_of(shapes(SIZE)[shape]))
-    yield made
-    made.close()
 
 
 @several
@@ -75,14 +65,6 @@ def test_elements_larger_than_the_memory_for_segments(topology_of: Callable[...,
             assert buffer.tobytes() == whole.tobytes()
 
 
-def test_references_are_refused(reduce: AllReduce) -> None:
-    for array in (np.array([None, 1]), np.zeros(2, [("a", "f4"), ("b", "O")])):
-        for call in (reduce.broadcast, reduce.stack, reduce.all_gather):
-            assert "references" in raised_everywhere(WORLD, UnsupportedDtypeError, partial(call, array))
-            if call != reduce.all_gather:
-                assert "references" in raised_everywhere(WORLD, UnsupportedDtypeError, partial(call, [array]))
-
-
 def test_cupy(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None:
     cupy = fake_cupy.install(monkeypatch)
     with allreduce.create("ring", flat) as reduce:
@@ -97,18 +79,28 @@ def test_cupy(monkeypatch: pytest.MonkeyPatch, flat: allreduce.Topology) -> None
 
 def test_named_errors(flat: allreduce.Topology) -> None:
     with allreduce.create("ring", flat) as reduce:
-        assert "root must be a rank of this topology, 0 to" in raised_everywhere(
-            WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), -1)
-        )
-        assert "got '0'" in raised_everywhere(WORLD, OptionError, lambda: reduce.broadcast(np.zeros(3), "0"))  # type: ignore[arg-type]
-        raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.broadcast([1.0]))
-        raised_everywhere(WORLD, NotAnArrayError, lambda: reduce.stack([1.0]))
-        raised_everywhere(WORLD, UnsupportedDtypeError, lambda: reduce.stack(np.zeros(3, object)))
+        for kind, words, call in (
+            (OptionError, "root must be a rank of this topology, 0 to", partial(reduce.broadcast, np.zeros(3), -1)),
+            (OptionError, "got '0'", partial(reduce.broadcast, np.zeros(3), "0")),
+            (NotAnArrayError, "", partial(reduce.broadcast, [1.0])),
+            (NotAnArrayError, "", partial(reduce.stack, [1.0])),
+            (UnsupportedDtypeError, "", partial(reduce.stack, np.zeros(3, object))),
+        ):
+            assert words in raised_everywhere(WORLD, kind, call)
         if SIZE > 1:
             text = raised_everywhere(WORLD, DisagreementError, lambda: reduce.broadcast(np.zeros(3), reduce.rank % 2))
             assert "rank 1: broadcast: length 3, dtype float64, ordinary memory, root 1" in text
             shape = (2, 3) if reduce.rank else (3, 2)
             raised_everywhere(WORLD, DisagreementError, lambda: reduce.broadcast(np.zeros(shape)))
+
+
+@pytest.mark.parametrize("name", ["ring", "native", "shared", "auto"])
+def test_references_are_refused(name: str, flat: allreduce.Topology) -> None:
+    with allreduce.create(name, flat) as reduce:
+        for array in (np.array([None, 1]), np.zeros(2, [("a", "f4"), ("b", "O")])):
+            calls = [partial(call, array) for call in (reduce.broadcast, reduce.stack, reduce.all_gather)]
+            for call in (*calls, partial(reduce.broadcast, [array]), partial(reduce.stack, [array])):
+                assert "references" in raised_everywhere(WORLD, UnsupportedDtypeError, call)
 
 
 @pytest.mark.parametrize("check", [True, False])

@@ -1,65 +1,42 @@
-"""Ranks that are out of step, and objects that are closed or dropped in an unusual order."""
+"""Ranks that are out of step, arrays that are dropped in an unusual order, and bound calls."""
 
+import os
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import allreduce
-from allreduce.errors import (
-    ClosedError,
-    DisagreementError,
-    NotAnArrayError,
-    NotContiguousError,
-    OptionError,
-    UnsupportedOpError,
-)
-from tests.backends import ON_CPU
+from allreduce.errors import NotAnArrayError, NotContiguousError, OptionError, UnsupportedDtypeError, UnsupportedOpError
+from tests.ranks.together import raised_everywhere
 
-SIZE = MPI.COMM_WORLD.size
-several = pytest.mark.skipif(SIZE == 1, reason="one rank can't disagree")
+JOBS = "openmpi 1 2 3, mpich 2"
+
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
 
 
-@several
-def test_topologies_differ(world: MPI.Intracomm) -> None:
-    with pytest.raises(DisagreementError, match="ranks_per_node"):
-        allreduce.Topology(world, ranks_per_node=1 if world.rank == 0 else None)
-    with pytest.raises(OptionError, match="ranks_per_node"):
-        allreduce.Topology(world, ranks_per_node=0 if world.rank == 0 else 1)
-
-
-@pytest.mark.parametrize("name", ON_CPU)
-def test_topology_closed_before_its_backends(name: str, world: MPI.Intracomm) -> None:
-    topology = allreduce.Topology(world)
-    reduce = allreduce.create(name, topology)
-    array = reduce.allocate(1000)
-    reduce(array, "sum")
-    topology.close()
-    assert reduce.closed
-    with pytest.raises(ClosedError):
-        reduce(array, "sum")
-    reduce.close()
-    array += 1  # its memory is still there
-
-
-def test_arrays_that_this_rank_does_not_hold_are_given_back(flat: allreduce.Topology, world: MPI.Intracomm) -> None:
+def test_arrays_that_this_rank_does_not_hold_are_given_back(flat: allreduce.Topology) -> None:
     reduce = allreduce.create("shared", flat)
     kept = reduce.allocate(1000)
-    held = []
+    held, files = [], len(os.listdir("/proc/self/fd"))  # a process may have no more than a thousand
     for _ in range(3):
         array = reduce.allocate(1000)
-        if world.rank == 0:
+        if WORLD.rank == 0:
             held.append(array)
     del array
+    assert len(os.listdir("/proc/self/fd")) == files
     for _ in range(5):
         reduce.allocate(1000)
     arrays = len(reduce._allocations.shared)
-    kept[:] = world.rank
+    kept[:] = WORLD.rank
     reduce(kept, "sum")
     assert (kept == sum(range(SIZE))).all()
     assert arrays == 1 + len(held)
-    assert len(held) == (3 if world.rank == 0 else 0)
+    assert len(held) == (3 if WORLD.rank == 0 else 0)
     reduce.close()
 
 
@@ -91,17 +68,14 @@ def test_where_stores_are_not_seen_in_order(
 
 @pytest.mark.parametrize("nodes", [None, 1])
 def test_a_rank_alone_is_refused_where_calls_are_not_compared(
-    nodes: int | None,
-    topology_of: Callable[..., allreduce.Topology],
-    world: MPI.Intracomm,
-    monkeypatch: pytest.MonkeyPatch,
+    nodes: int | None, topology_of: Callable[..., allreduce.Topology], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """check=False on several nodes, or on a node without shared memory: the rank raises its error at once, and waits
     for nobody."""
     if nodes is None:
         monkeypatch.setattr("allreduce.call.rendezvous.Tables.take", lambda _: None)
     with allreduce.create("ring", topology_of(nodes), check=False) as reduce:
-        if world.rank == 0:
+        if WORLD.rank == 0:
             with pytest.raises(NotContiguousError):
                 reduce(np.zeros(8)[::2], "sum")
             with pytest.raises(UnsupportedOpError):
@@ -111,3 +85,53 @@ def test_a_rank_alone_is_refused_where_calls_are_not_compared(
         array = np.ones(10, np.float32)
         reduce(array, "sum")
         assert (array == reduce.size).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"trace": "trace.json"}, {"check": False}])
+@pytest.mark.parametrize("name", ["native", "reduce_to_one", "adasum"])
+def test_backends_without_phases_say_which_have_them(
+    flat: allreduce.Topology, tmp_path: Path, name: str, options: dict[str, object]
+) -> None:
+    if "trace" in options:
+        options = {"trace": flat.world.bcast(str(tmp_path / options["trace"]))}
+    with allreduce.create(name, flat, **options) as reduce:
+        array = np.ones(3 + reduce.rank)
+        for call in (lambda: reduce.reduce_scatter(array), lambda: reduce.bind(array, "mean", "reduce_scatter")):
+            text = raised_everywhere(flat.world, OptionError, call)
+            assert text.startswith(f"{name!r} has no reduce_scatter; use a backend with two phases")
+        reduce(np.ones(3), "adasum" if name == "adasum" else "mean")
+
+
+def test_bad_arguments_are_refused_when_it_is_bound(flat: allreduce.Topology) -> None:
+    with allreduce.create("ring", flat) as reduce:
+        for error, array, op in (
+            (NotAnArrayError, [1.0], "sum"),
+            (NotContiguousError, np.ones(10)[::2], "sum"),
+            (UnsupportedOpError, np.ones(3), "median"),
+            (UnsupportedDtypeError, np.ones(3, "complex64"), "sum"),
+        ):
+            raised_everywhere(flat.world, error, lambda array=array, op=op: reduce.bind(array, op))  # type: ignore[misc]
+        for kind in ("broadcast", "all_to_all"):
+            raised_everywhere(flat.world, OptionError, lambda kind=kind: reduce.bind(np.ones(3), "sum", kind))  # type: ignore[misc]
+
+
+def test_another_shape_later_changes_nothing(flat: allreduce.Topology) -> None:
+    """The function reduces the memory that it was bound to."""
+    with allreduce.create("ring", flat) as reduce:
+        array = np.ones((2, 3))
+        bound = reduce.bind(array, "sum")
+        array.shape = (6,)
+        bound()
+        assert (array == SIZE).all()
+
+
+def test_threads(flat: allreduce.Topology) -> None:
+    """The function may be called in another thread than the one that bound it, by one thread at a time."""
+    with allreduce.create("ring", flat) as reduce:
+        array = np.ones(3)
+        bound = reduce.bind(array, "sum")
+        thread = threading.Thread(target=bound)
+        thread.start()
+        thread.join()
+        bound() if reduce.rank else reduce(array, "sum")  # the same call
+        assert (array == SIZE**2).all()

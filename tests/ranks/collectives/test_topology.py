@@ -11,15 +11,16 @@ import allreduce
 from allreduce import machine, notices
 from allreduce.algorithms.ring import Ring
 from allreduce.call.rendezvous import Tables
-from allreduce.errors import DisagreementError, OptionError, UnknownBackendError
+from allreduce.errors import DisagreementError, OptionError
 from allreduce.transport.control import on_all_ranks
 from allreduce.transport.layout import NodeLayout
-from tests.backends import ON_CPU
 from tests.ranks.grid import shapes
+from tests.ranks.hosts import Hosts
 
 JOBS = "openmpi 1 2 3 5, mpich 2 3"
 
-SIZE = MPI.COMM_WORLD.size
+WORLD = MPI.COMM_WORLD
+SIZE = WORLD.size
 NODES = {  # ranks -> the node sizes of each of grid.shapes
     1: {"flat": (1,)},
     2: {"flat": (2,), "ones": (1, 1)},
@@ -37,7 +38,7 @@ def test_who_is_where(shape: str, topology_of: Callable[..., allreduce.Topology]
     sizes = NODES[SIZE][shape]
     place = [(node, node_rank) for node, size in enumerate(sizes) for node_rank in range(size)]
     node, node_rank = place[topology.rank]
-    assert (topology.rank, topology.size) == (MPI.COMM_WORLD.rank, SIZE)
+    assert (topology.rank, topology.size) == (WORLD.rank, SIZE)
     assert topology.layout == NodeLayout.of_sizes(sizes, simulated=shape != "flat")
     assert topology.node_sizes == sizes
     assert (topology.nodes, topology.node_index) == (len(sizes), node)
@@ -48,68 +49,22 @@ def test_who_is_where(shape: str, topology_of: Callable[..., allreduce.Topology]
     members = topology.node.allgather(topology.rank)
     assert members == [rank for rank, where in enumerate(place) if where[0] == node]
     assert topology.cross.allgather(topology.node_rank) == [node_rank] * len(pairs)
-
-
-@pytest.mark.parametrize("shape", shapes(SIZE))
-def test_all_ranks_in_one_part_have_the_same_nodes(shape: str) -> None:
-    with allreduce.Topology(ranks_per_node=shapes(SIZE)[shape], timeout=20) as topology:
-        duplicate = topology.split(0, topology.ranks_per_node)
+    with topology.split(0, topology.ranks_per_node) as duplicate, allreduce.create("auto", duplicate) as reduce:
         assert (duplicate.layout.members, duplicate.rank) == (topology.layout.members, topology.rank)
         assert duplicate.world != topology.world
-        with allreduce.create("auto", duplicate) as reduce:
-            array = np.ones(3)
-            reduce(array, "sum")
-            assert array.tolist() == [SIZE] * 3
-    assert duplicate.closed
-
-
-class _Mixed(MPI.Intracomm):
-    """A communicator on which ranks 1 and 2 claim to be on another host; so do communicators derived from it."""
-
-    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:  # noqa: N802
-        return self.Split(self.rank in (1, 2), key)
-
-    def Split(self, color: int = 0, key: int = 0) -> "_Mixed":  # noqa: N802
-        return _Mixed(super().Split(color, key))
+        array = np.ones(3)
+        reduce(array, "sum")
+        assert array.tolist() == [SIZE] * 3
 
 
 @pytest.mark.skipif(SIZE < 4, reason="nodes of two ranks each")
 def test_cross_is_in_the_order_of_the_nodes() -> None:
-    with allreduce.Topology(_Mixed(MPI.COMM_WORLD.Dup())) as topology, topology.split(0) as duplicate:
+    Hosts.numbers = (0, 1, 1, *[0] * (SIZE - 3))
+    with allreduce.Topology(Hosts(WORLD)) as topology, topology.split(0) as duplicate:
         for each in (topology, duplicate):
             assert each.node.allgather(each.rank) == ([1, 2] if topology.rank in (1, 2) else [0, *range(3, SIZE)])
             pair = {0: [0, 1], 1: [3, 2]}.get(topology.node_rank, [topology.rank])
             assert each.cross.allgather(each.rank) == pair
-
-
-def test_text() -> None:
-    with allreduce.Topology() as topology:
-        assert str(topology) == f"{SIZE} rank{'s' * (SIZE > 1)} on 1 node"
-    with allreduce.Topology(ranks_per_node=1) as topology:
-        many = f"{SIZE} ranks on {SIZE} simulated nodes ({'+'.join('1' * SIZE)})"
-        assert str(topology) == (many if SIZE > 1 else "1 rank on 1 simulated node")
-
-
-@pytest.mark.parametrize("name", ON_CPU)
-def test_a_backend_closes_everything_that_it_created(name: str, flat: allreduce.Topology) -> None:
-    """Its parts, their topologies, their windows. tests/faults/leaks.py counts what MPI and the system hold."""
-    before = len(flat._owned), _open_children(flat)
-    for _ in range(10):
-        with allreduce.create(name, flat) as reduce:
-            reduce(reduce.allocate(10, "float32"), "sum")
-    assert (len(flat._owned), _open_children(flat)) == before
-
-
-def test_a_backend_that_could_not_be_made_leaves_nothing(flat: allreduce.Topology) -> None:
-    before = len(flat._owned), _open_children(flat)
-    for options in ({"node": "reduce_to_one"}, {"node": "ringg"}, {"cross": "ringg"}):
-        with pytest.raises((OptionError, UnknownBackendError)):
-            allreduce.create("hierarchical_copy", flat, **options)
-    assert (len(flat._owned), _open_children(flat)) == before
-
-
-def _open_children(topology: allreduce.Topology) -> int:
-    return sum(not child.closed for child in topology._children)
 
 
 def test_cores_that_ranks_share_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,14 +78,14 @@ def test_cores_that_ranks_share_are_told_once(monkeypatch: pytest.MonkeyPatch) -
 
 def test_cores_are_those_that_ranks_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cores in the affinity masks of all ranks of a node together, not all cores of the machine."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {MPI.COMM_WORLD.rank % 2})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {WORLD.rank % 2})
     with allreduce.Topology() as topology:
         assert topology.cores == min(2, topology.size)
 
 
 @pytest.mark.skipif(SIZE < 2, reason="one rank agrees with itself")
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    last = MPI.COMM_WORLD.rank == SIZE - 1
+    last = WORLD.rank == SIZE - 1
     monkeypatch.setattr(allreduce, "__version__", "0.0.1" if last else "0.0.2")
     with pytest.raises(DisagreementError) as caught:
         allreduce.Topology()
@@ -180,7 +135,9 @@ def test_a_user_may_close_the_topology_that_is_closing_it() -> None:
 
     topology, owner = allreduce.Topology(), Owner()
     topology.register(owner)
+    part = topology.split(0)
     allreduce.create("ring", topology)
     topology.close()
     assert topology.closed
+    assert part.closed
     assert owner.closed

@@ -1,6 +1,7 @@
 """A new algorithm is one class, and one call of `register`."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,8 +14,13 @@ from allreduce.arrays import dtypes
 from allreduce.arrays.ops import Op
 from allreduce.errors import DisagreementError, OptionError
 from allreduce.topology import Topology
-from tests.ranks.grid import run_grid, shapes
+from tests.ranks.grid import run_grid
 from tests.ranks.together import raised_everywhere
+
+JOBS = "openmpi 1 2 3"
+
+WORLD = MPI.COMM_WORLD
+several = pytest.mark.skipif(WORLD.size == 1, reason="one rank has nothing to select")
 
 
 class Toy(Algorithm):
@@ -52,14 +58,6 @@ def test_what_can_not_be_registered() -> None:
         allreduce.register("ring", Toy)
 
 
-@pytest.mark.parametrize("shape", shapes(MPI.COMM_WORLD.size))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
-def test_grid(dtype: str, shape: str, topology_of: Callable[..., Topology], world: MPI.Intracomm) -> None:
-    with allreduce.create("toy", topology_of(shapes(world.size)[shape])) as reduce:
-        assert reduce.name == "toy"
-        assert run_grid(reduce, dtype, world) >= 4 * 4 * 2
-
-
 def test_options_and_names(flat: Topology) -> None:
     assert "toy" in allreduce.available(flat)
     with allreduce.create("toy", flat, backwards=True, check=True) as reduce:
@@ -71,7 +69,7 @@ def test_options_and_names(flat: Topology) -> None:
 
 
 @pytest.mark.parametrize("part", ["node", "cross"])
-def test_as_a_part(part: str, topology_of: Callable[..., Topology], world: MPI.Intracomm) -> None:
+def test_as_a_part(part: str, topology_of: Callable[..., Topology]) -> None:
     """Any backend can work across nodes; inside nodes a backend needs two phases."""
     topology = topology_of(1)
     if part == "node":
@@ -79,7 +77,7 @@ def test_as_a_part(part: str, topology_of: Callable[..., Topology], world: MPI.I
             allreduce.create("hierarchical_copy", topology, node="toy")
         return
     with allreduce.create("hierarchical_copy", topology, cross="toy") as reduce:
-        run_grid(reduce, "float32", world, (0, 1, 1000))
+        run_grid(reduce, "float32", WORLD, (0, 1, 1000))
 
 
 def test_auto_selects_it_if_its_cost_is_the_lowest(flat: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,18 +90,15 @@ def test_auto_selects_it_if_its_cost_is_the_lowest(flat: Topology, monkeypatch: 
             assert set(array.tolist()) == {sum(range(reduce.size))}
 
 
-several = pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="one rank has nothing to select")
-
-
 def _free(*_: object) -> float:
     return 0.0
 
 
 @several
-def test_ranks_that_registered_other_algorithms_disagree(flat: Topology, world: MPI.Intracomm) -> None:
-    if world.rank == 0:
+def test_ranks_that_registered_other_algorithms_disagree(flat: Topology) -> None:
+    if WORLD.rank == 0:
         allreduce.register("mine", type("Mine", (Toy,), {"cost": staticmethod(_free)}))
-    text = raised_everywhere(world, DisagreementError, lambda: allreduce.create("auto", flat, table=""))
+    text = raised_everywhere(WORLD, DisagreementError, lambda: allreduce.create("auto", flat, table=""))
     assert "mine: Mine" in text
 
 
@@ -111,6 +106,9 @@ def test_ranks_that_registered_other_algorithms_disagree(flat: Topology, world: 
 @pytest.mark.parametrize("kind", ["inherits", "keyword", "rounds", "by_array"])
 def test_auto_leaves_out_what_it_can_not_select(kind: str, flat: Topology) -> None:
     class Mine(Toy):
+        cost = staticmethod(_free)
+        by_array = kind == "by_array"
+
         def __init__(self, context: Context) -> None:
             super().__init__(context)
             if kind == "rounds":
@@ -126,9 +124,6 @@ def test_auto_leaves_out_what_it_can_not_select(kind: str, flat: Topology) -> No
         def __init__(self, context: Context, *, needed: int = 1) -> None:
             super().__init__(context)
 
-    if kind in ("rounds", "by_array"):
-        Mine.cost = staticmethod(_free)  # type: ignore[method-assign]
-        Mine.by_array = kind == "by_array"
     allreduce.register("mine", {"keyword": Keyword, "inherits": Inherits}.get(kind, Mine))
     with allreduce.create("auto", flat, table="") as reduce:
         array = np.full(1000, reduce.rank + 0.0)
@@ -139,8 +134,13 @@ def test_auto_leaves_out_what_it_can_not_select(kind: str, flat: Topology) -> No
 
 
 @several
-@pytest.mark.parametrize("name", ["holder", "auto"])
-def test_an_algorithm_that_holds_itself_is_a_named_error(name: str, flat: Topology, world: MPI.Intracomm) -> None:
+def test_what_auto_refuses_by_name(flat: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds in (-1.0, float("nan")):
+        monkeypatch.setattr(Toy, "cost", staticmethod(lambda *_, seconds=seconds: seconds))
+        with allreduce.create("auto", flat, table="") as reduce:
+            text = raised_everywhere(WORLD, OptionError, partial(reduce, np.ones(10), "sum"))
+            assert f"the cost of 'toy' is {seconds} s for 80 bytes" in text
+
     class Holder(Toy):
         cost = staticmethod(_free)
 
@@ -149,48 +149,28 @@ def test_an_algorithm_that_holds_itself_is_a_named_error(name: str, flat: Topolo
             self.holds = [context.make("auto", table="")]
 
     allreduce.register("holder", Holder)
-    text = raised_everywhere(world, OptionError, lambda: allreduce.create(name, flat))
-    assert "'holder' makes 'auto'" in text
-    assert "without end" in text
+    for name in ("holder", "auto"):
+        text = raised_everywhere(WORLD, OptionError, partial(allreduce.create, name, flat))
+        assert "'holder' makes 'auto'" in text
+        assert "without end" in text
 
 
 @several
-@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
-def test_a_cost_that_is_no_time_is_a_named_error(
-    seconds: float, flat: Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Toy, "cost", staticmethod(lambda *_: seconds))
-    with allreduce.create("auto", flat, table="") as reduce:
-        text = raised_everywhere(world, OptionError, lambda: reduce(np.ones(10), "sum"))
-        assert f"the cost of 'toy' is {seconds} s for 80 bytes" in text
-
-
-def test_a_wrong_backend_is_found(flat: Topology, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_backend_is_found(flat: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grid can fail: on wrong sums, on different bits on one rank, on memory written beside a slice."""
     right = Toy.reduce
 
-    def different_bits(self: Toy, buffer: np.ndarray, op: Op) -> None:
+    def wrong(kind: str, self: Toy, buffer: np.ndarray, op: Op) -> None:
         right(self, buffer, op)
-        if self.rank == 0:
+        if kind == "different bits" and self.rank == 0:
             buffer[-1] = np.nextafter(buffer[-1], np.float32(9))
+        if kind == "wrong results":
+            buffer[:] = np.roll(buffer, 1)
+        if kind == "wrote outside of the slice" and isinstance(buffer.base, np.ndarray):
+            before = buffer.ctypes.data - buffer.base.ctypes.data
+            buffer.base.reshape(-1).view(np.uint8)[max(before - buffer.itemsize, 0) : before] = 0
 
-    def shifted(self: Toy, buffer: np.ndarray, op: Op) -> None:
-        right(self, buffer, op)
-        buffer[:] = np.roll(buffer, 1)
-
-    def beside(self: Toy, buffer: np.ndarray, op: Op) -> None:
-        right(self, buffer, op)
-        memory = buffer.base  # all that the buffer is a part of
-        if isinstance(memory, np.ndarray):
-            before = buffer.ctypes.data - memory.ctypes.data
-            memory.reshape(-1).view(np.uint8)[max(before - buffer.itemsize, 0) : before] = 0
-
-    wrongs = ((different_bits, "different bits"), (shifted, "wrong results"), (beside, "wrote outside of the slice"))
-    if world.size > 3:  # there the grid has no slices
-        wrongs = wrongs[:2]
-    for wrong, words in wrongs:
-        monkeypatch.setattr(Toy, "reduce", wrong)
-        if world.size == 1:
-            continue
+    for words in ("different bits", "wrong results", *["wrote outside of the slice"] * (WORLD.size <= 3)):
+        monkeypatch.setattr(Toy, "reduce", lambda *given, words=words: wrong(words, *given))
         with allreduce.create("toy", flat) as reduce, pytest.raises(AssertionError, match=words):
-            run_grid(reduce, "float32", world, (1000,))
+            run_grid(reduce, "float32", WORLD, (1000,))
