@@ -12,7 +12,7 @@ from torch import nn
 
 import allreduce
 from allreduce import errors
-from tests.ranks.pytorch.trained import SIZE, Clipped, Raises, both_overlaps, plain_sgd, several
+from tests.ranks.pytorch.trained import EDITS, SIZE, Clipped, Raises, both_overlaps, plain_sgd, several
 from tests.ranks.together import raised_everywhere
 from trainers import (
     Exact,
@@ -83,6 +83,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str,
         "update": (fine, {"update": "half"}, option, "update='half' is unknown"),
         "sparse copies": (lambda: (plain_sgd(sparse), sparse), {"update": Sharded(copies=2)}, option, "copies=2"),
         "buckets": (fine, {"buckets": 25}, option, "buckets must be a Buckets, got 25"),
+        "trace": (fine, {"trace": "/missing/trace.json"}, option, "the trace can't be written"),
         "no list": (fine, {"transforms": CheckGradients()}, option, "transforms is a list of Trans"),
         "twice": (fine, {"transforms": [CheckGradients(), SkipNotFinite()]}, option, "at most one CheckGrad"),
         "no average": (fine, {"average": "local"}, option, "average='local' is unknown; use None or a LocalSGD"),
@@ -123,17 +124,6 @@ def test_bad_arguments(world: MPI.Intracomm, flat: allreduce.Topology, case: str
     assert words in raised_everywhere(world, kind, lambda: MirroredOptimizer(*make(), topology=flat, **options))
 
 
-def test_twice(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    model = model_of(3, 2)
-    with MirroredOptimizer(plain_sgd(model), model, topology=flat) as optimizer:
-        text = raised_everywhere(
-            world, errors.OptionError, lambda: MirroredOptimizer(plain_sgd(model), model, topology=flat)
-        )
-        assert "0.weight belongs to another MirroredOptimizer" in text
-        text = raised_everywhere(world, errors.OptionError, lambda: MirroredOptimizer(optimizer, model, topology=flat))
-        assert "a MirroredOptimizer already" in text
-
-
 def test_two_topologies(world: MPI.Intracomm, topology_of: Callable[..., allreduce.Topology]) -> None:
     model = model_of(3, 2)
     with allreduce.create("ring", topology_of(None)) as backend:
@@ -163,17 +153,6 @@ def test_optimizer_of_one_rank_is_bad(world: MPI.Intracomm, flat: allreduce.Topo
     given = plain_sgd(model_of(3, 2) if world.rank == SIZE - 1 else model)
     text = raised_everywhere(world, errors.OptionError, lambda: MirroredOptimizer(given, model, topology=flat))
     assert text.startswith(f"rank {SIZE - 1}: the optimizer is of another model")
-
-
-@both_overlaps
-def test_after_close(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> None:
-    model = model_of(3, 2)
-    optimizer = MirroredOptimizer(plain_sgd(model), model, topology=flat, buckets=Buckets(overlap))
-    backward(model)
-    optimizer.step()
-    optimizer.close()
-    assert "backward after close()" in raised_everywhere(world, errors.ClosedError, lambda: backward(model))
-    assert "is closed" in raised_everywhere(world, errors.ClosedError, optimizer.step)
 
 
 def leaves_out_a_step(model: nn.Module, optimizer: MirroredOptimizer) -> None:
@@ -239,52 +218,87 @@ def test_ranks_whose_calls_differ(
 
 @several
 @pytest.mark.parametrize("call", ["step", "synchronize"])
-def test_gradients_changed_on_one_rank_while_sharded(world: MPI.Intracomm, flat: allreduce.Topology, call: str) -> None:
-    """The others neither wait for this rank nor use its gradients."""
+@pytest.mark.parametrize("how", EDITS)
+def test_gradients_that_are_changed_while_sharded(
+    world: MPI.Intracomm, flat: allreduce.Topology, how: str, call: str
+) -> None:
+    """The other ranks neither wait for the rank that has changed its own nor use its gradients."""
     model = model_of(3, 2)
     with MirroredOptimizer(plain_sgd(model), model, topology=flat, update="sharded") as optimizer:
         backward(model)
-        if world.rank == 1:
-            model[0].bias.grad.mul_(2)
+        for parameter in model.parameters() if world.rank == 1 or how.startswith("scale_") else ():
+            EDITS[how](parameter)
         text = raised_everywhere(world, GradientError, getattr(optimizer, call))
-        assert text.startswith("rank 1: gradients were changed between backward and step()")
+        assert "gradients were changed between backward and step()" in text
+        assert how.startswith("scale_") or text.startswith("rank 1: ")
         optimizer.zero_grad()
-        backward(model)
-        optimizer.step()
-
-
-def test_second_backward_while_sharded(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    model = model_of(3, 2)
-    with MirroredOptimizer(plain_sgd(model), model, topology=flat, update="sharded") as optimizer:
         backward(model)
         text = raised_everywhere(world, GradientError, lambda: backward(model))
         assert "a second gradient after its first was averaged in slices" in text
         optimizer.zero_grad()
         backward(model)
+        optimizer.synchronize()
+        if world.rank == 0:
+            model[0].weight.grad.data = torch.ones(7)
+        text = raised_everywhere(world, GradientError, optimizer.step)
+        assert "0.weight has become (7,) torch.float32" in text
+        optimizer.zero_grad()
+        backward(model)
         optimizer.step()
 
 
-def test_unfrozen_later(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    model = model_of(3, 2)
-    model[0].bias.requires_grad_(False)
-    with MirroredOptimizer(plain_sgd(model), model, topology=flat) as optimizer:
-        model[0].bias.requires_grad_(True)
+MISUSED: dict[str, tuple[Callable[[Any, Any, Any], object], str]] = {
+    "unfrozen": (
+        lambda model, plain, optimizer: [model[1].bias.requires_grad_(True), backward(model), optimizer.step()],
+        "1.bias was frozen when",
+    ),
+    "group": (lambda model, plain, optimizer: optimizer.add_param_group({"params": []}), "were added after"),
+    "group of the plain optimizer": (  # whose gradients would never be averaged
+        lambda model, plain, optimizer: [plain.add_param_group({"params": model[0].weight}), optimizer.step()],
+        "parameters were added after",
+    ),
+    "no state": (lambda model, plain, optimizer: optimizer.load_state_dict(None), "load_state_dict(None) on rank 0"),
+    "second one": (
+        lambda model, plain, optimizer: MirroredOptimizer(plain_sgd(model), model, topology=optimizer.topology),
+        "1.weight belongs to another MirroredOptimizer",
+    ),
+    "wrapped twice": (
+        lambda model, plain, optimizer: MirroredOptimizer(optimizer, model, topology=optimizer.topology),
+        "a MirroredOptimizer already",
+    ),
+    "closed, backward": (
+        lambda model, plain, optimizer: [optimizer.close(), backward(model)],
+        "backward after close()",
+    ),
+    "closed, step": (lambda model, plain, optimizer: [optimizer.close(), optimizer.step()], "is closed"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_misuse(world: MPI.Intracomm, flat: allreduce.Topology, case: str) -> None:
+    call, words = MISUSED[case]
+    model = model_of(3, 4, 2)
+    model[1].bias.requires_grad_(False)
+    plain = plain_sgd(model[1])
+    with MirroredOptimizer(plain, model, topology=flat) as optimizer:
         backward(model)
-        assert "0.bias was frozen when" in raised_everywhere(world, errors.OptionError, optimizer.step)
+        optimizer.step()
+        kind = errors.ClosedError if "closed" in case else errors.OptionError
+        assert words in raised_everywhere(world, kind, lambda: call(model, plain, optimizer))
 
 
 @several
-@pytest.mark.parametrize("option", ["update", "buckets", "transforms", "allreduce", "average"])
+@pytest.mark.parametrize("option", ["update", "buckets", "transforms", "allreduce", "average", "trace"])
 def test_options_differ(world: MPI.Intracomm, flat: allreduce.Topology, option: str) -> None:
     model = model_of(3, 2)
     checks = [CheckDivergence(1000), CheckGradients()]
     values = {"update": "sharded", "buckets": Buckets(mb=7.0), "transforms": checks, "allreduce": "ring"}
-    value = {**values, "average": LocalSGD(4)}[option]
+    value = {**values, "average": LocalSGD(4), "trace": "/dev/null"}[option]
     options = {option: value} if world.rank == 1 else {}
     make = lambda: MirroredOptimizer(plain_sgd(model), model, topology=flat, **options)  # noqa: E731
     text = raised_everywhere(world, errors.DisagreementError, make)
     assert "rank 0: MirroredOptimizer(allreduce='auto', update='replicated', " in text
-    shown = value if option == "average" else repr(value)  # the ranks may differ in `every`
+    shown = {"average": value, "trace": "..."}.get(option, repr(value))  # the ranks may differ in `every`
     assert f"{option}={shown}" in text.splitlines()[2]
 
 
@@ -301,36 +315,21 @@ def test_equal_options_in_several_forms_are_no_difference(flat: allreduce.Topolo
 @several
 def test_backward_raises_on_one_rank(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     """This rank catches the error and continues, with the first bucket reduced: the others neither hang nor use the
-    averages."""
+    averages. The rows of the step do not count in the next one."""
     model = model_of(3, 4, 2)
     options = {"topology": flat, "buckets": Buckets(True, first_mb=1e-6, mb=1e-6)}
     optimizer = MirroredOptimizer(plain_sgd(model), model, **options)
+    optimizer.rows(1 + world.rank)
     hidden = model[0](torch.ones(2, 3))
     if world.rank == 1:
         with pytest.raises(ZeroDivisionError):
             model[1](Raises.apply(hidden)).sum().backward()
-        optimizer.zero_grad()
     else:
         with pytest.raises(GradientError, match="rank 1: backward raised"):
             model[1](hidden).sum().backward()
-
-
-def test_group_added_to_the_plain_optimizer(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """Its gradients would never be averaged."""
-    model = model_of(3, 4, 2)
-    plain = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    with MirroredOptimizer(plain, model, topology=flat) as optimizer:
-        plain.add_param_group({"params": model[0].parameters()})
-        backward(model)
-        assert "parameters were added after" in raised_everywhere(world, errors.OptionError, optimizer.step)
-
-
-def test_not_offered(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    model = model_of(3, 2)
-    with MirroredOptimizer(plain_sgd(model), model, topology=flat) as optimizer:
-        raised_everywhere(world, errors.OptionError, lambda: optimizer.add_param_group({"params": []}))
-        text = raised_everywhere(world, errors.OptionError, lambda: optimizer.load_state_dict(None))
-        assert "load_state_dict(None) on rank 0" in text
+    optimizer.zero_grad()
+    ((1.0 + world.rank) * model[1].bias.sum()).backward()
+    assert model[1].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 2)
 
 
 class Unloved(torch.optim.SGD):

@@ -72,42 +72,33 @@ class Reference:
         self.done = [0] * len(steps)
         self.since = np.zeros((fragments, len(steps)))  # inner steps since a fragment was sent
 
-    def run(self, rank: int, number: int) -> None:
-        for _ in range(number):
-            inner_step(self.models[rank], self.optimizers[rank], self.done[rank], rank)
-            self.done[rank] += 1
-            self.since[:, rank] += 1
-
     def train(self, turns: int) -> None:
         """Run this number of outer steps."""
         for turn in range(turns):
-            at = turn % self.fragments
             for rank, steps in enumerate(self.steps):
-                self.run(rank, steps // self.fragments)
-            self.send(at)
-            self.apply(at)
+                for _ in range(steps // self.fragments):
+                    inner_step(self.models[rank], self.optimizers[rank], self.done[rank], rank)
+                    self.done[rank] += 1
+                    self.since[:, rank] += 1
+            self.meet(turn % self.fragments)
 
-    def send(self, at: int) -> None:
+    def meet(self, at: int) -> None:
+        """The outer step of a fragment."""
         span, start = self.spans[at], self.start[at]
-        weights = self.since[at] / max(self.since[at].sum(), 1)
+        weights = self.since[at] / self.since[at].sum()
         self.since[at] = 0
         changes = torch.stack([start.detach() - flat_of(model)[span] for model in self.models])
         start.grad = (changes * torch.from_numpy(weights).float()[:, None]).sum(0)
-
-    def apply(self, at: int) -> None:
         self.outer[at].step()
         for model in self.models:
             flat = flat_of(model)
-            flat[self.spans[at]] = self.start[at].detach()
+            flat[span] = start.detach()
             put(model, flat)
 
     def end(self) -> None:
         for at in range(self.fragments):
             if self.since[at].any():
-                self.send(at)
-                self.apply(at)
-        for model in self.models:
-            put(model, torch.cat([each.detach() for each in self.start]))
+                self.meet(at)
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

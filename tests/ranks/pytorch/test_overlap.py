@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import allreduce
 from tests.ranks.together import raised_everywhere
 from tests.ranks.training.fits import Once, data
-from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, MirroredTrainer, SkipNotFinite
+from trainers import EMA, Accumulate, ClipNorm, MirroredTrainer, SkipNotFinite
 from trainers.errors import ArgumentError
 from trainers.pytorch import Buckets
 from trainers.replicas.pytorch import TorchReplica
@@ -51,18 +51,14 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
-def replica(*, frozen: bool = False, groups: bool = False, norm: bool = True) -> TorchReplica:
+def replica(norm: bool = True) -> TorchReplica:
+    """With a frozen layer, and two groups."""
     model = Net(norm)
-    if frozen:
-        model.layers[2].requires_grad_(False)
-    named = [*model.named_parameters()]
-    parameters: Any = [each for _, each in named]
-    if groups:
-        parameters = [
-            {"params": [each for name, each in named if "bias" in name], "lr": 0.01},
-            {"params": [each for name, each in named if "bias" not in name], "weight_decay": 0.1},
-        ]
-    return TorchReplica(model, nn.CrossEntropyLoss(), torch.optim.Adam(parameters, lr=0.02))
+    model.layers[2].requires_grad_(False)
+    biases = [each for name, each in model.named_parameters() if "bias" in name]
+    others = [each for name, each in model.named_parameters() if "bias" not in name]
+    groups = [{"params": biases, "lr": 0.01}, {"params": others, "weight_decay": 0.1}]
+    return TorchReplica(model, nn.CrossEntropyLoss(), torch.optim.Adam(groups, lr=0.02))
 
 
 def fit(trainer: MirroredTrainer, epochs: int = 1, **options: Any) -> list[float]:
@@ -96,27 +92,20 @@ def same_bits(
     assert len(set(found[0][1])) == 1
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "several groups": ({"groups": True}, {}),
-    "frozen": ({"frozen": True}, {}),
-    "accumulated": ({}, {"transforms": [Accumulate(3)]}),
-    "accumulated, clipped, averaged": ({"groups": True}, {"transforms": [Accumulate(2), ClipNorm(0.5), EMA(0.9)]}),
-    "short batches": ({}, {"batch_size": 16}),
-    "ranks without rows": ({"norm": False}, {"batch_size": 4}),
-    "ranks of few rows": ({"norm": False}, {"batch_size": 4, "transforms": [Accumulate(2)]}),
-    "skipped": ({}, {"transforms": [SkipNotFinite()]}),
-    "weighed": ({}, {"sample_weight": np.arange(ROWS) % 3 / 2.0}),
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated, clipped, averaged": {"transforms": [Accumulate(2), ClipNorm(0.5), EMA(0.9)]},
+    "short batches": {"batch_size": 16},
+    "ranks without rows": {"batch_size": 4},
+    "ranks of few rows": {"batch_size": 4, "transforms": [Accumulate(2)]},
+    "skipped": {"transforms": [SkipNotFinite()]},
+    "weighed": {"sample_weight": np.arange(ROWS) % 3 / 2.0},
 }
-if SIZE > 2:  # 2 ranks have these; the others depend on how many ranks divide the rows
-    for case in ("several groups", "frozen", "accumulated", "skipped"):
-        del CASES[case]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_same_bits(world: MPI.Intracomm, flat: allreduce.Topology, case: str) -> None:
-    of_replica, of_fit = CASES[case]
-    same_bits(world, flat, partial(replica, **of_replica), partial(fit, **of_fit))
+    same_bits(world, flat, partial(replica, norm="ranks" not in case), partial(fit, **CASES[case]))
 
 
 def test_buckets_are_submitted_before_backward_ends(flat: allreduce.Topology, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,26 +218,6 @@ def test_interrupt(world: MPI.Intracomm, flat: allreduce.Topology, during: Bucke
     same_bits(world, flat, partial(replica, norm=False), run, during)
 
 
-class Quiet(TorchReplica):
-    """A replica that does not tell its first parameter."""
-
-    def gradients(self, *given: Any) -> Any:
-        if ready := self.ready:
-            self.ready = lambda number: ready(number) if number else None
-        return super().gradients(*given)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_parameter_that_is_not_told(world: MPI.Intracomm, flat: allreduce.Topology, count: int) -> None:
-    def make() -> TorchReplica:
-        model = Net()
-        made = Quiet(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-        made.early = True  # its gradients stay as they are
-        return made
-
-    same_bits(world, flat, make, partial(fit, transforms=[Accumulate(count)]))
-
-
 class Post(TorchReplica):
     """A replica that changes its gradients when it has all."""
 
@@ -267,20 +236,6 @@ def test_replicas_that_can_not_sum_early_are_refused(world: MPI.Intracomm, flat:
     for made, why in ((post, "before it has all"), (some, "shapes")):
         text = raised_everywhere(world, ArgumentError, partial(MirroredTrainer, made, ALGORITHM, flat, buckets=DURING))
         assert why in text
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"update": "sharded"}, {"average": Exact()}, {"average": LocalSGD(2)}, {"compress": "bfloat16"}],
-    ids=str,
-)
-def test_refused(world: MPI.Intracomm, flat: allreduce.Topology, options: dict[str, Any]) -> None:
-    text = raised_everywhere(
-        world, ArgumentError, lambda: MirroredTrainer(replica(), "ring", flat, buckets=DURING, **options)
-    )
-    assert "leave it out" in text
-    with MirroredTrainer(replica(), "ring", flat, **options) as trainer:
-        fit(trainer)
 
 
 def test_auto_keeps_the_bits(topology_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

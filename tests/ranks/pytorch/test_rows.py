@@ -1,7 +1,5 @@
 """MirroredOptimizer: ranks whose batches differ in size (rows) or in number (join)."""
 
-import contextlib
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +13,8 @@ import allreduce
 from allreduce import errors
 from tests.ranks.pytorch.trained import (
     SIZE,
-    SMALL_BUCKETS,
-    Raises,
     assert_close,
     assert_mirrored,
-    both_overlaps,
     both_updates,
     data,
     everything,
@@ -28,11 +23,9 @@ from tests.ranks.pytorch.trained import (
     network,
     several,
     sgd,
-    train,
 )
 from tests.ranks.together import raised, raised_everywhere
 from trainers.callbacks import CheckDivergence
-from trainers.pytorch import Buckets, GradientError
 
 # Rows
 
@@ -57,31 +50,6 @@ def test_rows_of_halves(flat: allreduce.Topology, dtype: torch.dtype) -> None:
         (model.weight.sum() * (0 if rank == 0 else 4)).backward()
         expected = 4 * (SIZE - 1) / (1001 + SIZE - 1)
         assert model.weight.grad.flatten().tolist() == pytest.approx([expected] * 4, rel=1e-2)
-
-
-def test_rows_of_equal_size_change_no_bit(flat: allreduce.Topology) -> None:
-    model, reference = network(), network()
-    with (
-        mirrored(sgd(model), model, topology=flat) as optimizer,
-        mirrored(sgd(reference), reference, topology=flat) as plain,
-    ):
-        for x, y in zip(*data(), strict=True):
-            optimizer.rows(len(mine(x)))
-            for net, each in ((model, optimizer), (reference, plain)):
-                each.zero_grad()
-                functional.cross_entropy(net(mine(x)), mine(y)).backward()
-                each.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
-
-
-@several
-def test_a_rank_without_rows(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    """Its gradients count nothing, whatever they are: NaN of an empty batch, say."""
-    model = network()
-    with mirrored(torch.optim.SGD(model.parameters(), lr=1.0), model, topology=flat) as optimizer:
-        optimizer.rows(0 if world.rank == 0 else 2)
-        (model[4].bias.sum() * (float("nan") if world.rank == 0 else 1)).backward()
-        assert model[4].bias.grad.tolist() == pytest.approx([1] * 3)
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -114,7 +82,7 @@ def test_a_closure_decides_alike(world: MPI.Intracomm, flat: allreduce.Topology,
     ids=[*map(str, BAD), "0 everywhere"],
 )
 def test_bad_rows(world: MPI.Intracomm, flat: allreduce.Topology, rows: Any, words: str) -> None:
-    """Of one rank; the other ranks get the error when they average."""
+    """Of one rank; the other ranks get the error when they average. The next average is the plain mean again."""
     model = network()
     with mirrored(sgd(model), model, topology=flat) as optimizer:
 
@@ -124,88 +92,11 @@ def test_bad_rows(world: MPI.Intracomm, flat: allreduce.Topology, rows: Any, wor
 
         assert words in raised_everywhere(world, errors.OptionError, step)
         optimizer.zero_grad()
-
-
-@both_overlaps
-@pytest.mark.parametrize("members", [1, 2])
-@pytest.mark.parametrize("how", ["bad rows", "a backward that raised", "a step left out"])
-def test_rows_end_with_their_average(
-    world: MPI.Intracomm, flat: allreduce.Topology, how: str, members: int, overlap: bool
-) -> None:
-    """The next average without a call of rows() is the plain mean again, also beside another optimizer."""
-    model, other = network(), network()
-
-    def step() -> None:
-        hidden = torch.tanh(model[0](mine(data()[0][0])))
-        raises = how == "a backward that raised" and world.rank == 0
-        model[4](model[2](Raises.apply(hidden) if raises else hidden)).sum().backward()
-
-    if how == "a backward that raised" and not overlap:
-        pytest.skip("nothing was sent, so the others wait for this rank's next backward")
-    with contextlib.ExitStack() as stack:
-        optimizer = stack.enter_context(
-            mirrored(sgd(model), model, topology=flat, buckets=Buckets(overlap, **SMALL_BUCKETS))
-        )
-        if members == 2:
-            stack.enter_context(mirrored(sgd(other), other, topology=flat))
-        optimizer.rows(-1 if how == "bad rows" else 1 + world.rank)
-        if how == "a step left out":
-            step()
-        else:
-            with pytest.raises((errors.OptionError, GradientError, ZeroDivisionError)):
-                step()
-        optimizer.zero_grad()
         ((1.0 + world.rank) * model[4].bias.sum()).backward()
         assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
 
 
-def test_rows_told_before_zero_grad(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    model = network()
-    with mirrored(sgd(model), model, topology=flat) as optimizer:
-        for _ in range(2):
-            optimizer.rows(1 if world.rank == 0 else 0)
-            optimizer.zero_grad()
-            ((1.0 + world.rank) * model[4].bias.sum()).backward()
-            assert model[4].bias.grad.tolist() == pytest.approx([1.0] * 3)
-            optimizer.step()
-
-
 # Join
-
-
-@both_updates
-@both_overlaps
-@pytest.mark.parametrize("told", [True, False], ids=["rows", "no rows"])
-def test_join(world: MPI.Intracomm, flat: allreduce.Topology, told: bool, overlap: bool, update: str) -> None:
-    """Rank 0 has the fewest batches: the training equals that of one rank on the rows that exist in each step."""
-    model, reference = network(), network()
-    plain = sgd(reference)
-    for step, (x, y) in enumerate(zip(*data(2 + SIZE), strict=True)):
-        ranks = [rank for rank in range(SIZE) if step < 2 + rank]
-        if not ranks:
-            break
-        part = len(x) // SIZE
-        rows = torch.cat([torch.arange(rank * part, (rank + 1) * part) for rank in ranks])
-        plain.zero_grad()
-        functional.cross_entropy(reference(x[rows]), y[rows]).backward()
-        plain.step()
-    with mirrored(
-        sgd(model), model, topology=flat, update=update, buckets=Buckets(overlap, **SMALL_BUCKETS)
-    ) as optimizer:
-        with optimizer.join():
-            for x, y in itertools.islice(zip(*data(2 + SIZE), strict=True), 2 + world.rank):
-                optimizer.zero_grad()
-                if told:
-                    optimizer.rows(len(mine(x)))
-                functional.cross_entropy(model(mine(x)), mine(y)).backward()
-                optimizer.step()
-        assert optimizer.steps == 1 + SIZE
-        assert_mirrored(world, model)
-        assert_close(model, reference)
-        train(model, optimizer, mine, steps=2)  # goes on as ever
-        train(reference, plain, everything, steps=2)
-        assert_mirrored(world, model)
-    assert_close(model, reference)
 
 
 def test_join_keeps_what_the_loop_does_besides(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
@@ -243,23 +134,14 @@ def test_rates_that_differ_beside_rows(
         assert "learning rates of the ranks differ" in raised_everywhere(world, errors.OptionError, step)
 
 
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "decays": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "restarts": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
-}
-
-
 @several
 @both_updates
-@pytest.mark.parametrize("scheduled", SCHEDULERS)
 @pytest.mark.parametrize("repaired", [True, False])
-def test_a_scheduler_after_join(
-    repaired: bool, scheduled: str, update: str, world: MPI.Intracomm, flat: allreduce.Topology
-) -> None:
+def test_a_scheduler_after_join(repaired: bool, update: str, world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     """A rank that had fewer batches has a scheduler that is behind: other rates in the next epoch are an error."""
     model = network()
     with mirrored(sgd(model), model, topology=flat, update=update) as optimizer:
-        scheduler = SCHEDULERS[scheduled](optimizer)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4)
 
         def epoch(batches: int) -> None:
             with optimizer.join():

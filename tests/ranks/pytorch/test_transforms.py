@@ -1,7 +1,7 @@
 """MirroredOptimizer(transforms=): the objects of `fit(transforms=)` change averaged gradients in a PyTorch loop."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -31,7 +31,7 @@ from tests.ranks.pytorch.trained import (
     several,
 )
 from tests.ranks.together import raised_everywhere
-from trainers import EMA, Accumulate, ClipNorm, Schedule, SkipNotFinite
+from trainers import EMA, Accumulate, ClipNorm, Schedule
 from trainers.arrays.squares import sum_of_squares
 from trainers.callbacks import EarlyStopping
 from trainers.errors import ArgumentError
@@ -101,13 +101,11 @@ def step(model: nn.Module, optimizer: Any, number: int = 0) -> None:
 
 
 @all_updates
-@pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_clip_norm_is_that_of_one_process(
-    world: MPI.Intracomm, flat: allreduce.Topology, update: Any, kind: str, closure: bool
+    world: MPI.Intracomm, flat: allreduce.Topology, update: Any, kind: str
 ) -> None:
-    """And has the bits of `clip_grad_norm_`: the norm of a sharded update is that of all ranks. Transforms run each
-    time that a closure returns."""
+    """And has the bits of `clip_grad_norm_`: the norm of a sharded update is that of all ranks."""
     ends, norms = [], []
     reference = network()
     plain = OPTIMIZERS[kind](reference.parameters())
@@ -121,9 +119,6 @@ def test_clip_norm_is_that_of_one_process(
         transforms = [] if own else [ClipNorm(NORM)]
         with mirrored(OPTIMIZERS[kind](model.parameters()), model, transforms=transforms, **options) as optimizer:
             for rows in zip(*data(), strict=True):
-                if closure and not own:
-                    optimizer.step(partial(gradients, model, optimizer, rows))
-                    continue
                 gradients(model, optimizer, rows)
                 before = [each.grad.reshape(-1).numpy().copy() for each in model.parameters()]
                 norms.append(optimizer.clip_grad_norm_(NORM) if own else 0.0)
@@ -188,21 +183,6 @@ def test_gaps_and_sparse_gradients(world: MPI.Intracomm, flat: allreduce.Topolog
     assert_mirrored(world, model)
 
 
-def test_lbfgs(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
-    model, x = nn.Linear(3, 1), torch.arange(6.0).reshape(2, 3)
-    with mirrored(torch.optim.LBFGS(model.parameters(), max_iter=4), model, transforms=[Own()]) as optimizer:
-
-        def closure() -> Any:
-            optimizer.zero_grad()
-            loss = (model(x) - world.rank).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        assert len(OwnApplied.made.calls) > 2
-    assert_mirrored(world, model)
-
-
 @both_updates
 @pytest.mark.parametrize("way", ["step", "closure", "join"])
 def test_an_error_on_one_rank_ends_the_step_on_all(
@@ -234,41 +214,6 @@ def test_an_error_on_one_rank_ends_the_step_on_all(
     assert_mirrored(world, model)
 
 
-@both_updates
-def test_join(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """Transforms that remember something see each step on all ranks, also on those that have no batches left."""
-    model = network()
-    with mirrored(
-        plain_sgd(model), model, topology=flat, update=update, transforms=[Own(), ClipNorm(NORM)]
-    ) as optimizer:
-        with optimizer.join():
-            for number in range(1 + world.rank):
-                step(model, optimizer, number)
-        assert len(OwnApplied.made.calls) == SIZE
-        assert len(set(world.allgather(tuple(squares for _, squares in OwnApplied.made.calls)))) == 1
-    assert_mirrored(world, model)
-
-
-@both_updates
-def test_what_the_program_left_in_grad(world: MPI.Intracomm, flat: allreduce.Topology, update: str) -> None:
-    """Also gradients that it has replaced by tensors with gaps in their memory."""
-    model, reference = nn.Linear(3, 2), nn.Linear(3, 2)
-    reference.load_state_dict(model.state_dict())
-    with mirrored(plain_sgd(model), model, topology=flat, update=update, transforms=[ClipNorm(NORM)]) as optimizer:
-        reference.load_state_dict(model.state_dict())
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.synchronize()
-        for own in (model, reference):
-            own.weight.grad = torch.arange(12.0).reshape(6, 2)[::2].T
-            own.bias.grad = torch.ones(1).expand(2)
-        optimizer.step()
-    for each in reference.parameters():
-        each.grad = each.grad.contiguous()  # type: ignore[union-attr]
-    nn.utils.clip_grad_norm_(reference.parameters(), NORM)
-    plain_sgd(reference).step()
-    assert_close(model, reference)
-
-
 @several
 def test_edits_of_scattered_gradients_are_found_as_before(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model = network()
@@ -278,23 +223,6 @@ def test_edits_of_scattered_gradients_are_found_as_before(world: MPI.Intracomm, 
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             raised_everywhere(world, GradientError, optimizer.step)
             step(model, optimizer)  # the error of a transform in the step before is no error of this one
-
-
-@all_updates
-def test_a_norm_counts_the_gradients_that_the_program_has_left(
-    world: MPI.Intracomm, flat: allreduce.Topology, update: Any
-) -> None:
-    model, reference = network(), network()
-    with mirrored(plain_sgd(model), model, topology=flat, update=update, transforms=[ClipNorm(NORM)]) as optimizer:
-        for own, take in ((model, mine), (reference, everything)):
-            gradients(own, own, batch(), take)
-            own[0].weight.grad = None
-        optimizer.step()
-        norm = nn.utils.clip_grad_norm_(reference.parameters(), NORM)
-        assert optimizer.measured["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    plain_sgd(reference).step()
-    assert_mirrored(world, model)
-    assert_close(model, reference, 1e-4)
 
 
 @several
@@ -309,23 +237,6 @@ def test_the_parts_of_all_ranks_are_all_elements_once(world: MPI.Intracomm, flat
     total = sum(each.numel() for each in model.parameters())
     assert all(stop <= start for (_, stop), (start, _) in pairwise(parts))  # between them are gaps of buckets
     assert sum(stop - start for start, stop in parts) == total
-
-
-@both_updates
-def test_a_step_that_is_left_out_transforms_nothing(
-    world: MPI.Intracomm, flat: allreduce.Topology, update: str
-) -> None:
-    model = network()
-    transforms = [SkipNotFinite(), Own()]
-    with mirrored(plain_sgd(model), model, topology=flat, update=update, transforms=transforms) as optimizer:
-        optimizer.zero_grad()
-        (model[2].bias.sum() * float("nan" if world.rank == 0 else 1)).backward()
-        optimizer.step()
-        assert optimizer.steps_skipped == 1
-        assert not OwnApplied.made.calls
-        step(model, optimizer)
-        assert len(OwnApplied.made.calls) == OwnApplied.made.begun == 1
-    assert_mirrored(world, model)
 
 
 @pytest.mark.parametrize("closure", [False, True])
@@ -361,35 +272,21 @@ def test_local_sgd(world: MPI.Intracomm, flat: allreduce.Topology, closure: bool
 
 @dataclass(frozen=True)
 class Needs(Transform):
-    """What needs a fit."""
+    """What needs a fit. begun: makes the Applied."""
 
-    what: str
-
-    def __repr__(self) -> str:
-        return f"Needs({self.what!r})"
-
-    def error(self, replica: Any, average: Any) -> str:
-        return "no luck" if self.what == "error" else ""
+    begun: Callable[[Any], Any] = field(repr=False)
 
     def start(self, replica: Any) -> Applied:
-        if self.what == "replica":
-            replica.learning_rates = [replica.learning_rates[0] / 2]
-        if self.what == "set":
-            replica.learning_rates = [0.0]
-        if self.what == "nothing":
-            return None  # type: ignore[return-value]
-        if self.what == "rank" and MPI.COMM_WORLD.rank == SIZE - 1:
-            raise ZeroDivisionError("by nothing")
-        members = {
-            "compute": lambda self, inner, rows: inner(rows),
-            "updated": lambda self, spans: None,
-            "begin": lambda self: replica.metrics,
-        }
-        found = {name: value for name, value in members.items() if name == self.what}
-        applied = type("Work", (Applied,), found)()
-        if self.what == "watchers":
-            applied.watchers = [EarlyStopping()]
-        return applied
+        return self.begun(replica)
+
+
+class Unlucky(ClipNorm):
+    def error(self, replica: Any, average: Any) -> str:
+        return "no luck"
+
+
+def work(**members: Any) -> Applied:
+    return type("Work", (Applied,), members)()
 
 
 @dataclass(frozen=True)
@@ -401,15 +298,30 @@ REFUSED: dict[str, tuple[list[Any], type[Exception], str]] = {
     "EMA": ([EMA(0.9)], errors.OptionError, "EMA.*use torch.optim.swa_utils.AveragedModel"),
     "Accumulate": ([Accumulate(2)], errors.OptionError, r"Accumulate.*use backward inside of optimizer.no_sync\(\)"),
     "Schedule": ([Schedule()], errors.OptionError, "Schedule.*use a scheduler of torch.optim.lr_scheduler"),
-    "compute": ([Needs("compute")], errors.OptionError, r"Needs\('compute'\): nothing calls Work.compute in a PyTorch"),
-    "updated": ([Needs("updated")], errors.OptionError, "nothing calls Work.updated"),
-    "replica": ([Needs("replica")], errors.OptionError, r"has no replica, can't use Needs.*'learning_rates'"),
-    "set": ([Needs("set")], errors.OptionError, r"has no replica, can't use Needs.*'learning_rates'"),
-    "begin": ([Needs("begin")], errors.OptionError, r"has no replica, can't use Needs\('begin'\): .*'metrics'"),
-    "nothing": ([Needs("nothing")], errors.OptionError, "start must return an Applied, got None"),
-    "error": ([Needs("error")], errors.OptionError, "no luck"),
-    "watchers": ([Needs("watchers")], errors.OptionError, "callbacks of a fit"),
-    "rank": ([Needs("rank")], ZeroDivisionError, "by nothing"),
+    "compute": (
+        [Needs(lambda replica: work(compute=lambda self, inner, rows: inner(rows)))],
+        errors.OptionError,
+        "Needs.*: nothing calls Work.compute in a PyTorch",
+    ),
+    "updated": (
+        [Needs(lambda replica: work(updated=lambda self, spans: None))],
+        errors.OptionError,
+        "nothing calls Work.updated",
+    ),
+    "replica": (
+        [Needs(lambda replica: setattr(replica, "learning_rates", [0.0]))],
+        errors.OptionError,
+        "has no replica, can't use Needs.*'learning_rates'",
+    ),
+    "begin": (
+        [Needs(lambda replica: work(begin=lambda self: replica.metrics))],
+        errors.OptionError,
+        "has no replica, can't use Needs.*'metrics'",
+    ),
+    "nothing": ([Needs(lambda replica: None)], errors.OptionError, "start must return an Applied, got None"),
+    "error": ([Unlucky(1.0)], errors.OptionError, "no luck"),
+    "watchers": ([Needs(lambda replica: work(watchers=[EarlyStopping()]))], errors.OptionError, "callbacks of a fit"),
+    "rank": ([Needs(lambda replica: work(number=1 / (SIZE - 1 - MPI.COMM_WORLD.rank)))], ZeroDivisionError, "by zero"),
     "two": ([ClipNorm(1.0), ClipNorm(2.0)], errors.OptionError, "transforms is a list of Transforms of different"),
     "class": ([ClipNorm], errors.OptionError, "transforms is a list of Transforms"),
     "meters": ([Own(), Twice()], ArgumentError, 'two numbers of a step are named "largest"'),

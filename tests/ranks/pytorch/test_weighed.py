@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mpi4py import MPI
 from torch import nn
 from torch.nn import functional
 
@@ -170,19 +169,28 @@ def test_a_parameter_that_was_frozen_before_is_refused(flat: allreduce.Topology)
             trainer.fit(x, y, 1, 40, progress=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("label", [3, -1])
-def test_a_label_outside_of_the_classes_names_its_row(
-    label: int, world: MPI.Intracomm, flat: allreduce.Topology
-) -> None:
+def test_a_label_outside_of_the_classes_names_its_row(label: int, dtype: torch.dtype, flat: allreduce.Topology) -> None:
+    """In the second of three batches, which changes no replica; the flag is sent beside the 16-bit gradients."""
     x, y = rows(False)
-    y[33] = label
-    replica = made(nn.CrossEntropyLoss())
+    y[50] = label
+    module = nn.Linear(6, 3).to(dtype)
+    replica = TorchReplica(module, nn.CrossEntropyLoss(), torch.optim.Adam(module.parameters()))
+    seen: list[np.ndarray] = []
+    keep = fits.Once("on_train_batch_begin", lambda _: seen.append(replica.state()["parameters"].copy()), epoch=0)
     with MirroredTrainer(replica, "ring", flat) as trainer:
-        text = f"row 33 of y has the label {label}, and the model's output has 3 classes"
-        for call in (lambda: trainer.fit(x, y, 1, 40, progress=False), lambda: trainer.evaluate(x, y)):
-            with pytest.raises(ArgumentError, match=text) as caught:
+        text = f"row 50 of y has the label {label}, and the model's output has 3 classes"
+        loader = Loader(batches(x, y), rows="whole")
+        for call, words in (
+            (partial(trainer.fit, x, y, 1, 40, progress=False), text),
+            (partial(trainer.evaluate, x, y), text),
+            (partial(trainer.fit, loader, epochs=1, callbacks=[keep], progress=False), text.removeprefix("row 50 ")),
+        ):
+            with pytest.raises(ArgumentError, match=words) as caught:
                 call()
-            assert caught.value.ranks == tuple(range(world.size))
+            assert caught.value.ranks == tuple(range(flat.size))
+    np.testing.assert_array_equal(replica.state()["parameters"], seen[0])
 
 
 def masked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -209,20 +217,6 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused(loss: Any, loader: bool, fl
             if flat.size > 1 or options:
                 with pytest.raises(ArgumentError, match=r"the loss \S+ is no mean over the rows: of 16 rows it is"):
                     trainer.fit(**given, epochs=1, progress=False, **options)
-
-
-def test_losses_of_rows_that_have_another_mean_are_refused(flat: allreduce.Topology) -> None:
-    """Of single rows this loss is a sum over the outputs, and of all rows a mean."""
-
-    def loss(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-        squares = (output - functional.one_hot(target.clamp(0), 3)) ** 2
-        return squares.sum(1) if reduction == "none" else squares.mean()
-
-    x, y = rows(True)
-    with MirroredTrainer(made(loss), "ring", flat) as trainer:
-        trainer.fit(x, y, 1, 40, progress=False)
-        with pytest.raises(ArgumentError, match="the mean over single rows is"):
-            trainer.fit(x, y, 1, 40, sample_weight=np.ones(len(x), "float32"), progress=False)
 
 
 def test_a_replica_without_a_loss_predicts(flat: allreduce.Topology) -> None:

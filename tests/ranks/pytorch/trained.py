@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -64,7 +65,7 @@ def assert_close(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5
 
 
 def assert_mirrored(world: MPI.Intracomm, model: nn.Module) -> None:
-    bits = b"".join(each.detach().contiguous().view(torch.uint8).numpy().tobytes() for each in model.parameters())
+    bits = b"".join(each.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for each in model.parameters())
     assert len(set(world.allgather(bits))) == 1, "the ranks' parameters differ"
 
 
@@ -78,6 +79,22 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.02),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.02),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+EDITS: dict[str, Callable[[Any], object]] = {  # ways to change the gradient of a parameter
+    "assign": lambda parameter: setattr(parameter, "grad", parameter.grad / 4),
+    "assign_data": lambda parameter: setattr(parameter.grad, "data", parameter.grad.data / 4),
+    "scale": lambda parameter: parameter.grad.mul_(0.25),
+    "scale_data": lambda parameter: parameter.grad.data.mul_(0.25),
+    "scale_array": lambda parameter: np.multiply(array := parameter.grad.numpy(), 0.25, out=array),
+    "gaps": lambda parameter: setattr(parameter, "grad", torch.stack([parameter.grad] * 2, -1)[..., 0]),
+    "give": lambda parameter: setattr(parameter, "grad", torch.ones_like(parameter) / 8),
+    "give_data": lambda parameter: setattr(parameter.grad, "data", torch.ones_like(parameter) / 8),
 }
 
 
