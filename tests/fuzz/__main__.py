@@ -9,20 +9,16 @@ inputs determine the run, so it can be repeated.
 """
 
 import argparse
-import faulthandler
-import logging
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from pathlib import Path
 
 import mpi4py
 
-from .running import Count, run
+from .running import Count
 
 COLUMNS = ("inputs", "accepted", "refused", "defects")
 
@@ -37,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MPLBACKEND": "agg"}
     mpi4py.rc.initialize = False
-    from .readers import READERS
+    from .readers import READERS, read_alone
 
     chosen = [each for each in READERS if args.readers is None or each.name in args.readers.split(",")]
     if not chosen:
@@ -48,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for reader in chosen:
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             try:
-                count = process.submit(_read, reader.name, -int(-share * reader.share // 1), args.seed).result()
+                count = process.submit(read_alone, reader.name, -int(-share * reader.share // 1), args.seed).result()
             except BrokenProcessPool as error:  # stderr has the stack
                 count = Count(defects=1, others={"end": str(error)})
         defects += count.defects
@@ -56,17 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{reader.name:<26}" + "".join(f"{getattr(count, name):>10}" for name in COLUMNS), flush=True)
     print("\n\n".join(shown))
     return 1 if defects else 0
-
-
-def _read(name: str, inputs: int, seed: int) -> Count:
-    """Return the counts of one reader, in a process of its own."""
-    from .readers import READERS
-
-    faulthandler.enable()
-    logging.disable(logging.CRITICAL)
-    (reader,) = (each for each in READERS if each.name == name)
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        return run(reader, inputs, seed, Path(folder))
 
 
 if __name__ == "__main__":

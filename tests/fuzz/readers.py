@@ -1,6 +1,8 @@
 """All functions that read a file or a message, each with hostile inputs."""
 
+import faulthandler
 import json
+import logging
 import os
 import tempfile
 import zipfile
@@ -41,7 +43,7 @@ from trainers.watching.csv_logger import CSVLogger
 from . import files, peers
 from .layouts import PIPE, Content, contents, lay, lay_all
 from .mutations import Strategy, gzipped, mutated, texts, trees
-from .running import Reader, quietly
+from .running import Count, Reader, quietly, run
 
 # Data sets
 
@@ -467,3 +469,12 @@ READERS = [
     Reader("workers' parcels", _pushes(), peers.read_pushes, (CommunicationError,)),
     Reader("requests", _requests(), peers.read_request, (RefusedError,), 3),
 ]  # fmt: skip
+
+
+def read_alone(name: str, inputs: int, seed: int) -> Count:
+    """Return the counts of one reader, in a process of its own."""
+    faulthandler.enable()
+    logging.disable(logging.CRITICAL)
+    (reader,) = (each for each in READERS if each.name == name)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        return run(reader, inputs, seed, Path(folder))
