@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from mpi4py import MPI
 
 from allreduce.algorithms import class_of
 from allreduce.errors import AllReduceError, CommunicationError
@@ -473,6 +474,8 @@ READERS = [
 
 def read_alone(name: str, inputs: int, seed: int) -> Count:
     """Return the counts of one reader, in a process of its own."""
+    if not MPI.Is_initialized():  # as in the children of a program
+        MPI.Init()
     faulthandler.enable()
     logging.disable(logging.CRITICAL)
     (reader,) = (each for each in READERS if each.name == name)
