@@ -3,6 +3,7 @@
 Values are made when they are read, because some unpack to gigabytes.
 """
 
+import functools
 import gzip
 import json
 import struct
@@ -21,8 +22,10 @@ from trainers.files.model_file import HEADER
 Example = tuple[Callable[[], Any], str]  # returns the reader's input; a regular expression that its error has
 ZEROS = gzip.compress(bytes(1 << 26))  # 64 MiB of zeros; members of a gzip file may follow each other
 RED = "\x1b[31mred"
+HARM = "<script>alert(1)</script>$\\frac$"  # no script, and no formula
 
 
+@functools.cache
 def npz(method: int = zipfile.ZIP_STORED, claim: int | None = None, twice: str = "", **x: Any) -> bytes:
     """Return a data set. claim: the sizes of its members according to its directory. twice: the name of two more. x:
     the shape, descr and bytes of its first array, whose header need not describe them."""
@@ -124,6 +127,11 @@ WHOLE: dict[str, Callable[[], Any]] = {  # without a fault
     "restored model": model,
     "compare": lambda: (run(), run()),
     "scaling": run,
+    "report": lambda: run(
+        result={"backend": HARM}, machine={"cpu": HARM, HARM: HARM}, command=HARM, date=HARM, skipped={HARM: HARM}
+    ),
+    "timeline": lambda: json.dumps([EVENT | {"cat": "wait", "args": {"last": 1}}]).encode(),  # without a call
+    "timeline's picture": lambda: json.dumps(files.trace()[0]).encode(),
 }
 
 

@@ -5,15 +5,16 @@ import io
 import json
 import struct
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from allreduce.machine import identify
 from allreduce.transport.cost import Machine
 from allreduce.tuning import constants
-from benchmarks.lib.results import Run, summarize, to_json
+from benchmarks.lib.results import to_json
+from tests.benchmarks.made_runs import made_run
 from trainers.files import checkpoint, model_file
 from trainers.replicas.numpy.network import NumpyNetwork
 
@@ -147,20 +148,9 @@ def decision() -> dict[str, Any]:
 
 
 def results() -> list[dict[str, Any]]:
-    """Return a file as `benchmarks.bandwidth --json` writes it."""
-    runs = []
-    for ranks, speed in ((2, 1.0), (4, 1.5)):
-        machine = {**identify(), "numpy": "2.0", "mpi4py": "4.0", "python": "3.11", "load_before": 0.1}
-        run = Run(
-            machine, [ranks], False, "float32", "sum", "2026-01-02T03:04:05", "python -m benchmarks", {"nccl": "no"}
-        )
-        for size in (64, 65536, 1 << 20):
-            for memory in ("allocated", "foreign"):
-                for backend in ("ring", "native", "auto"):
-                    seconds = np.array([1e-5 + size * 1e-9 * speed] * 3)
-                    run.results.append(summarize(backend, memory, size // 4, 4, ranks, seconds, 0))
-        runs.append(json.loads(to_json(run, "an advice")))
-    return runs
+    """Return files as `benchmarks.bandwidth --json` writes them."""
+    runs = [made_run(ranks, slower, [64, 65536, 1 << 20]) for ranks, slower in ((2, 1.0), (4, 1.5))]
+    return [json.loads(to_json(replace(run, skipped={"nccl": "no"}), "an advice")) for run in runs]
 
 
 def trace() -> list[Any]:

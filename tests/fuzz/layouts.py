@@ -6,16 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-PIPE, FOLDER, ENDLESS, NOWHERE, ITSELF, LOCKED, SPARSE = (
-    "pipe",
-    "folder",
-    "/dev/zero",
-    "nowhere",
-    "itself",
-    "locked",
-    "sparse",
-)
-NO_FILE = (PIPE, FOLDER, ENDLESS, NOWHERE, ITSELF, LOCKED, SPARSE)
+NO_FILE = PIPE, FOLDER, ENDLESS, NOWHERE, ITSELF, LOCKED, SPARSE = (
+    "pipe", "folder", "/dev/zero", "nowhere", "itself", "locked", "sparse",
+)  # fmt: skip
 
 Content = bytes | str  # a str: one of NO_FILE
 

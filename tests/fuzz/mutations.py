@@ -34,10 +34,8 @@ BOMB = gzip.compress(bytes(1 << 20))
 
 
 def _change(seeds: Sequence[bytes]) -> "Strategy[tuple[str, int, int, bytes]]":
-    kind = st.sampled_from(("flip", "set", "insert", "delete", "repeat", "cut", "number", "splice", "zeros"))
-    place = st.integers(0, 1 << 20)
     piece = st.one_of(st.binary(max_size=8), st.sampled_from(list(seeds)), st.sampled_from(_numbers()))
-    return st.tuples(kind, place, st.integers(0, 255), piece)
+    return st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 1 << 20), st.integers(0, 255), piece)
 
 
 def _numbers() -> list[bytes]:
@@ -49,28 +47,26 @@ def _numbers() -> list[bytes]:
     ]
 
 
+CHANGES: dict[str, Callable[[bytes, int, int, bytes], bytes]] = {  # of a text at a place, by a value or a piece
+    "flip": lambda text, at, value, _: text[:at] + _flipped(text[at : at + 1], value % 8) + text[at + 1 :],
+    "set": lambda text, at, value, _: text[:at] + bytes([value]) + text[at + 1 :],
+    "insert": lambda text, at, _, piece: text[:at] + piece + text[at:],
+    "delete": lambda text, at, value, _: text[:at] + text[at + value :],
+    "repeat": lambda text, at, value, _: text[: at + value] + text[at:],
+    "cut": lambda text, at, *_: text[:at],
+    "number": lambda text, at, _, piece: text[:at] + piece[:8] + text[at + len(piece[:8]) :],
+    "splice": lambda text, at, _, piece: text[:at] + piece[at % (len(piece) + 1) :],
+    "zeros": lambda text, at, value, _: text[:at] + bytes(value * 16) + text[at + value :],
+}
+
+
+def _flipped(text: bytes, bit: int) -> bytes:
+    return bytes(each ^ (1 << bit) for each in text)
+
+
 def _mutate(content: bytes, changes: Sequence[tuple[str, int, int, bytes]]) -> bytes:
     for kind, place, value, piece in changes:
-        at = place % (len(content) + 1)
-        end = at + value
-        if kind == "flip" and at < len(content):
-            content = content[:at] + bytes([content[at] ^ (1 << value % 8)]) + content[at + 1 :]
-        elif kind == "set":
-            content = content[:at] + bytes([value]) + content[at + 1 :]
-        elif kind == "insert":
-            content = content[:at] + piece + content[at:]
-        elif kind == "delete":
-            content = content[:at] + content[end:]
-        elif kind == "repeat":
-            content = content[:end] + content[at:]
-        elif kind == "cut":
-            content = content[:at]
-        elif kind == "number":
-            content = content[:at] + piece[:8] + content[at + len(piece[:8]) :]
-        elif kind == "splice":
-            content = content[:at] + piece[at % (len(piece) + 1) :]
-        elif kind == "zeros":
-            content = content[:at] + bytes(value * 16) + content[end:]
+        content = CHANGES[kind](content, place % (len(content) + 1), value, piece)
     return content
 
 

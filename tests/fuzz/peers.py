@@ -17,6 +17,7 @@ from allreduce.transport import chunked as sizes
 from allreduce.transport.wait import NamedCall
 from tests.apps.server import Target
 from tests.health.network import Comm, Network, Request
+from tests.training.test_serving import Counter, NoShard
 from trainers.apps.serving import web
 from trainers.strategies.servers.asynchronous import Asynchronous, Dealer, EpochLedger
 from trainers.strategies.servers.mailbox import BYE, PUSH, Arrival, Header, Message
@@ -56,35 +57,13 @@ def read_sizes(value: list[Any], _: Path) -> None:
     sizes._checked(MPI.COMM_SELF, value, "a test")
 
 
-class _Mailbox:
-    """A server's mailbox with messages of workers: (worker, tag, header)."""
-
-    def __init__(self, messages: list[tuple[int, int, Header]]) -> None:
-        self._messages = list(messages)
-
-    def open(self) -> None:
-        pass
+class _Mailbox(Counter):
+    """A server's mailbox with messages of workers."""
 
     def next(self, text: str) -> Arrival:
-        if not self._messages:
+        if not self.messages:
             raise CommunicationError("nothing comes any more")
-        worker, tag, header = self._messages.pop(0)
-        message = self.message()
-        message.header = header
-        return Arrival(worker, tag, message)
-
-    def message(self) -> Message:
-        return Message(1, 4, np.dtype("float32"))
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        pass
-
-    clear = reply = drain = _nothing
-
-
-class _Shard:
-    def __init__(self) -> None:
-        self.version, self.parameters = 0, np.zeros(4, np.float32)
+        return super().next(text)
 
 
 PARTS = 6
@@ -93,7 +72,7 @@ PARTS = 6
 def read_pushes(value: tuple[bool, str, list[tuple[int, int, Header]]], _: Path) -> None:
     """Run an epoch of a server to which three workers send hostile headers. first: this server deals the parts."""
     first, stale, messages = value
-    shard: Any = _Shard()
+    shard: Any = NoShard()
     epoch = EpochLedger()
     epoch.begin(0, PARTS)
     options = Options(1, "async", stale, 2)
@@ -102,13 +81,13 @@ def read_pushes(value: tuple[bool, str, list[tuple[int, int, Header]]], _: Path)
         shard.version += 1
 
     dealer = Dealer([iter(range(PARTS))], 3, options.bound, PARTS) if first else None
-    mailbox: Any = _Mailbox([*messages, *((worker, PUSH, Header(BYE)) for worker in range(3))])
+    mailbox = _Mailbox([*messages, *((worker, PUSH, Header(BYE)) for worker in range(3))])
     Server(mailbox, shard).serve(Asynchronous(shard, options, dealer, apply, lambda: False, epoch), range(3))
 
 
 @functools.cache
 def _server() -> Target:
-    web.HEAD_SECONDS = web.BODY_SECONDS = web.KEEP_ALIVE_SECONDS = 0.3  # what is lost with requests that are not whole
+    web.HEAD_SECONDS = web.BODY_SECONDS = web.KEEP_ALIVE_SECONDS = 0.1  # what is lost with requests that are not whole
     return Target()
 
 

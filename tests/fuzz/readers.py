@@ -1,9 +1,12 @@
 """All functions that read a file or a message, each with hostile inputs."""
 
+import faulthandler
 import json
+import logging
 import os
 import tempfile
 import zipfile
+import zlib
 from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from mpi4py import MPI
 
 from allreduce.algorithms import class_of
 from allreduce.errors import AllReduceError, CommunicationError
@@ -23,12 +27,13 @@ from benchmarks.lib.results import FileError, load
 from benchmarks.predicting import fitting
 from benchmarks.timeline import load as load_trace
 from tests.apps.server import PREDICT, request
+from tests.training.test_values import VALUES
 from trainers import datasets
 from trainers.apps.serving.web import RefusedError
 from trainers.apps.tables.streams import open_stream
 from trainers.datasets.columns import Columns
 from trainers.errors import ArgumentError, CheckpointError, DataError, ModelFileError
-from trainers.files import checkpoint, model_file
+from trainers.files import checkpoint, model_file, values
 from trainers.files.model_file import CHECKPOINT, HEADER
 from trainers.fit import checkpointing
 from trainers.replicas.numpy.network import NumpyNetwork
@@ -38,8 +43,8 @@ from trainers.watching.csv_logger import CSVLogger
 
 from . import files, peers
 from .layouts import PIPE, Content, contents, lay, lay_all
-from .mutations import gzipped, mutated, texts, trees
-from .running import Reader, quietly
+from .mutations import Strategy, gzipped, mutated, texts, trees
+from .running import Count, Reader, quietly, run
 
 # Data sets
 
@@ -49,8 +54,8 @@ def _read_idx(value: dict[str, Content | None], folder: Path) -> None:
     datasets.load(str(folder))
 
 
-def _idx() -> "st.SearchStrategy[Any]":
-    def part(seeds: list[bytes]) -> "st.SearchStrategy[Any]":
+def _idx() -> "Strategy[Any]":
+    def part(seeds: list[bytes]) -> "Strategy[Any]":
         return st.one_of(st.sampled_from(seeds), contents(gzipped(mutated(seeds, 3))))
 
     def named(ending: str, images: Any, labels: Any, tests: Any) -> dict[str, Any]:
@@ -70,7 +75,7 @@ def _read_data(value: tuple[str, Content], folder: Path) -> None:
     datasets.load(lay(folder / name, content))
 
 
-def _csv() -> "st.SearchStrategy[Any]":
+def _csv() -> "Strategy[Any]":
     cells = st.one_of(
         st.sampled_from(("1", "2.5", "cat", "", " ", '"', "nan", "1e999", "0x1p3", "\0", "\x1b[2J")),
         st.text(max_size=6),
@@ -97,7 +102,7 @@ def _read_named(value: tuple[str, Content], folder: Path) -> None:
     assert Columns.from_dict(json.loads(json.dumps(data.columns.as_dict()))) == data.columns
 
 
-def _named() -> "st.SearchStrategy[Any]":
+def _named() -> "Strategy[Any]":
     cells = st.sampled_from(
         ("1", "2.5", "x", "", " ", '"', '"a,b"', "nan", "1e300", "1e999", "1_0", "\0", "?", "\x1b[2J", "\r")
     )
@@ -113,15 +118,9 @@ def _read_stream(value: tuple[str, Content], folder: Path) -> None:
     assert all(x is None or x.dtype.kind in "iufb" for x in found)
 
 
-def _streams() -> "st.SearchStrategy[Any]":
+def _streams() -> "Strategy[Any]":
     arrays = [files.npy(files.X), files.npy(files.Y), files.npy(np.ones((3, 2, 2), np.uint8))]
-    claimed = st.builds(
-        files.header,
-        st.sampled_from((files.X, np.zeros(0))),
-        st.sampled_from(("'<f4'", "'|O'", "'<U4'", "'|S0'", "[('a', '<f4')]", "3")),
-        st.sampled_from(("(6, 4)", "()", "(-1,)", f"({2**62},)", "(0, 4294967295, 65536)", "[4]", "(0, 4)")),
-    )
-    single = st.tuples(st.just("x.npy"), contents(gzipped(st.one_of(mutated(arrays, 3), claimed))))
+    single = st.tuples(st.just("x.npy"), contents(gzipped(st.one_of(mutated(arrays, 3), _claimed()))))
     packed = st.tuples(st.just("x.npz"), contents(_members([{"x": arrays[0]}, {"x": arrays[2], "y": arrays[1]}])))
     tables = st.tuples(st.sampled_from(("x.csv", "x.tsv")), contents(gzipped(mutated(files.TABLES))))
     return st.one_of(single, packed, tables)
@@ -133,72 +132,55 @@ def _read_columns(value: Any, _: Path) -> None:
     str(columns)
 
 
-def _members(
-    good: "list[dict[str, bytes]]", headers: "dict[str, st.SearchStrategy[bytes]] | None" = None
-) -> "st.SearchStrategy[bytes]":
+def _claimed() -> "Strategy[bytes]":
+    """Draw .npy files whose headers need not describe them."""
+    kinds = st.sampled_from(
+        ("'<f4'", "'<i8'", "'|u1'", "'|O'", "'<U4'", "'|S0'", "'<M8[s]'", "[('a', '<f4')]", "'<c16'", "('<f4', (2,))",
+         "3", "'|V0'")
+    )  # fmt: skip
+    shapes = st.sampled_from(
+        ("(4, 2)", "(6, 4)", "()", "(0,)", "(-1,)", f"({2**62},)", f"({10**30}, 2)", "(0, 4294967295, 65536)", "[4]",
+         "'4'")
+    )  # fmt: skip
+    sizes = st.lists(st.integers(-2, 10), max_size=40).map(lambda sizes: str(tuple(sizes)))
+    arrays = st.sampled_from((files.X, files.Y, np.zeros(0), np.ones(3, np.uint8)))
+    return st.builds(files.header, arrays, kinds, st.one_of(shapes, sizes), st.sampled_from(("", "'x': 1", "(" * 500)))
+
+
+def _members(good: list[dict[str, bytes]], headers: "dict[str, Strategy[bytes]] | None" = None) -> "Strategy[bytes]":
     """Draw archives with some of these members altered, or damaged archives."""
-    descr = st.sampled_from(
-        (
-            "'<f4'",
-            "'<i8'",
-            "'|u1'",
-            "'|O'",
-            "'<U4'",
-            "'|S0'",
-            "'<M8[s]'",
-            "[('a', '<f4')]",
-            "'<c16'",
-            "('<f4', (2,))",
-            "3",
-            "'|V0'",
-        )
-    )
-    shape = st.one_of(
-        st.sampled_from(
-            ("(4, 2)", "()", "(0,)", "(-1,)", f"({2**62},)", f"({10**30}, 2)", "(0, 4294967295, 65536)", "[4]", "'4'")
-        ),
-        st.lists(st.integers(-2, 10), max_size=40).map(lambda sizes: str(tuple(sizes))),
-    )
-    array = st.sampled_from((files.X, files.Y, np.zeros(0), np.ones(3, np.uint8)))
-    claimed = st.builds(files.header, array, descr, shape, st.sampled_from(("", "'x': 1", "(" * 500)))
-    plain = st.one_of(
-        st.sampled_from([np.nan, np.inf, -1, 2**40, 1e300]).map(lambda value: files.npy(np.full((6, 4), value))),
-        st.sampled_from((np.array("text"), np.zeros(7, bool), np.ones((6, 4), complex), np.ones((1,) * 32))).map(
-            files.npy
-        ),
-    )
+    own = headers or {}
+    numbers = st.sampled_from([np.nan, np.inf, -1, 2**40, 1e300]).map(lambda value: np.full((6, 4), value))
+    others = st.sampled_from((np.array("text"), np.zeros(7, bool), np.ones((6, 4), complex), np.ones((1,) * 32)))
+    plain = st.one_of(numbers, others).map(files.npy)
     names = sorted({name for each in good for name in each})
 
     def members(which: dict[str, bytes], changes: list[tuple[str, bytes]], extra: list[tuple[str, bytes]]) -> Any:
         return [(f"{name}.npy", content) for name, content in ({**which, **dict(changes)}).items()] + extra
 
-    def change(name: str) -> "st.SearchStrategy[tuple[str, bytes]]":
+    def change(name: str) -> "Strategy[tuple[str, bytes]]":
         valid = [each[name] for each in good if name in each]
-        own = [headers[name]] * 3 if headers and name in headers else []
-        return st.tuples(st.just(name), st.one_of(*own, mutated(valid, 3), claimed, plain))
+        likely = [own[name]] * 3 if name in own else []
+        return st.tuples(st.just(name), st.one_of(*likely, mutated(valid, 3), _claimed(), plain))
 
-    extra = st.tuples(
-        st.sampled_from(
-            ("x.npy", "x", "../x.npy", "\x1b[31m.npy", f"{CHECKPOINT}.rank-1.a.npy", f"{CHECKPOINT}.rank7.a.npy")
-        ),
-        st.just(b""),
-    )
+    ends = ("x.npy", "x", "../x.npy", "\x1b[31m.npy", f"{CHECKPOINT}.rank-1.a.npy", f"{CHECKPOINT}.rank7.a.npy")
+    extra = st.tuples(st.sampled_from(ends), st.just(b""))
     altered = st.one_of(*map(change, names))
     listed = st.builds(members, st.sampled_from(good), st.lists(altered, max_size=2), st.lists(extra, max_size=1))
-    method = st.sampled_from(
-        (zipfile.ZIP_STORED,) * 6 + (zipfile.ZIP_DEFLATED,) * 2 + (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
-    )
-    claim = st.sampled_from((None,) * 12 + (0, 1, 1 << 40))
-    whole = st.builds(
-        files.archive, listed, method, claim, st.sampled_from((b"",) * 5 + (b"PK\x05\x06" * 9, b"\0" * 900))
-    )
-    valid = [
-        files.archive([(f"{name}.npy", each[name]) for name in each], zipfile.ZIP_STORED, None, b"") for each in good
-    ]
-    return st.one_of(whole, whole, mutated(valid, 4))
+    rare = zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA
+    methods = st.sampled_from((zipfile.ZIP_STORED,) * 6 + (zipfile.ZIP_DEFLATED,) * 2 + rare)
+    claims = st.sampled_from((None,) * 12 + (0, 1, 1 << 40))
+    comments = st.sampled_from((b"",) * 5 + (b"PK\x05\x06" * 9, b"\0" * 900))
+    whole = st.builds(files.archive, listed, methods, claims, comments)
+    return st.one_of(whole, whole, mutated([_stored(each) for each in good], 4))
 
 
-def _npz() -> "st.SearchStrategy[Any]":
+def _stored(members: dict[str, bytes]) -> bytes:
+    named = [(f"{name}.npy", content) for name, content in members.items()]
+    return files.archive(named, zipfile.ZIP_STORED, None, b"")
+
+
+def _npz() -> "Strategy[Any]":
     return st.tuples(st.just("set.npz"), contents(gzipped(_members(files.data_sets()))))
 
 
@@ -217,11 +199,11 @@ def _restore_model(value: Content, folder: Path) -> None:
     files.network().restore(lay(folder / "model.npz", value))
 
 
-def _text_array(seeds: list[Any]) -> "st.SearchStrategy[bytes]":
+def _text_array(seeds: list[Any]) -> "Strategy[bytes]":
     return texts(seeds).map(lambda text: files.npy(np.array(text.decode(errors="replace"))))
 
 
-def _models() -> "st.SearchStrategy[Any]":
+def _models() -> "Strategy[Any]":
     return contents(_members([files.model()], {HEADER: _text_array([files.model_header()])}))
 
 
@@ -244,34 +226,26 @@ def _read_checkpoints(value: dict[str, Content], folder: Path) -> None:
     checkpoint.clean(str(folder))
 
 
-def _checkpoints() -> "st.SearchStrategy[Any]":
+def _checkpoints() -> "Strategy[Any]":
     with tempfile.TemporaryDirectory() as folder:
         whole, members, said = files.checkpoint_members(Path(folder))
-    names = [f"checkpoint-{number:08d}.npz" for number in (1, 2, 3)] + [
-        "checkpoint-99999999999999999999.npz",
-        ".checkpoint-00000001.npz.01234567",
-    ]
+    names = [f"checkpoint-{number:08d}.npz" for number in (1, 2, 3, 10**20 - 1)]
+    names.append(".checkpoint-00000001.npz.01234567")
     ours = {HEADER: _text_array([files.model_header()])}
 
     def signed(tree: Any, altered: dict[str, bytes]) -> bytes:
         """Return the content with right checksums, so that the rest of it is checked too."""
         held = {**members, **altered}
         if isinstance(tree, dict):
-            tree = {
-                **tree,
-                "checksums": {name: zipfile.crc32(each) for name, each in held.items() if name != CHECKPOINT},
-            }  # type: ignore[attr-defined]
-        held[CHECKPOINT] = files.npy(np.array(json.dumps(tree)))
-        return files.archive([(f"{name}.npy", each) for name, each in held.items()], zipfile.ZIP_STORED, None, b"")
+            sums = {name: zlib.crc32(each) for name, each in held.items() if name != CHECKPOINT}
+            tree = {**tree, "checksums": sums}
+        return _stored({**held, CHECKPOINT: files.npy(np.array(json.dumps(tree)))})
 
-    changes = st.lists(
-        st.sampled_from(sorted(members)).flatmap(
-            lambda which: st.tuples(
-                st.just(which), st.one_of(*[ours[name] for name in ours if name == which], mutated([members[which]], 2))
-            )
-        ),
-        max_size=1,
-    ).map(dict)
+    def altered(name: str) -> "Strategy[tuple[str, bytes]]":
+        damaged = mutated([members[name]], 2)
+        return st.tuples(st.just(name), ours[name] | damaged if name in ours else damaged)
+
+    changes = st.lists(st.sampled_from(sorted(members)).flatmap(altered), max_size=1).map(dict)
     one = st.one_of(
         st.builds(signed, trees([said], 2), changes),
         mutated([whole], 2),
@@ -294,7 +268,7 @@ def _read_decisions(value: Content, folder: Path) -> str:
     return ""
 
 
-def _decisions() -> "st.SearchStrategy[Any]":
+def _decisions() -> "Strategy[Any]":
     return contents(texts([files.decision()]))
 
 
@@ -351,7 +325,7 @@ def _read_page(value: Content, folder: Path) -> str:
     return advice(run)
 
 
-def _results() -> "st.SearchStrategy[Any]":
+def _results() -> "Strategy[Any]":
     return contents(texts(files.results()))
 
 
@@ -373,7 +347,7 @@ def _read_log(value: Content, folder: Path) -> None:
     logger.on_train_end()
 
 
-def _logs() -> "st.SearchStrategy[Any]":
+def _logs() -> "Strategy[Any]":
     seeds = [b"epoch,loss\n0,1.5\n", b'epoch,"a\nb"\n', b"epoch,loss", b"\xef\xbb\xbfepoch\n", b"a" * 70000]
     return contents(mutated(seeds)).filter(lambda content: content != PIPE)  # a pipe waits for its reader, as pipes do
 
@@ -385,8 +359,15 @@ def _read_own(value: bytes, _: Path) -> None:
     model_file.unpack(value)
 
 
-def _own() -> "st.SearchStrategy[Any]":
+def _own() -> "Strategy[Any]":
     return st.one_of(mutated([files.message()]), _members([{"random": files.npy(files.Y)}]))
+
+
+def _read_values(value: bytes, _: Path) -> None:
+    try:
+        values.decode(np.frombuffer(value, np.uint8))
+    except ValueError as error:  # its readers cut it
+        raise ValueError(str(error)[:100]) from error
 
 
 def _read_random(value: Any, _: Path) -> None:
@@ -399,13 +380,13 @@ def _read_random(value: Any, _: Path) -> None:
         checkpointing.load_random_state(before)
 
 
-def _randoms() -> "st.SearchStrategy[Any]":
+def _randoms() -> "Strategy[Any]":
     kind, of_python, of_numpy = json.loads(checkpointing.random_state()["random"].tobytes())
     places = (of_numpy[3], -1, 625, 1 << 30, 1 << 62)
     return trees([[kind, of_python, [*of_numpy[:3], place, *of_numpy[4:]]] for place in places], 2)
 
 
-def _notes() -> "st.SearchStrategy[Any]":
+def _notes() -> "Strategy[Any]":
     facts = [[kind, 1, 1, 1, "a call"] for kind in range(5)]
     others = [[0, 0, 10**30, -1, "\x1b[2J\ud800" * 400]]
     ranks = [[[0, 10**30], [1, 0], [-1, 1], [1, 1]], [1]], [[[0, 1]], [1, 2]]
@@ -413,13 +394,12 @@ def _notes() -> "st.SearchStrategy[Any]":
     return st.lists(st.one_of(texts([*messages, messages[0][1:]]), st.binary(max_size=600)), max_size=3)
 
 
-def _sizes() -> "st.SearchStrategy[Any]":
-    return trees([[3], [1 << 38], [1 << 39], [-1], [1, 1], [True], [2.5]], 2).filter(
-        lambda value: isinstance(value, list)
-    )
+def _sizes() -> "Strategy[Any]":
+    sizes = trees([[3], [1 << 38], [1 << 39], [-1], [1, 1], [True], [2.5]], 2)
+    return sizes.filter(lambda value: isinstance(value, list))
 
 
-def _pushes() -> "st.SearchStrategy[Any]":
+def _pushes() -> "Strategy[Any]":
     number = st.one_of(st.integers(-1, 8), st.sampled_from((-(2**63), 2**63 - 1, 2**31, 2**40)))
     likely = st.builds(Header, st.integers(0, 2), st.integers(0, 5), st.integers(0, 2), st.integers(0, 1), st.just(0))
     head = st.one_of(likely, likely, st.builds(Header, number, number, number, number, number))
@@ -427,7 +407,7 @@ def _pushes() -> "st.SearchStrategy[Any]":
     return st.tuples(st.booleans(), st.sampled_from(CHOICES["stale"]), st.lists(message, max_size=30))
 
 
-def _requests() -> "st.SearchStrategy[Any]":
+def _requests() -> "Strategy[Any]":
     right = {"instances": [[1.5, -2, 3, 4], [0.25, 5, 6, 7]]}
     heads = (
         b"Content-Type: application/octet-stream", b"Content-Encoding: gzip", b"Content-Length: -1",
@@ -483,9 +463,21 @@ READERS = [
     Reader("CSV log", _logs(), _read_log, (ArgumentError,)),
     Reader("a rank's trace", texts(files.recorded()), peers.read_trace, (AllReduceError,)),
     Reader("a rank's own state", _own(), _read_own, (CheckpointError,)),
+    Reader("values", mutated([values.encode(VALUES[:-1]).tobytes()]), _read_values, (ValueError,)),
     Reader("random state", _randoms(), _read_random, (KeyError, IndexError, TypeError, ValueError, OverflowError)),
     Reader("notes", _notes(), peers.read_notes, (AllReduceError,)),
     Reader("sizes of parcels", _sizes(), peers.read_sizes, (CommunicationError,)),
     Reader("workers' parcels", _pushes(), peers.read_pushes, (CommunicationError,)),
     Reader("requests", _requests(), peers.read_request, (RefusedError,), 3),
 ]  # fmt: skip
+
+
+def read_alone(name: str, inputs: int, seed: int) -> Count:
+    """Return the counts of one reader, in a process of its own."""
+    if not MPI.Is_initialized():  # as in the children of a program
+        MPI.Init()
+    faulthandler.enable()
+    logging.disable(logging.CRITICAL)
+    (reader,) = (each for each in READERS if each.name == name)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        return run(reader, inputs, seed, Path(folder))

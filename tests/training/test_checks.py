@@ -19,7 +19,6 @@ from trainers.callbacks import CheckGradients
 from trainers.checks import GradientArray, GradientCheck, Span
 from trainers.cli import results
 from trainers.data import SAMPLED, checksum
-from trainers.errors import NotFiniteError
 from trainers.fit.source import enter
 from trainers.strategies import alike
 from trainers.watching.history import Epoch
@@ -79,17 +78,6 @@ def test_what_is_too_large_to_be_sent() -> None:
     assert checks.overflow(MPI.COMM_SELF, sums, sums.size, sent) == 0
 
 
-def test_large_gradients_are_numbers() -> None:
-    """Their squares overflow float32; their sum over the ranks may overflow, which is then checked."""
-    gradients = np.full(600_007, 2e38, np.float32)
-    overflow = lambda number: checks.overflow(MPI.COMM_SELF, gradients, gradients.size, gradients.dtype)  # noqa: E731
-    found = check_of(gradients, gradients.dtype)
-    assert not found.finish(MPI.COMM_SELF, overflow)
-    gradients[600_002] = np.inf  # as a sum has become that was added up on one rank
-    with pytest.raises(NotFiniteError, match=r"the sum of gradients overflows in bias \(element 2\)"):
-        found.finish(MPI.COMM_SELF, overflow)
-
-
 def test_what_is_compared_is_bits() -> None:
     assert checks.compare(MPI.COMM_SELF, {"a": np.array([np.nan]), "none": np.zeros((0, 2)), "text": "x"}) == ""
 
@@ -131,7 +119,7 @@ def test_only_other_rows_are_explained(side: str, explained: bool) -> None:
 # Fingerprints of whole batches: float32 sums tell whether all ranks have the same, on any number of ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 100, 1024, 8000])
+@pytest.mark.parametrize("ranks", [1, 2, 100, 8000])
 def test_sums_tell_equal_fingerprints_from_others(ranks: int) -> None:
     """In any order of the sum; ranks that read nothing are left out."""
     random, missed = np.random.default_rng(ranks), 0
@@ -170,24 +158,17 @@ def meter_of(*norms: float) -> NormMeter:
     return meter
 
 
-@pytest.mark.parametrize("last", [0.0, 1e20, np.inf, np.nan, 0.3])
-def test_a_step_taken_back_leaves_nothing(last: float) -> None:
-    meter = meter_of(0.1, 0.2, last)
-    meter.step_back()
-    assert meter.sums().tobytes() == meter_of(0.1, 0.2).sums().tobytes()
-
-
-def test_a_left_out_step_counts_for_nothing() -> None:
-    meter = meter_of(0.1)
-    meter.on_train_batch_end(1)
-    assert meter.sums().tolist() == [0.1, 1]
-    meter.step_back()
-    assert meter.sums().tolist() == [0.1, 1]
-
-
-def test_a_loaded_state_has_no_step_to_take_back() -> None:
-    meter = meter_of(0.1, 0.2)
-    other = meter_of(5.0)
-    other.load_state({name: np.asarray(value) for name, value in meter.state().items()})
-    other.step_back()
-    assert other.sums().tobytes() == meter.sums().tobytes()
+def test_a_step_taken_back_leaves_nothing() -> None:
+    """A step that was left out has left nothing, and a loaded state has no step to take back."""
+    two = meter_of(0.1, 0.2)
+    for last in (0.0, 1e20, np.inf, np.nan, 0.3):
+        meter = meter_of(0.1, 0.2, last)
+        meter.step_back()
+        assert meter.sums().tobytes() == two.sums().tobytes()
+    left_out, loaded = meter_of(0.1), meter_of(5.0)
+    left_out.on_train_batch_end(1)
+    left_out.step_back()
+    assert left_out.sums().tolist() == [0.1, 1]
+    loaded.load_state({name: np.asarray(value) for name, value in two.state().items()})
+    loaded.step_back()
+    assert loaded.sums().tobytes() == two.sums().tobytes()

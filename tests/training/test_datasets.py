@@ -1,22 +1,18 @@
 """Data sets: the two built-in ones, the file formats, and an error with the file's name for every defect."""
 
 import gzip
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.fuzz.files import idx
 from trainers import datasets
 from trainers.errors import DataError
 
 IMAGES = np.arange(7 * 3 * 2, dtype=np.uint8).reshape(7, 3, 2)
 LABELS = np.array([0, 1, 2, 0, 1, 2, 0], np.uint8)
-
-
-def idx(array: np.ndarray, kind: int = 8) -> bytes:
-    return struct.pack(f">HBB{array.ndim}I", 0, kind, array.ndim, *array.shape) + array.tobytes()
 
 
 def mnist(folder: Path, ending: str = "", **changes: bytes) -> Path:

@@ -57,14 +57,8 @@ def arithmetic() -> str:
         rows = random.normal(size=(count, 64)).astype(np.float32)
         weights = random.normal(size=(64, 32)).astype(np.float32)
         hidden = rows @ weights
-        for value in (
-            hidden,
-            hidden @ weights.T,
-            rows.T @ hidden,
-            np.exp(hidden / 8),
-            np.log(np.abs(hidden)),
-            hidden.sum(0),
-        ):
+        products = hidden, hidden @ weights.T, rows.T @ hidden
+        for value in (*products, np.exp(hidden / 8), np.log(np.abs(hidden)), hidden.sum(0)):
             digest.update(value.tobytes())
     return digest.hexdigest()
 
@@ -77,24 +71,14 @@ def test_trainings_have_the_bits_of_the_file(mpi: str, tmp_path: Path) -> None:
     cases = CASES if mpi == "openmpi" else dict([*CASES.items()][::6])  # the messages of MPICH take longer
     if here not in golden and not writes:
         pytest.skip("NumPy or this processor gives other bits than those with which golden.json was written")
-    lines = [
-        (
-            "trainers.cli.main",
-            ["--data", "digits", "--epochs", "5", *line.split(), "--json", f"{number}.json"],
-            str(tmp_path),
-        )
-        for number, line in enumerate(cases.values())
-    ]
+    common = ["--data", "digits", "--epochs", "5", "--json"]
+    lines = [("trainers.cli.main", [*common, f"{case}.json", *cases[case].split()], tmp_path) for case in cases]
     outcomes = in_one_job(RANKS, lines, tmp_path, mpi=mpi, timeout=170)
-    failed = [
-        (case, ranks[0]["stderr"])
-        for case, ranks in zip(cases, outcomes, strict=True)
-        if ranks[0]["code"] not in (0, None)
-    ]
-    assert failed == []
+    errors = {case: ranks[0]["stderr"] for case, ranks in zip(cases, outcomes, strict=True) if ranks[0]["code"] != 0}
+    assert errors == {}
     found = {}
-    for number, case in enumerate(cases):
-        digests = json.loads((tmp_path / f"{number}.json").read_text())["parameters_sha256"]
+    for case in cases:
+        digests = json.loads((tmp_path / f"{case}.json").read_text())["parameters_sha256"]
         assert len(set(digests)) == 1, case
         found[case] = digests[0]
     if writes:

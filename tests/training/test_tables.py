@@ -59,8 +59,6 @@ def test_a_table_becomes_numbers(name: str, tmp_path: Path) -> None:
     assert not data.x_train[~trained, 0].any()
     assert job == Category("job", tuple(sorted(JOBS)))
     assert (data.x_train[:, 2:].sum(axis=1) == 2).all()
-    whole = [float(row[0]) for row in rows if row[0]]
-    assert abs(age.mean - np.mean(whole)) > 1e-9, "the mean is that of the training rows alone"
 
 
 def test_the_columns_come_from_the_training_rows_alone(tmp_path: Path) -> None:
@@ -147,20 +145,20 @@ def test_a_model_without_columns_loads_as_before(tmp_path: Path) -> None:
         CategoryNetwork.load(path)
 
 
-@pytest.mark.parametrize("change", [{"classes": "ab"}, {"columns": [{"name": "a"}]}, {"label": 3}, {"ignored": None}])
-def test_a_model_file_with_damaged_columns_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
-    network, path = NumpyNetwork([1, 2]), str(tmp_path / "model.npz")
-    columns = Columns([Number("a", 0.0, 1.0, False)], "b", ["x", "y"]).as_dict() | change
-    model_file.write(path, "NumpyNetwork", {**network.config, "columns": columns}, network.state())
-    with pytest.raises(ModelFileError, match="damaged"):
-        load_network(path)
+COLUMNS = Columns([Number("a", 0.0, 1.0, False)], "b", ["x", "y"]).as_dict()
+DAMAGED: list[tuple[str, Any]] = [
+    *(("columns", COLUMNS | change) for change in ({"classes": "ab"}, {"columns": [{"name": "a"}]}, {"label": 3})),
+    ("columns", COLUMNS | {"ignored": None}),
+    *(("embedded", value) for value in ([[1]], [[5, 2, 3]], "ab", {"a": 1}, [[5, -2]], None)),
+]
 
 
-@pytest.mark.parametrize("embedded", [[[1]], [[5, 2, 3]], "ab", {"a": 1}, [[5, -2]], None])
-def test_a_model_file_with_damaged_categories_is_refused(embedded: Any, tmp_path: Path) -> None:
-    network, path = CategoryNetwork([6, 2], embedded=[(5, 2)]), str(tmp_path / "model.npz")
-    model_file.write(path, "CategoryNetwork", {**network.config, "embedded": embedded}, network.state())
-    with pytest.raises(ModelFileError, match="describes no network"):
+@pytest.mark.parametrize(("name", "value"), DAMAGED)
+def test_a_damaged_model_file_is_refused(name: str, value: Any, tmp_path: Path) -> None:
+    embeds, path = name == "embedded", str(tmp_path / "model.npz")
+    network = CategoryNetwork([6, 2], embedded=[(5, 2)]) if embeds else NumpyNetwork([1, 2])
+    model_file.write(path, type(network).__name__, {**network.config, name: value}, network.state())
+    with pytest.raises(ModelFileError, match="describes no network" if embeds else "damaged"):
         load_network(path)
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,12 +19,10 @@ from tests.conftest import JobRunner, Program, in_one_job, lacking
 from tests.trace_schema import check_trace
 from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, NumpyNetwork, Schedule, Sharded, datasets
 from trainers.callbacks import CheckDivergence, CheckGradients, CSVLogger, EarlyStopping, Timeline
-from trainers.cli import main, results
 from trainers.cli.options import (
     BY_NAME,
     MIRRORED,
     STRATEGIES,
-    Option,
     make_callbacks,
     make_trainer,
     parse,
@@ -33,139 +31,58 @@ from trainers.cli.options import (
 )
 from trainers.errors import ArgumentError
 
-
-@pytest.mark.jobs
-def test_four_ranks_reach_the_accuracy(tmp_path: Path) -> None:
-    goals = {"digits": (0.95, 20), "iris": (0.967, 50)}
-    options = ["--json", "result.json", "--save", "model.npz"]
-    lines: list[Program] = [("trainers.cli.main", ["--data", data, *options], tmp_path / data) for data in goals]
-    for data in goals:
-        (tmp_path / data).mkdir()
-    for (data, (accuracy, epochs)), ranks in zip(goals.items(), in_one_job(4, lines, tmp_path), strict=True):
-        folder = tmp_path / data
-        assert [rank["code"] for rank in ranks] == [0] * 4, ranks
-        result = json.loads((folder / "result.json").read_text())
-        assert result["test_accuracy"] >= accuracy
-        assert (result["ranks"], result["nodes"], result["allreduce"]) == (4, 1, "auto")
-        assert len(result["parameters_sha256"]) == 4
-        assert len(set(result["parameters_sha256"])) == 1
-        assert len(result["history"]) == result["epochs"] == epochs
-        for epoch in result["history"]:
-            assert epoch["samples_per_second"] > 0
-            assert 0 < epoch["communication_share"] < 1
-        assert result["history"][-1]["loss"] < result["history"][0]["loss"] / 4
-        printed = ranks[0]["stdout"].splitlines()
-        assert printed[0] == "4 ranks on 1 node, on cpu"
-        assert re.match(r"allreduce: \w+ \(selected by auto: .+\)", printed[1])
-        assert printed[-1] == f"test accuracy: {result['test_accuracy']:.4f}"
-        assert sum(line.startswith("epoch ") for line in printed) == result["epochs"]
-        loaded, tested = NumpyNetwork.load(str(folder / "model.npz")), datasets.load(data)
-        assert (loaded.predict(tested.x_test).argmax(axis=1) == tested.y_test).mean() == result["test_accuracy"]
-        assert {file.name for file in folder.iterdir()} == {"result.json", "model.npz"}
-
-
-@pytest.mark.jobs
-def test_a_saved_model_is_tested_and_a_training_goes_on_with_other_data_when_that_is_asked_for(tmp_path: Path) -> None:
-    rows = [f"{number % 7},{number % 5},{'abc'[number % 3]}\n" for number in range(60)]
-    (tmp_path / "rows.csv").write_text("".join(rows))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "rows.csv").write_text("".join(rows[::-1]))
-    common = f"--data rows.csv --checkpoint {tmp_path / 'run'} --epochs"
-    lines: list[Program] = [
-        ("trainers.cli.main", line.split(), folder)
-        for line, folder in (
-            (f"{common} 1", tmp_path),
-            (f"{common} 2 --resume", tmp_path / "other"),
-            (f"{common} 2 --resume --other-data", tmp_path / "other"),
-            ("--data iris --save model.npz", tmp_path),
-            ("--data iris --load model.npz --epochs 0", tmp_path),
-        )
-    ]
-    (first,), (refused,), (job,), (trained,), (tested,) = in_one_job(1, lines, tmp_path)
-    assert [each["code"] for each in (first, refused, job, trained, tested)] == [0, 2, 0, 0, 0], refused["stderr"]
-    assert re.search(r"of a training with other data, .*; give the same rows .*--other-data", refused["stderr"])
-    assert "the end of epoch 1" in job["stdout"]
-    assert "test accuracy" in trained["stdout"]
-    assert trained["stdout"].splitlines()[-1] == tested["stdout"].splitlines()[-1]
-    assert "epoch " not in tested["stdout"]
-
-
-def test_one_rank_needs_no_mpirun_and_writes_its_results_to_the_standard_output(tmp_path: Path) -> None:
-    before = os.lstat("/dev/stdout").st_ino
-    command = [launch.environment("openmpi") / "bin" / "python", "-m", "trainers", "--data", "iris", "--epochs", "1"]
-    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
-    job = subprocess.run(
-        [*command, "--json", "/dev/stdout"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
-    )
-    assert job.returncode == 0, job.stderr
-    assert '"test_accuracy": ' in job.stdout
-    assert os.lstat("/dev/stdout").st_ino == before
-
-
+RANKS = 3
+GOALS = {"digits": (0.95, 20), "iris": (0.967, 50)}  # accuracy, epochs
 RUINED = ["--optimizer", "sgd", "--lr", "1e30"]
+STEP = ["--accumulate", "2", "--clip-norm", "5", "--ema", "0.9", "--schedule", "cosine", "--warmup-steps", "5"]
+SHORT = ["--data", "iris", "--json", "result.json", "--epochs"]
+WATCHED = [*SHORT, "3", "--early-stopping", "5", "--trace", "trace.json", "--tensorboard", "logs", "--csv", "log.csv"]
+RESUMED = ["--checkpoint", "../run", "--epochs", "2", "--resume", "--data"]
+ASYNC = ["--strategy", "parameter_server", "--servers"]
 RUNS = {
+    **{data: ["--data", data, "--json", "result.json", "--save", "model.npz"] for data in GOALS},
+    "tested": ["--data", "iris", "--load", "../iris/model.npz", "--epochs", "0"],
+    "begun": ["--data", "../set.csv", "--checkpoint", "../run", "--epochs", "1"],
+    "other data": [*RESUMED, "../other.csv"],
+    "other data on purpose": [*RESUMED, "../other.csv", "--other-data"],
     "nodes": ["--data", "iris", "--epochs", "1", "--ranks-per-node", "1,2", "--allreduce", "hierarchical_copy"],
-    "classes": ["--data", "set.csv", "--epochs", "1"],
     "json": ["--data", "iris", "--epochs", "2", "--update", "sharded", "--json", "-"],
     "help": ["--help"],
     "diverges": RUINED,
     "diverges at last": [*RUINED, "--epochs", "1", "--batch-size", "2000", "--json", "result.json"],
-    "no classifier": ["--load", "model.npz"],
-    "truncated": ["--data", "truncated"],
+    "no classifier": ["--load", "../model.npz"],
+    "truncated": ["--data", "../cut"],
+    "parameter_server": [*SHORT, "20", *ASYNC, "2", "--stale", "scale", "--max-staleness", "4", "--warm-up", "1"],
+    "central_storage": [*SHORT, "20", "--strategy", "central_storage", "--storage-rank", "2"],
+    "spare_replicas": [*SHORT, "20", "--strategy", "spare_replicas", "--backup-workers", "1"],
+    "all of a step": ["--data", "iris", "--epochs", "9", *ASYNC, "1", "--checkpoint", "run", *STEP],
+    "watched": WATCHED,
+    "watched servers": [*WATCHED, *ASYNC, "1", "--updates", "async"],
 }
-
-
-@pytest.mark.jobs
-def test_lines_and_what_is_printed_once(tmp_path: Path) -> None:
-    """In one job; whatever one rank prints, the others do not print again."""
-    labels = ["yes", "no"] * 20 + ["Yes"]
-    (tmp_path / "set.csv").write_text("".join(f"{row},{row % 2},{label}\n" for row, label in enumerate(labels)))
-    NumpyNetwork([64, 10], loss="mean_squared_error").save(str(tmp_path / "model.npz"))
-    cut = tmp_path / "truncated"
-    cut.mkdir()
-    (cut / "train-images-idx3-ubyte").write_bytes(bytes.fromhex("00000803 0000000a 0000001c 0000001c 00"))
-    (cut / "train-labels-idx1-ubyte").write_bytes(bytes.fromhex("00000801 00000002 0001"))
-    before = sorted(path.name for path in tmp_path.iterdir())
-    found = in_one_job(3, [("trainers.cli.main", line, str(tmp_path)) for line in RUNS.values()], tmp_path)
-    codes = {name: {rank["code"] for rank in ranks} for name, ranks in zip(RUNS, found, strict=True)}
-    out, err = (
-        {name: "".join(rank[stream] for rank in ranks) for name, ranks in zip(RUNS, found, strict=True)}
-        for stream in ("stdout", "stderr")
-    )
-    well = {name: {0} for name in ("nodes", "classes", "json", "help")}
-    assert codes == well | {"diverges": {1}, "diverges at last": {1}, "no classifier": {2}, "truncated": {2}}, err
-    assert "3 ranks on 2 simulated nodes (1+2), on cpu\nallreduce: hierarchical_copy (as given)" in out["nodes"]
-    assert "3 classes\nmodel: " in out["classes"]
-    result = json.loads(out["json"])  # a dash is no file name, and messages for people are not mixed with the JSON
-    assert (result["update"], len(result["history"])) == ("sharded", 2)
-    assert f"allreduce: {result['allreduce_used']}" in err["json"]
-    assert sum(line.startswith("epoch ") for line in err["json"].splitlines()) == 2
-    assert out["help"].count("usage: python -m trainers") == 1
-    assert "mpirun -n 4 python -m trainers --data digits" in out["help"]
-    for name, told in (
-        ("diverges", "error: the loss became nan in epoch 1, step 2: lower the learning rate"),
-        ("diverges at last", "error: the loss of the test data is nan: lower the learning rate"),  # after its only step
-        ("no classifier", "its loss is mean_squared_error; this program trains classifiers only"),
-        ("truncated", "train-images-idx3-ubyte is truncated: its header says 7856 bytes"),
-    ):
-        assert err[name].count(told) == 1, err[name]
-        assert "Warning" not in err[name]
-        assert "Traceback" not in err[name]
-    assert "epoch" not in out["no classifier"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "cases", "outcomes"])
-
-
+LOGGED = ["--data", "iris", "--epochs", "2", "--log-dir", "../logs"]
+LOGS = {"logged": LOGGED, "logged to the end": [*LOGGED, "--lr", "1e38"]}  # all after them is in the logs too
 BAD = {
     "option": (["--epoch", "3"], "unrecognized arguments: --epoch 3; did you mean --epochs?"),
     "data": (["--data", "irsi"], "there is no data set and no file 'irsi'; did you mean 'iris'?"),
     "backend": (["--allreduce", "rign"], f"did you mean 'ring'? The backends are: {', '.join(allreduce.NAMES)}"),
-    "nodes": (["--ranks-per-node", "9,9"], "can't describe 2 ranks"),
-    "large nodes": (["--ranks-per-node", "3"], "--ranks-per-node 3: this job has 2 ranks, so no node has 3"),
+    "nodes": (["--ranks-per-node", "9,9"], "can't describe 3 ranks"),
+    "large nodes": (["--ranks-per-node", "4"], "--ranks-per-node 4: this job has 3 ranks, so no node has 4"),
     "saved to stdout": (["--save", "-"], "--save -: only --json can go to the standard output"),
     "one phase": (["--update", "sharded", "--allreduce", "native"], "'native' has none; give the name \"auto\""),
     "no sums": (["--allreduce", "adasum"], "'adasum' does not sum gradients"),
-    "no worker": (["--strategy", "parameter_server", "--servers", "2"], "servers=2 leaves no worker (ranks: 2): start"),
+    "no worker": (["--strategy", "parameter_server", "--servers", "3"], "servers=3 leaves no worker (ranks: 3): start"),
     "target": (["--save", "/no/such/folder/m.npz"], "--save /no/such/folder/m.npz: this can't be written"),
+    "trace": (["--trace", "/no/such/folder/trace.json"], "--trace /no/such/folder/trace.json: "),
+    "table": (["--csv", "."], "--csv .: "),
+    "backups": (["--backups", "1"], "error: --backups 1: with --update replicated all ranks have the whole state"),
+    "spare ranks": (
+        ["--strategy", "spare_replicas", "--backup-workers", "9"],
+        "error: --backup-workers 9: spare must be an integer",
+    ),
+    "standby": (
+        ["--standby", "1", "--on-failure", "continue", "--ranks-per-node", "2"],
+        "--standby 1 can't be used with --ranks-per-node",
+    ),
     "model": (["--load", "missing.npz"], "missing.npz can't be read"),
     "fragments": (
         ["--sync-every", "10", "--fragments", "3"],
@@ -180,49 +97,185 @@ BAD = {
 }
 
 
+class Run(NamedTuple):
+    """What the ranks have done in a folder."""
+
+    folder: Path
+    ranks: list[dict[str, Any]]
+
+    @property
+    def codes(self) -> list[int]:
+        return [rank["code"] for rank in self.ranks]
+
+    def said(self, stream: str) -> str:
+        return "".join(rank[stream] for rank in self.ranks)
+
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.folder / "result.json").read_text())  # type: ignore[no-any-return]
+
+
 @pytest.fixture(scope="module")
-def bad_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("bad")
-    lines = [("trainers.cli.main", args, str(folder)) for args, _ in BAD.values()]
-    return dict(zip(BAD, in_one_job(2, lines, folder), strict=True))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """All command lines in one job, each in a folder of its own."""
+    folder = tmp_path_factory.mktemp("runs")
+    rows = [f"{row},{row % 2},{['yes', 'no'][row % 2]}\n" for row in range(40)]
+    (folder / "set.csv").write_text("".join([*rows, "40,0,Yes\n"]))
+    (folder / "other.csv").write_text("".join(["40,0,Yes\n", *rows[::-1]]))
+    NumpyNetwork([64, 10], loss="mean_squared_error").save(str(folder / "model.npz"))
+    (folder / "cut").mkdir()
+    (folder / "cut" / "train-images-idx3-ubyte").write_bytes(bytes.fromhex("00000803 0000000a 0000001c 0000001c 00"))
+    (folder / "cut" / "train-labels-idx1-ubyte").write_bytes(bytes.fromhex("00000801 00000002 0001"))
+    (folder / "logs").mkdir()
+    (folder / "logs" / "rank-1.log").write_text("a line of the job before\n")
+    lines = {**RUNS, **{f"bad {name}": args for name, (args, _) in BAD.items()}, **LOGS}
+    programs: list[Program] = []
+    for name, args in lines.items():
+        (folder / name).mkdir()
+        programs.append(("trainers.cli.main", args, folder / name))
+    outcomes = in_one_job(RANKS, programs, folder, timeout=120)
+    return {name: Run(folder / name, ranks) for name, ranks in zip(lines, outcomes, strict=True)}
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("data", GOALS)
+def test_ranks_reach_the_accuracy(data: str, runs: dict[str, Run]) -> None:
+    run, (accuracy, epochs) = runs[data], GOALS[data]
+    assert run.codes == [0] * RANKS, run.ranks
+    result = run.result()
+    assert result["test_accuracy"] >= accuracy
+    assert (result["ranks"], result["nodes"], result["allreduce"]) == (RANKS, 1, "auto")
+    assert len(result["parameters_sha256"]) == RANKS
+    assert len(set(result["parameters_sha256"])) == 1
+    assert len(result["history"]) == result["epochs"] == epochs
+    for epoch in result["history"]:
+        assert epoch["samples_per_second"] > 0
+        assert 0 < epoch["communication_share"] < 1
+    assert result["history"][-1]["loss"] < result["history"][0]["loss"] / 4
+    printed = run.ranks[0]["stdout"].splitlines()
+    assert printed[0] == f"{RANKS} ranks on 1 node, on cpu"
+    assert re.match(r"allreduce: \w+ \(selected by auto: .+\)", printed[1])
+    assert printed[-1] == f"test accuracy: {result['test_accuracy']:.4f}"
+    assert sum(line.startswith("epoch ") for line in printed) == result["epochs"]
+    loaded, tested = NumpyNetwork.load(str(run.folder / "model.npz")), datasets.load(data)
+    assert (loaded.predict(tested.x_test).argmax(axis=1) == tested.y_test).mean() == result["test_accuracy"]
+    assert {file.name for file in run.folder.iterdir()} == {"result.json", "model.npz"}
+
+
+def test_one_rank_needs_no_mpirun_and_writes_its_results_to_the_standard_output(tmp_path: Path) -> None:
+    before = os.lstat("/dev/stdout").st_ino
+    command = [launch.environment("openmpi") / "bin" / "python", "-m", "trainers", "--data", "iris", "--epochs", "1"]
+    env = {**os.environ, "PYTHONPATH": str(launch.ROOT)}
+    job = subprocess.run(
+        [*command, "--json", "/dev/stdout"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert job.returncode == 0, job.stderr
+    assert '"test_accuracy": ' in job.stdout
+    assert os.lstat("/dev/stdout").st_ino == before
+
+
+@pytest.mark.jobs
+def test_lines_and_what_is_printed_once(runs: dict[str, Run]) -> None:
+    """Whatever one rank prints, the others do not print again."""
+    out, err = ({name: run.said(stream) for name, run in runs.items()} for stream in ("stdout", "stderr"))
+    for name in ("nodes", "begun", "json", "help"):
+        assert runs[name].codes == [0] * RANKS, err[name]
+    assert "3 ranks on 2 simulated nodes (1+2), on cpu\nallreduce: hierarchical_copy (as given)" in out["nodes"]
+    assert "3 classes\nmodel: " in out["begun"]
+    result = json.loads(out["json"])  # a dash is no file name, and messages for people are not mixed with the JSON
+    assert (result["update"], len(result["history"])) == ("sharded", 2)
+    assert f"allreduce: {result['allreduce_used']}" in err["json"]
+    assert sum(line.startswith("epoch ") for line in err["json"].splitlines()) == 2
+    assert out["help"].count("usage: python -m trainers") == 1
+    assert "mpirun -n 4 python -m trainers --data digits" in out["help"]
+    shown = set(re.findall(r"^  (--[\w-]+)", out["help"], re.MULTILINE))
+    assert shown == {"--help-all", *(option.flag for option in BY_NAME.values() if option.common)}
+    for name, code, told in (
+        ("diverges", 1, "error: the loss became nan in epoch 1, step 2: lower the learning rate"),
+        ("diverges at last", 1, "error: the loss of the test data is nan: lower the learning rate"),  # after its step
+        ("no classifier", 2, "its loss is mean_squared_error; this program trains classifiers only"),
+        ("truncated", 2, "train-images-idx3-ubyte is truncated: its header says 7856 bytes"),
+    ):
+        assert runs[name].codes == [code] * RANKS
+        assert err[name].count(told) == 1, err[name]
+        assert "Warning" not in err[name]
+        assert "Traceback" not in err[name]
+        assert [*runs[name].folder.iterdir()] == []
+    assert "epoch" not in out["no classifier"]
 
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("bad", BAD)
-def test_bad_arguments_are_told_in_one_line(bad: str, bad_outcomes: dict[str, list[dict[str, Any]]]) -> None:
-    ranks = bad_outcomes[bad]
-    assert [rank["code"] for rank in ranks] == [2, 2]
-    errors = [line for rank in ranks for line in rank["stderr"].splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, ranks
-    assert BAD[bad][1] in errors[0]
-    assert "Traceback" not in ranks[0]["stderr"] + ranks[1]["stderr"]
-    assert ranks[0]["stdout"] + ranks[1]["stdout"] == ""
-
-
-STRATEGY_RUNS = {
-    "parameter_server": ["--servers", "2", "--stale", "scale", "--max-staleness", "4", "--warm-up", "1"],
-    "central_storage": ["--storage-rank", "3"],
-    "spare_replicas": ["--backup-workers", "1"],
-}
-STEP = ["--accumulate", "2", "--clip-norm", "5", "--ema", "0.9", "--schedule", "cosine", "--warmup-steps", "5"]
+def test_bad_arguments_are_told_in_one_line(bad: str, runs: dict[str, Run]) -> None:
+    run = runs[f"bad {bad}"]
+    assert run.codes == [2] * RANKS
+    (told,) = [line for line in run.said("stderr").splitlines() if line.startswith("error: ")]
+    assert BAD[bad][1] in told
+    assert "Traceback" not in run.said("stderr")
+    assert run.said("stdout") == ""
 
 
 @pytest.mark.jobs
-def test_strategies(tmp_path: Path) -> None:
-    """In one job: each strategy, and servers with checkpoints and transforms."""
-    lines = [["--strategy", name, *options, "--json", f"{name}.json"] for name, options in STRATEGY_RUNS.items()]
-    lines += [["--strategy", "parameter_server", "--epochs", "9", "--checkpoint", "run", *STEP]]
-    short = ["--data", "iris", "--epochs", "20"]
-    found = in_one_job(4, [("trainers.cli.main", [*short, *line], str(tmp_path)) for line in lines], tmp_path)
-    assert [{rank["code"] for rank in ranks} for ranks in found] == [{0}] * 4, found
-    for name in STRATEGY_RUNS:
-        result = json.loads((tmp_path / f"{name}.json").read_text())
-        assert (result["strategy"], result["ranks"], len(set(result["parameters_sha256"]))) == (name, 4, 1)
+def test_a_saved_model_is_tested_and_a_training_goes_on_with_other_data_when_that_is_asked_for(
+    runs: dict[str, Run],
+) -> None:
+    assert runs["other data"].codes == [2] * RANKS
+    refused = r"of a training with other data, .*; give the same rows .*--other-data"
+    assert re.search(refused, runs["other data"].said("stderr"))
+    assert runs["other data on purpose"].codes == runs["tested"].codes == [0] * RANKS
+    assert "the end of epoch 1" in runs["other data on purpose"].said("stdout")
+    tested = runs["tested"].said("stdout").splitlines()
+    assert tested[-1] == runs["iris"].said("stdout").splitlines()[-1]
+    assert not any(line.startswith("epoch ") for line in tested)
+
+
+@pytest.mark.jobs
+def test_strategies(runs: dict[str, Run]) -> None:
+    for name in ("parameter_server", "central_storage", "spare_replicas"):
+        assert runs[name].codes == [0] * RANKS, runs[name].ranks
+        result = runs[name].result()
+        assert (result["strategy"], result["ranks"], len(set(result["parameters_sha256"]))) == (name, RANKS, 1)
         assert result["test_accuracy"] > 0.8
-    served = json.loads((tmp_path / "parameter_server.json").read_text())
+    served = runs["parameter_server"].result()
     assert (served["servers"], served["stale"], served["max_staleness"], served["warm_up"]) == (2, "scale", 4, 1)
     assert 0 < len(served["history"][-1]["staleness"]) <= 5
-    assert "test accuracy: " in found[3][0]["stdout"]
+    assert "test accuracy: " in runs["all of a step"].said("stdout")
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("name", ["watched", "watched servers"])
+def test_options_of_watching(name: str, runs: dict[str, Run]) -> None:
+    """Events, a table and a trace, which agree with the results."""
+    pytest.importorskip("tensorboardX")
+    run = runs[name]
+    assert run.codes == [0] * RANKS, run.ranks
+    history = run.result()["history"]
+    assert len(history) == 3
+    with (run.folder / "log.csv").open(newline="") as file:
+        assert [float(row["loss"]) for row in csv.DictReader(file)] == [epoch["loss"] for epoch in history]
+    shown = event_files.values(run.folder / "logs" / "train")
+    for measure in ("loss", "accuracy", "learning_rate", "samples_per_second", "communication_share", "seconds"):
+        values = [each for each in shown if each.tag == f"epoch_{measure}"]
+        assert [each.step for each in values] == [0, 1, 2]
+        if measure != "learning_rate":
+            assert [each.value for each in values] == pytest.approx([epoch[measure] for epoch in history], rel=1e-6)
+    events = check_trace(json.loads((run.folder / "trace.json").read_text()), RANKS)
+    kinds = {event["cat"] for event in events}
+    assert {"data", "compute", "update"} < kinds
+    assert ("wait" in kinds) == (name == "watched")
+
+
+@pytest.mark.jobs
+def test_logs_of_each_rank(runs: dict[str, Run]) -> None:
+    """With the epochs, and with the error that ends the job; a file of a former job is continued."""
+    assert runs["logged"].codes == [0] * RANKS
+    assert runs["logged"].said("stderr").count("epoch") == 0
+    assert runs["logged to the end"].codes == [1] * RANKS
+    for rank in range(RANKS):
+        text = (runs["logged"].folder.parent / "logs" / f"rank-{rank}.log").read_text()
+        assert text.startswith("a line of the job before\n") == (rank == 1)
+        line = rf"\d{{4}}-\S+ \S+ rank {rank} of {RANKS} on \S+ process \d+"
+        assert len(re.findall(rf"^{line} INFO trainers: epoch [12] of 2: loss \d", text, re.MULTILINE)) == 2
+        assert re.search(rf"^{line} ERROR trainers: DivergedError: the loss became", text, re.MULTILINE)
 
 
 def test_bad_arguments_end_the_job_with_one_line(mpirun: JobRunner) -> None:
@@ -276,6 +329,11 @@ def test_defaults_depend_on_the_data() -> None:
     assert parse(["--hidden", "none"], True).hidden == ()
     assert parse(["--ranks-per-node", "2"], True).ranks_per_node == 2
     assert parse(["--standby", "0"], True).standby == 0  # none needs no --on-failure
+    assert (iris.allreduce, iris.servers) == ("auto", None)  # no value of another strategy
+    servers = parse(["--strategy", "parameter_server"], True)
+    assert (servers.updates, servers.stale, servers.max_staleness, servers.exact) == ("async", "keep", None, None)
+    assert parse(["--prometheus", "0"], True).prometheus == (0, "127.0.0.1")
+    assert parse(["--prometheus", "0.0.0.0:9400"], True).prometheus == (9400, "0.0.0.0")
 
 
 @pytest.mark.parametrize(
@@ -303,55 +361,19 @@ def test_defaults_depend_on_the_data() -> None:
         (["--strategy", "parameter_server", "--servers", "0"], "must be an integer >= 1, got '0'"),
         (["--strategy", "mirorred"], "invalid choice: 'mirorred'"),
         (["--backups", "2"], "must be 0 or 1, got '2'"),
+        (
+            ["--checkpoint", "a", "--checkpoint-every", "5"],
+            "--checkpoint-every: every='5' is not a period",
+        ),
+        (["--early-stopping", "0"], "argument --early-stopping: "),
+        (["--prometheus=-1"], "must be PORT or ADDRESS:PORT"),
+        (["--prometheus", "host:"], "must be PORT or ADDRESS:PORT"),
+        (["--prometheus", "65536"], "must be PORT or ADDRESS:PORT"),
     ],
 )
 def test_bad_options(args: list[str], text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
         parse(args, True)
-
-
-def test_every_option_of_a_strategy_is_refused_by_those_that_have_no_use_for_it() -> None:
-    def words(name: str, value: str) -> list[str]:
-        option = BY_NAME[name]
-        return [option.flag, value] if option.choices or option.metavar else [option.flag]
-
-    for option in BY_NAME.values():
-        value = (option.choices or [{"allreduce": "ring", "compress": "bfloat16"}.get(option.name, "1")])[-1]
-        if not option.strategies:
-            continue
-        read = option.type(value) if option.choices or option.metavar else True
-        needed = [word for name, values in option.needs.items() for word in words(name, (values or ["4"])[-1])]
-        for other in STRATEGIES:
-            given = ["--strategy", other, *words(option.name, value)]
-            if other in option.strategies:
-                assert getattr(parse([*given, *needed], True), option.name) == read
-            else:
-                with pytest.raises(ArgumentError, match=f"{option.given(read)} has no effect with --strategy {other}"):
-                    parse(given, True)
-
-
-@pytest.mark.parametrize("option", [each for each in BY_NAME.values() if each.needs], ids=lambda option: option.name)
-def test_every_option_needs_the_options_that_it_declares(option: Option) -> None:
-    value = [] if not option.metavar and not option.choices else [(option.choices or ["5 steps", "1"])[0]]
-    if option.metavar in ("N", "X", "FILE"):
-        value = [{"N": "1", "X": "0.5", "FILE": "run.csv"}[option.metavar]]
-    strategy = ["--strategy", option.strategies[0]] if option.strategies else []
-    for name, values in option.needs.items():
-        wrong = [BY_NAME[name].flag, BY_NAME[name].choices[0]] if values else []
-        with pytest.raises(ArgumentError, match=f"{option.flag}.* (needs|use) {BY_NAME[name].flag}"):
-            parse([*strategy, option.flag, *value, *wrong], True)
-
-
-def test_help_has_the_ten_options_that_most_trainings_need(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--help"], True)
-    told = capsys.readouterr().out
-    assert set(re.findall(r"^  (--[\w-]+)", told, re.MULTILINE)) == {
-        *(option.flag for option in BY_NAME.values() if option.common),
-        "--help-all",
-    }
-    assert sum(option.common for option in BY_NAME.values()) == 10
-    assert "--help-all shows the other options" in told
 
 
 @pytest.mark.parametrize("backups", [0, 1])
@@ -379,18 +401,6 @@ def test_options_become_the_objects_of_a_trainer_and_of_a_fit() -> None:
         assert step_options(parse(text.split(), True))["transforms"] == transforms
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (["--backups", "1"], "^--backups 1: with --update replicated all ranks have the whole state"),
-        (["--strategy", "spare_replicas", "--backup-workers", "9"], "^--backup-workers 9: spare must be an integer"),
-    ],
-)
-def test_the_error_of_a_trainer_names_the_option(given: list[str], text: str) -> None:
-    with Topology() as topology, pytest.raises(ArgumentError, match=text):
-        make_trainer(parse(given, True), NumpyNetwork([4, 3]), topology)
-
-
 def test_help_all_has_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help-all"], True)
@@ -404,55 +414,6 @@ def test_help_all_has_every_option_with_its_default(capsys: pytest.CaptureFixtur
     assert [parse(["--compress", name], True).compress for name in compressions] == compressions
     assert "powersgd:4" in compressions
     assert ", ".join(allreduce.NAMES) in told
-
-
-def test_standby_ranks_have_to_be_of_use() -> None:
-    on = ["--standby", "1", "--on-failure", "continue"]
-    main.check(parse(on, True), 3)
-    with pytest.raises(ArgumentError, match="--standby 1 can't be used with --ranks-per-node"):
-        main.check(parse([*on, "--ranks-per-node", "2"], True), 3)
-
-
-def test_options_of_other_strategies_have_no_value() -> None:
-    assert (parse([], True).allreduce, parse([], True).servers) == ("auto", None)
-    servers = parse(["--strategy", "parameter_server"], True)
-    assert (servers.updates, servers.stale, servers.max_staleness, servers.exact) == ("async", "keep", None, None)
-
-
-# The options of the group "watching"
-
-
-@pytest.mark.jobs
-def test_options_of_watching(tmp_path: Path) -> None:
-    """Three ranks: events, a table and a trace, which agree with the results."""
-    pytest.importorskip("tensorboardX")
-    arguments = ["--data", "iris", "--epochs", "3", "--early-stopping", "5", "--json", "result.json"]
-    arguments += ["--trace", "trace.json", "--tensorboard", "logs", "--csv", "log.csv"]
-    strategies = {"mirrored": [], "parameter_server": ["--servers", "1", "--updates", "async"]}
-    lines: list[Program] = [
-        ("trainers.cli.main", [*arguments, "--strategy", name, *own], tmp_path / name)
-        for name, own in strategies.items()
-    ]
-    for name in strategies:
-        (tmp_path / name).mkdir()
-    for strategy, ranks in zip(strategies, in_one_job(3, lines, tmp_path), strict=True):
-        folder = tmp_path / strategy
-        assert [rank["code"] for rank in ranks] == [0] * 3, ranks
-        history = json.loads((folder / "result.json").read_text())["history"]
-        assert len(history) == 3
-        with (folder / "log.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        assert [float(row["loss"]) for row in rows] == [epoch["loss"] for epoch in history]
-        shown = event_files.values(folder / "logs" / "train")
-        for name in ("loss", "accuracy", "learning_rate", "samples_per_second", "communication_share", "seconds"):
-            values = [each for each in shown if each.tag == f"epoch_{name}"]
-            assert [each.step for each in values] == [0, 1, 2]
-            if name != "learning_rate":
-                assert [each.value for each in values] == pytest.approx([epoch[name] for epoch in history], rel=1e-6)
-        events = check_trace(json.loads((folder / "trace.json").read_text()), 3)
-        kinds = {event["cat"] for event in events}
-        assert {"data", "compute", "update"} < kinds
-        assert ("wait" in kinds) == (strategy == "mirrored")
 
 
 def test_what_the_options_of_watching_mean() -> None:
@@ -471,45 +432,8 @@ def test_what_the_options_of_watching_mean() -> None:
     assert (type(trace), trace.path) == (Timeline, "trace.json")
 
 
-@pytest.mark.parametrize("option", ["--trace", "--csv"])
-@pytest.mark.parametrize("path", ["/missing/folder/file", ".", "-"])
-def test_files_that_can_not_be_written(option: str, path: str) -> None:
-    with pytest.raises(ArgumentError, match=f"{option} {path}: "):
-        results.check_targets(parse([option, path], shown=False))
-
-
-@pytest.mark.parametrize("number", ["0", "-1", "x"])
-def test_no_number_of_epochs(number: str) -> None:
-    with pytest.raises(ArgumentError, match="early-stopping"):
-        parse(["--early-stopping", number], shown=False)
-
-
 def test_the_extra_tensorboard_brings_what_writes_and_what_shows() -> None:
     """docs/run/monitor.md uses `tensorboard --logdir logs`; tensorboardX writes the files, but has no such command."""
     lines = (launch.ROOT / "pyproject.toml").read_text().splitlines()
     (extra,) = [line for line in lines if line.startswith("tensorboard = ")]
     assert {'"tensorboardX', '"tensorboard'} <= set(re.findall(r'"\w+', extra))
-
-
-@pytest.mark.jobs
-def test_logs_of_each_rank(mpirun: JobRunner, tmp_path: Path) -> None:
-    """With the epochs, and with the error that ends the job; a second job continues the files."""
-    command = ["-m", "trainers", "--data", "iris", "--epochs", "2", "--log-dir", "logs"]
-    job = mpirun(2, command, cwd=tmp_path)
-    assert job.returncode == 0, job.stderr
-    assert job.stderr.count("epoch") == 0
-    job = mpirun(2, [*command, "--lr", "1e38"], cwd=tmp_path)
-    assert job.returncode == 1
-    for rank in range(2):
-        text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
-        line = rf"\d{{4}}-\S+ \S+ rank {rank} of 2 on \S+ process \d+"
-        assert len(re.findall(rf"^{line} INFO trainers: epoch [12] of 2: loss \d", text, re.MULTILINE)) == 2
-        assert re.search(rf"^{line} ERROR trainers: DivergedError: the loss became", text, re.MULTILINE)
-
-
-@pytest.mark.parametrize(("given", "means"), [("0", (0, "127.0.0.1")), ("0.0.0.0:9400", (9400, "0.0.0.0"))])
-def test_the_port_for_prometheus(given: str, means: tuple[int, str]) -> None:
-    assert parse(["--prometheus", given], shown=False).prometheus == means
-    for wrong in ("-1", "host:", "65536"):
-        with pytest.raises(ArgumentError, match="must be PORT or ADDRESS:PORT"):
-            parse([f"--prometheus={wrong}"], shown=False)
