@@ -30,7 +30,7 @@ def decode(content: np.ndarray) -> Any:
     try:
         return from_json(json.loads(np.asarray(content, np.uint8).tobytes()))
     except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RuntimeError, MemoryError) as error:
-        raise ValueError(f"it holds no values: {error!r}") from error
+        raise ValueError(f"it holds no values: {type(error).__name__}: {error}") from error
 
 
 def to_json(value: Any, tensors: list[Any] | None = None, named_tuples: bool = False, where: str = "") -> Any:

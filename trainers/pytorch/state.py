@@ -69,7 +69,7 @@ def _text(group: dict) -> str:
 def broadcast_tensors(comm: MPI.Intracomm, tensors: Iterable[Tensor], root: int = 0) -> None:
     """Broadcast tensors of any dtype from rank `root`, in place, through host memory. Collective."""
     for tensor in tensors:
-        whole = tensor.detach()
+        whole = tensor.data  # a write through it is no edit of the program's, which another optimizer would refuse
         packed = whole.cpu().contiguous()
         broadcast(comm, [as_bytes(packed)], root, f"receive tensors of rank {root}")
         if packed is not whole:

@@ -54,6 +54,24 @@ def test_gan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> N
         assert of_generator.steps == of_judge.steps == 10
 
 
+def test_sharded_optimizers_of_one_module(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """Making the second one, and editing(), write to the first one's parameters, in a layout of their own too."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(4, 2))
+    with contextlib.ExitStack() as stack:
+        optimizers = [
+            stack.enter_context(MirroredOptimizer(adamw(part), model, topology=flat, update="sharded"))
+            for part in (model[0], model[2])
+        ]
+        for _ in range(2):
+            model(torch.ones(1, 3, 2, 2)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            with optimizers[1].editing(), torch.no_grad():
+                model[2].weight.mul_(0.5)
+        assert_mirrored(world, model)
+
+
 @pytest.mark.parametrize("loop", ["in one backward", "one of them alone"])
 def test_join_with_two_optimizers_is_refused(world: MPI.Intracomm, flat: allreduce.Topology, loop: str) -> None:
     """A rank without batches would not know whose average comes next, so it would be a batch of zeros."""
