@@ -72,6 +72,7 @@ def why_not(tmp_path_factory: pytest.TempPathFactory) -> str | None:
     return ended.stderr.strip() if ended.returncode == 2 else None
 
 
+@pytest.mark.expensive
 def test_grid(rig: Rig) -> None:
     sizes = 3, 1
     job = rig("3+1", "10gbit", "--", "python", "-m", "tests.benchmarks.cluster_grid")

@@ -228,7 +228,7 @@ def test_programs_are_found() -> None:
 
 def marked(job: list[Program]) -> Any:
     """Mark the programs of the frameworks whose import takes longest."""
-    expensive = job[0].framework in ("jax", "keras")
+    expensive = job[0].framework in ("torch", "jax", "keras")
     name = f"{job[0].name}+{len(job) - 1}"
     return pytest.param(job, marks=pytest.mark.expensive if expensive else (), id=name)
 

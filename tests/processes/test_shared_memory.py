@@ -57,6 +57,7 @@ def test_jobs_that_take_it_from_each_other(mpi: str) -> None:
     assert run(4, code, mpi).count("lacking") == 4  # MPICH joins the lines of two ranks now and then
 
 
+@pytest.mark.expensive
 def test_many_ranks() -> None:
     code = (
         "import numpy as np, allreduce\n"

@@ -1,9 +1,9 @@
 """In which jobs a file of tests on ranks runs: in those of its folder, or of a line `JOBS = "openmpi 1 2 5"` in it.
 
 Many processes take long on the two cores that CI has: above all with PyTorch, which is installed beside Open MPI alone,
-and under MPICH, whose every message takes longer there. 2 ranks of Open MPI run all files, the other jobs those that
-depend on the number of ranks or on the MPI; pairs.py chooses the cases of their tests. "quick 2" is the job of
-`scripts/test.sh --quick` on 2 ranks.
+and under MPICH, whose every message takes longer there. 2 ranks of Open MPI run all files. The other jobs run those
+that depend on the MPI or on the number of ranks: those whose code takes branches on 3 ranks that it takes neither on 1
+nor on 2. pairs.py chooses the cases of their tests. "quick 2" is the job of `scripts/test.sh --quick` on 2 ranks.
 """
 
 import re

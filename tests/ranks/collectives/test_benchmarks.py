@@ -10,7 +10,7 @@ import allreduce
 from benchmarks.lib.timing import MOST_BURST, PERIOD, Cell, Checker, Plan, measure
 from tests.ranks.grid import numpy_dtype
 
-JOBS = "openmpi 1 2 3, mpich 2"
+JOBS = "openmpi 1 2, mpich 2"
 
 WORLD = MPI.COMM_WORLD
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16", "uint8", "int8")

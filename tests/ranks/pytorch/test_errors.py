@@ -23,6 +23,8 @@ from trainers import (
 from trainers.callbacks import CheckDivergence, CheckGradients
 from trainers.pytorch import Buckets, GradientError, MirroredOptimizer, assembly
 
+JOBS = "openmpi 1 2"
+
 
 def model_of(*sizes: int) -> nn.Sequential:
     torch.manual_seed(0)

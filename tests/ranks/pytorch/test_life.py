@@ -34,6 +34,8 @@ from tests.ranks.together import raised_everywhere
 from trainers.callbacks import CheckDivergence
 from trainers.pytorch import Buckets, GradientError, MirroredOptimizer, optimizer_group
 
+JOBS = "openmpi 1 2"
+
 
 @pytest.mark.skipif(SIZE != 2, reason="one rank waits for the other")
 @both_overlaps

@@ -19,6 +19,9 @@ from trainers.errors import ArgumentError
 from trainers.pytorch import Buckets
 from trainers.replicas.pytorch import TorchReplica
 
+JOBS = "openmpi 1 2"
+
+
 torch.set_num_threads(1)
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

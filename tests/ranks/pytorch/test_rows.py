@@ -27,6 +27,9 @@ from tests.ranks.pytorch.trained import (
 from tests.ranks.together import raised, raised_everywhere
 from trainers.callbacks import CheckDivergence
 
+JOBS = "openmpi 1 2"
+
+
 # Rows
 
 BAD: list[Any] = [-1, float("nan"), "3", True, None]

@@ -40,6 +40,7 @@ from trainers.pytorch import Buckets, GradientError, MirroredOptimizer
 from trainers.strategies.transforms.transform import Applied, Transform
 from trainers.watching.meter import NormMeter
 
+JOBS = "openmpi 1 2"
 NORM = 0.05
 UPDATES = {"replicated": "replicated", "sharded": "sharded", "tensors": Sharded(shard="tensors")}
 all_updates = pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)

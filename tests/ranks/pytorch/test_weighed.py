@@ -23,6 +23,9 @@ from trainers import (
 from trainers.errors import ArgumentError
 from trainers.replicas.pytorch import TorchReplica
 
+JOBS = "openmpi 1 2"
+
+
 torch.set_num_threads(1)
 
 STRATEGIES: dict[str, Callable[..., Any]] = {

@@ -15,6 +15,7 @@ from allreduce.torch_backend import Options
 from allreduce.torch_backend.reduce import COMPRESS_FROM
 from tests.ranks.together import raised_everywhere
 
+JOBS = "openmpi 1 2"
 Op = dist.ReduceOp
 LONG = COMPRESS_FROM + 3
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # old names of PyTorch's functions

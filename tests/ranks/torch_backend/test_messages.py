@@ -11,6 +11,7 @@ from torch.distributed import irecv, isend
 
 import allreduce.torch_backend  # noqa: F401
 
+JOBS = "openmpi 2"
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size == 1, reason="PyTorch refuses messages of a rank to itself")
 LARGE = 300_000  # elements: MPI sends such a message only after a handshake
 

@@ -20,6 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import Linear, Module, Sequential, Tanh
 from torch.nn.parallel import DistributedDataParallel
 
+JOBS = "openmpi 2 3"
 STEPS, ROWS = 4, 4
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

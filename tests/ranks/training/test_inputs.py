@@ -17,6 +17,7 @@ from trainers import Loader, MirroredTrainer, NumpyNetwork
 from trainers.errors import ArgumentError, CheckpointError, DataError
 from trainers.fit.weights import ClassWeights
 
+JOBS = "openmpi 1 2"
 BATCH = 12
 CLASS_WEIGHT = {0: 3.0, 2: 0.5}
 

@@ -18,7 +18,7 @@ from trainers import Checkpoint, Loader
 from trainers.callbacks import Callback, EarlyStopping
 from trainers.errors import ArgumentError, ModelFileError
 
-JOBS = "quick 2, openmpi 1 2 3, mpich 2"
+JOBS = "quick 2, openmpi 1 2, mpich 2"
 
 CLASSES = 3
 X, Y = data(6)

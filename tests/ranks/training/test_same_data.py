@@ -11,6 +11,7 @@ import allreduce
 from allreduce import notices
 from trainers.checks import SameData
 
+JOBS = "openmpi 2"
 SIZE = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
 pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has all data")

@@ -17,6 +17,7 @@ from trainers.apps.tables import streams
 from trainers.cli.main import main
 from trainers.errors import ArgumentError, DataError
 
+JOBS = "openmpi 1 2"
 SIZES: dict[str, Any] = {"epochs": 2, "batch_size": 32, "progress": False}
 
 
