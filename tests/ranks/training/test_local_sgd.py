@@ -25,7 +25,7 @@ from tests.gpu import fake_cupy
 from tests.ranks.together import raised_everywhere
 from tests.ranks.training import fits
 from tests.ranks.training.fits import SIZE, Once, X, Y, fail
-from trainers import Checkpoint, LocalSGD, MirroredTrainer, NumpyNetwork
+from trainers import Checkpoint, LocalSGD, MirroredTrainer, NumpyNetwork, OuterSGD
 from trainers.callbacks import Callback, CheckDivergence, CheckGradients
 from trainers.errors import ArgumentError, ModelFileError
 from trainers.files import checkpoint as files
@@ -261,3 +261,16 @@ def test_memory_of_a_gpu_that_the_backend_can_not_read(flat: allreduce.Topology)
         rounds.count_step()
         rounds.end()
     assert parameters.tolist() == [1 + (SIZE - 1) / 2] * 5
+
+
+def test_statistics_behind_the_parameters_have_no_outer_step(flat: allreduce.Topology) -> None:
+    """Not even the first of them; running statistics, say, are averaged alone."""
+    parameters, sent = np.ones(5, np.float32), np.zeros(5, np.float32)
+    average = LocalSGD(2, OuterSGD(0.5, 0.0, nesterov=False), fragments=2)
+    with allreduce.create("ring", flat) as backend:
+        rounds = Rounds(average, flat.private(), [parameters], backend, Flat(sent, sent), averaged=2)
+        parameters += flat.rank
+        rounds.count_step()
+        rounds.end()
+    mean = (SIZE - 1) / 2
+    assert parameters.tolist() == [1 + mean / 2] * 3 + [1 + mean] * 2
