@@ -65,6 +65,8 @@ def test_one_tensor_instead_of_a_list_and_operations_and_roots_by_name() -> None
         assert tensor.tolist() == (expected if number < len(everywhere) or rank() == 0 else mine().tolist()), number
     group.barrier(timeout=limit).wait()
     group.barrier(limit).wait()
+    assert dist.all_reduce(mine(), async_op=True).wait(30.0)
+    group.monitored_barrier(30.0)
     group.set_timeout(60.0)
 
 
