@@ -231,6 +231,15 @@ def test_builtin_comm_hooks_are_refused_by_name() -> None:
     assert model.module.bias.grad.item() == 1
 
 
+def test_gradients_of_no_sync_are_averaged_with_the_next() -> None:
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    with model.no_sync():
+        model(mine()[None]).sum().backward()
+    assert model.module.weight.grad.tolist() == [mine().tolist()]
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.module.weight.grad.tolist() == [pytest.approx([(size() + 1) / 2 + 1] * 2)]
+
+
 # DDP with fewer batches on some ranks
 
 
