@@ -58,14 +58,19 @@ def test_gan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> N
 
 @both_updates
 @both_overlaps
+@pytest.mark.parametrize("own", [False, True], ids=["one topology", "own topologies"])
 def test_ranks_whose_backward_has_other_models(
-    world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str
+    world: MPI.Intracomm, flat: allreduce.Topology, own: bool, overlap: bool, update: str
 ) -> None:
     """Two in another order, or only one of them, which this rank then steps first: no rank waits for its step."""
     models, x = [network(1), network(2)], data()[0][0]
-    options: dict[str, Any] = {"topology": flat, "update": update, "buckets": Buckets(overlap, **SMALL_BUCKETS)}
+    options: dict[str, Any] = {"update": update, "buckets": Buckets(overlap, **SMALL_BUCKETS)}
     with contextlib.ExitStack() as stack:
-        optimizers = [stack.enter_context(MirroredOptimizer(adamw(each), each, **options)) for each in models]
+        topologies = flat, stack.enter_context(allreduce.Topology()) if own else flat
+        optimizers = [
+            stack.enter_context(MirroredOptimizer(adamw(model), model, topology=topology, **options))
+            for model, topology in zip(models, topologies, strict=True)
+        ]
         for step in range(8):
             lacking, missed = step % SIZE, step // 2 % 2  # a rank, and the model that it leaves out
             used = [each for each in models if SIZE == 1 or world.rank != lacking or each is not models[missed]]
