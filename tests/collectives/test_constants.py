@@ -67,6 +67,7 @@ def test_identity_names_no_host() -> None:
         (table(entries=[entry(node_sizes=["2"])]), "malformed"),
         (table(entries=[entry(node_sizes=[])]), "malformed"),
         (table(entries=[entry(simulated=1)]), "malformed"),
+        (table(entries=[entry(constants={})]), "malformed"),
         (table(entries=[entry(constants=values(alpha="1"))]), "malformed .*constants="),
         (table(entries=[entry(constants=values(alpha=True))]), "malformed .*constants="),
         (table(entries=[entry(constants=values(alpha=-1e-6))]), "malformed .*constants="),

@@ -259,3 +259,13 @@ def test_int8_depends_on_seed_and_rank(flat: allreduce.Topology) -> None:
             assert (both[0] != both[-1]).mean() > 0.5, "ranks with equal values round alike"
     assert len(results[0]) == 1
     assert results[0] != results[1]
+
+
+@pytest.mark.parametrize("compress", ["bfloat16", "int8"])
+def test_one_rank_rounds_nothing(compress: str) -> None:
+    with allreduce.Topology(MPI.COMM_SELF) as alone, allreduce.create("ring", alone, compress=compress) as reduce:
+        array = reduce.allocate(9000)
+        array[:] = gradient(0, 9000)
+        reduce(array)
+        assert (array == gradient(0, 9000)).all()
+        assert not reduce.state()

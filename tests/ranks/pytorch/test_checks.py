@@ -2,6 +2,7 @@
 out."""
 
 import copy
+import itertools
 from functools import partial
 from typing import Any
 
@@ -106,15 +107,15 @@ SENT = {"float16": 65504, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64"
 def test_gradients_too_large_to_be_sent(
     world: MPI.Intracomm, flat: allreduce.Topology, dtype: torch.dtype, compress: str | None, update: str
 ) -> None:
-    """They are finite on the rank that computed them, and would be infinite on the others."""
+    """They are finite on the rank that computed them, and would be infinite on the others: an error, or no step."""
     own = str(dtype).removeprefix("torch.")
     sent = own if compress is None or dtype.itemsize == 2 else compress
     options: dict[str, Any] = {"topology": flat, "update": update, "compress": compress}
-    for large in (1e5, 1e30):
+    for large, check in itertools.product((1e5, 1e30), (CheckGradients(), SkipNotFinite())):
         model = nn.Linear(40, 1, bias=False).to(dtype)
         nn.init.ones_(model.weight)
         plain = torch.optim.SGD(model.parameters(), lr=1e-35)
-        with mirrored(plain, model, transforms=[CheckGradients()], **options) as optimizer:
+        with mirrored(plain, model, transforms=[check], **options) as optimizer:
 
             def step(factor: float) -> None:
                 optimizer.zero_grad()
@@ -125,6 +126,10 @@ def test_gradients_too_large_to_be_sent(
             factor = large if world.rank == 1 else 1.0
             if large < SENT[sent]:
                 step(factor)
+                assert optimizer.steps_skipped == 0
+            elif isinstance(check, SkipNotFinite):
+                step(factor)
+                assert optimizer.steps_skipped == 1
             else:
                 text = raised_everywhere(world, NotFiniteError, partial(step, factor))
                 count = "1 infinite gradient" if large > SENT[own] else f"1 gradient too large for {sent}"

@@ -22,6 +22,7 @@ from tests.ranks.pytorch.trained import (
     OPTIMIZERS,
     SIZE,
     both_overlaps,
+    both_updates,
     data,
     mine,
     mirrored,
@@ -127,6 +128,26 @@ def test_memory_of_one_rank_is_edited_in_place(flat: allreduce.Topology) -> None
             model[0].weight.mul_(0)
         train(model, optimizer, mine, steps=1)
         assert model[0].weight.abs().max() < 0.5
+
+
+@both_updates
+@both_overlaps
+def test_a_model_that_moves_before_its_gradients_are_averaged(
+    world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool, update: str
+) -> None:
+    """Gradients of no_sync() are averaged in their new memory, once."""
+    model = network()
+    with mirrored(sgd(model), model, topology=flat, update=update, buckets=Buckets(overlap)) as optimizer:
+        with optimizer.no_sync():
+            (model[4].bias.sum() * (world.rank + 1)).backward()
+        assert model[4].bias.grad.tolist() == [world.rank + 1] * 3
+        model.double().float()
+        for _ in range(2):
+            optimizer.synchronize()
+        assert model[4].bias.grad.tolist() == pytest.approx([(SIZE + 1) / 2] * 3)
+        assert update == "sharded" or model[0].weight.grad is None
+        optimizer.step()
+        assert optimizer._parts.reducer._begun == 1
 
 
 # The check

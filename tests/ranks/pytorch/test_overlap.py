@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import allreduce
 from tests.ranks.together import raised_everywhere
 from tests.ranks.training.fits import Once, data
-from trainers import EMA, Accumulate, ClipNorm, MirroredTrainer, SkipNotFinite
+from trainers import EMA, Accumulate, ClipNorm, Exact, LocalSGD, MirroredTrainer, SkipNotFinite
 from trainers.errors import ArgumentError
 from trainers.pytorch import Buckets
 from trainers.replicas.pytorch import TorchReplica
@@ -221,6 +221,27 @@ def test_interrupt(world: MPI.Intracomm, flat: allreduce.Topology, during: Bucke
     same_bits(world, flat, partial(replica, norm=False), run, during)
 
 
+class Quiet(TorchReplica):
+    """A replica that does not tell its first parameter."""
+
+    def gradients(self, *given: Any) -> Any:
+        if ready := self.ready:
+            self.ready = lambda number: ready(number) if number else None
+        return super().gradients(*given)
+
+
+def test_parameter_that_is_not_told(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    """It keeps the sum of the micro-batches before the last one."""
+
+    def make() -> TorchReplica:
+        model = Net()
+        made = Quiet(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+        made.early = True  # its gradients stay as they are
+        return made
+
+    same_bits(world, flat, make, partial(fit, transforms=[Accumulate(3)]))
+
+
 class Post(TorchReplica):
     """A replica that changes its gradients when it has all."""
 
@@ -232,13 +253,23 @@ class Post(TorchReplica):
         return found
 
 
-def test_replicas_that_can_not_sum_early_are_refused(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+def test_what_can_not_be_summed_early_is_refused(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
     model, some = Net(), replica()
     post = Post(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
     some.shapes = dict([*some.shapes.items()][:2])
-    for made, why in ((post, "before it has all"), (some, "shapes")):
-        text = raised_everywhere(world, ArgumentError, partial(MirroredTrainer, made, ALGORITHM, flat, buckets=DURING))
+    cases: list[tuple[TorchReplica, dict[str, Any], str]] = [
+        (post, {}, "before it has all"),
+        (some, {}, "shapes"),
+        (replica(), {"update": "sharded"}, 'only gradients of update="replicated"'),
+        (replica(), {"average": LocalSGD(2)}, "without `average`"),
+        (replica(), {"average": Exact()}, "without `average`"),
+        (replica(), {"compress": "bfloat16"}, "compressed and exact gradients"),
+    ]
+    for made, options, why in cases:
+        make = partial(MirroredTrainer, made, ALGORITHM, flat, buckets=DURING, **options)
+        text = raised_everywhere(world, ArgumentError, make)
         assert why in text
+        assert "leave it out" in text
 
 
 def test_auto_keeps_the_bits(topology_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,3 +343,4 @@ def test_as_one_process(world: MPI.Intracomm, flat: allreduce.Topology, seed: in
         assert_mirrored(world, loop.model)
         for optimizer in loop.optimizers:
             optimizer.close()
+        loop.pickle()

@@ -55,6 +55,21 @@ def test_rows_of_halves(flat: allreduce.Topology, dtype: torch.dtype) -> None:
         assert model.weight.grad.flatten().tolist() == pytest.approx([expected] * 4, rel=1e-2)
 
 
+def test_rows_of_equal_size_change_no_bit(flat: allreduce.Topology) -> None:
+    model, reference = network(), network()
+    with (
+        mirrored(sgd(model), model, topology=flat) as optimizer,
+        mirrored(sgd(reference), reference, topology=flat) as plain,
+    ):
+        for x, y in zip(*data(), strict=True):
+            optimizer.rows(3)  # by which a division is not exact
+            for net, each in ((model, optimizer), (reference, plain)):
+                each.zero_grad()
+                functional.cross_entropy(net(mine(x)), mine(y)).backward()
+                each.step()
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_a_closure_decides_alike(world: MPI.Intracomm, flat: allreduce.Topology, told: bool) -> None:
     """LBFGS with a line search branches on the loss: all ranks get the mean, which is weighted as the gradients are."""

@@ -15,9 +15,11 @@ from allreduce.health.status import LEFT
 from tests.ranks.pytorch.trained import (
     OPTIMIZERS,
     SIZE,
+    SMALL_BUCKETS,
     assert_mirrored,
     both_overlaps,
     both_updates,
+    data,
     network,
 )
 from trainers.pytorch import Buckets, MirroredOptimizer
@@ -52,6 +54,37 @@ def test_gan(world: MPI.Intracomm, flat: allreduce.Topology, overlap: bool) -> N
         assert_mirrored(world, generator)
         assert_mirrored(world, judge)
         assert of_generator.steps == of_judge.steps == 10
+
+
+@both_updates
+@both_overlaps
+@pytest.mark.parametrize("own", [False, True], ids=["one topology", "own topologies"])
+def test_ranks_whose_backward_has_other_models(
+    world: MPI.Intracomm, flat: allreduce.Topology, own: bool, overlap: bool, update: str
+) -> None:
+    """Two in another order, or only one of them, which this rank then steps first: no rank waits for its step."""
+    models, x = [network(1), network(2)], data()[0][0]
+    options: dict[str, Any] = {"update": update, "buckets": Buckets(overlap, **SMALL_BUCKETS)}
+    with contextlib.ExitStack() as stack:
+        topologies = flat, stack.enter_context(allreduce.Topology()) if own else flat
+        optimizers = [
+            stack.enter_context(MirroredOptimizer(adamw(model), model, topology=topology, **options))
+            for model, topology in zip(models, topologies, strict=True)
+        ]
+        for step in range(8):
+            lacking, missed = step % SIZE, step // 2 % 2  # a rank, and the model that it leaves out
+            used = [each for each in models if SIZE == 1 or world.rank != lacking or each is not models[missed]]
+            order = used if (world.rank + step) % 2 else used[::-1]
+            sum(model(x).sum(1).mean() for model in order).backward()
+            for number, optimizer in enumerate(optimizers):
+                optimizer.synchronize()
+                share = (SIZE - 1) / SIZE if SIZE > 1 and number == missed else 1
+                assert models[number][4].bias.grad.tolist() == pytest.approx([share] * 3)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for model in models:
+            assert_mirrored(world, model)
 
 
 def test_sharded_optimizers_of_one_module(world: MPI.Intracomm, flat: allreduce.Topology) -> None:

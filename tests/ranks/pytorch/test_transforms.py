@@ -184,6 +184,21 @@ def test_gaps_and_sparse_gradients(world: MPI.Intracomm, flat: allreduce.Topolog
     assert_mirrored(world, model)
 
 
+def test_transforms_run_each_time_that_a_closure_returns(world: MPI.Intracomm, flat: allreduce.Topology) -> None:
+    model, x = nn.Linear(3, 1), torch.arange(6.0).reshape(2, 3)
+    with mirrored(torch.optim.LBFGS(model.parameters(), max_iter=4), model, transforms=[Own()]) as optimizer:
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = (model(x) - world.rank).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert len(OwnApplied.made.calls) > 2
+    assert_mirrored(world, model)
+
+
 @both_updates
 @pytest.mark.parametrize("way", ["step", "closure", "join"])
 def test_an_error_on_one_rank_ends_the_step_on_all(

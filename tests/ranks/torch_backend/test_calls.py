@@ -65,6 +65,8 @@ def test_one_tensor_instead_of_a_list_and_operations_and_roots_by_name() -> None
         assert tensor.tolist() == (expected if number < len(everywhere) or rank() == 0 else mine().tolist()), number
     group.barrier(timeout=limit).wait()
     group.barrier(limit).wait()
+    assert dist.all_reduce(mine(), async_op=True).wait(30.0)
+    group.monitored_barrier(30.0)
     group.set_timeout(60.0)
 
 
@@ -227,6 +229,15 @@ def test_builtin_comm_hooks_are_refused_by_name() -> None:
     model.register_comm_hook(None, fp16_compress_hook)
     model(torch.ones(1, 2)).sum().backward()
     assert model.module.bias.grad.item() == 1
+
+
+def test_gradients_of_no_sync_are_averaged_with_the_next() -> None:
+    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    with model.no_sync():
+        model(mine()[None]).sum().backward()
+    assert model.module.weight.grad.tolist() == [mine().tolist()]
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.module.weight.grad.tolist() == [pytest.approx([(size() + 1) / 2 + 1] * 2)]
 
 
 # DDP with fewer batches on some ranks

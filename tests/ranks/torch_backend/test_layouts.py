@@ -435,6 +435,14 @@ def test_an_output_whose_elements_share_memory_is_an_error() -> None:
                 call(output())
         else:
             call(output())
+    works = [dist.isend(torch.ones(3), other), dist.irecv(output(), (rank() - 1) % size())]
+    dist.barrier()
+    for _ in range(2):  # the second wait finds the same error
+        if rank() == 0:
+            with pytest.raises(RuntimeError, match="single memory location"):
+                works[1].wait()
+    for work in works[: 1 if rank() == 0 else 2]:
+        work.wait()
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [size()] * 3

@@ -39,15 +39,14 @@ def test_what_stages_send() -> None:
 
 
 def test_messages_are_received_by_their_tags() -> None:
-    """Both neighbours send before they receive."""
+    """Both neighbours send before they receive. Those with the same tag arrive in their order."""
     rank, right, left = neighbours()
-    works = [isend(values(rank, tag), right, tag=tag) for tag in (1, 2)]
-    for tag in (2, 1):
-        place = torch.zeros(LARGE)
-        dist.recv(place, left, tag=tag)
-        assert torch.equal(place, values(left, tag))
+    works = [isend(values(rank, number), right, tag=tag) for number, tag in enumerate((1, 2, 1, 1))]
+    places = {number: torch.zeros(LARGE) for number in (1, 0, 2, 3)}
+    works += [irecv(place, left, tag=2 if number == 1 else 1) for number, place in places.items()]
     for work in works:
         work.wait()
+    assert all(torch.equal(place, values(left, number)) for number, place in places.items())
 
 
 def test_messages_of_a_group_beside_a_collective_of_another() -> None:

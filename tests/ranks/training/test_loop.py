@@ -163,6 +163,7 @@ def test_bad_options_raise_the_same_error_on_all_ranks(flat: allreduce.Topology)
         ({"transforms": [np.ones(2)]}, "is no transform; use Accumulate, "),
         ({"transforms": [EMA(0.9), EMA(0.99)]}, "two EMA"),
         ({"transforms": [Schedule(lambda step: math.nan)]}, "must return a number"),
+        ({"resume": True}, "resume=True needs the folder of the checkpoints"),
     ]
     with MirroredTrainer(network(), "ring", flat) as trainer:
         fit = functools.partial(trainer.fit, X, Y, 1, BATCH, progress=False)
