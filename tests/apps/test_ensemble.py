@@ -9,13 +9,14 @@ import pytest
 
 from tests import launch
 from tests.conftest import JobRunner, in_one_job
-from trainers import EMA, MirroredTrainer, NumpyNetwork, datasets
+from trainers import EMA, MirroredTrainer, NumpyNetwork, Samples, datasets
 from trainers.apps.ensemble import model as ensemble_model
-from trainers.apps.ensemble.drawn_rows import DrawnRows
+from trainers.apps.ensemble.drawn_rows import DrawnRows, taken
 from trainers.apps.ensemble.ensemble import EnsembleTrainer
 from trainers.apps.ensemble.model import EnsembleModel
 from trainers.apps.ensemble.voting import Scorer, Voting
 from trainers.apps.serving.versions import load_model
+from trainers.data import Arrays
 from trainers.errors import ArgumentError, CheckpointError, ModelFileError
 from trainers.files import model_file
 
@@ -137,6 +138,12 @@ def test_rows_of_members() -> None:
     assert DrawnRows(None, 3, 3, 10).of(1) is None
     with pytest.raises(ArgumentError, match="2 rows for 3 members"):
         DrawnRows("shards", 0, 3, 2)
+    x = np.arange(10)
+    for given in (Arrays((x, 2 * x)), Samples(list(zip(x, 2 * x, strict=True)))):
+        assert taken(given, DrawnRows(None, 0, 1, 10), True, 0).data in (given.data, given)
+        part: Any = taken(given, DrawnRows("shards", 3, 3, 10), None, 2).data
+        first, second = part if isinstance(given, Arrays) else part.take(np.arange(4))
+        assert (first.tolist(), second.tolist()) == (shards[2].tolist(), (2 * shards[2]).tolist())  # type: ignore[index]
 
 
 @pytest.fixture(scope="module")

@@ -266,6 +266,7 @@ REFUSED = [
     (MODEL, b'{"instances": [[1,2,3,4],[1,2,3,4],[1,2,3,4],[1,2,3,4]]}', "the most are 3"),
     (WORDS, [[1.0]], "integers from"),
     (WORDS, [[2**63]], "integers from"),
+    (table(), [[1]], "a list of 1"),
     (table(), [[1, True]], "true or false"),
     (table(), [[1, ["Rom"]]], "a list"),
     (table(), [{"age": 1, "town": {"x": 1}}], "an object is neither"),

@@ -108,6 +108,7 @@ params:
         (changed(maxValue=float("inf")), r"maxValue: Input should be a finite number, got inf"),
         (changed(type="INTEGER"), r"params.0.INTEGER.minValue: Input should be a valid integer, got a"),
         (changed(goal="MINIMIZE", hyperparameterMetricTag="accuracy"), r"MINIMIZE would find the worst accuracy"),
+        (changed(goal="MAXIMIZE", hyperparameterMetricTag="val_loss"), r"MAXIMIZE would find the worst val_loss"),
         (changed(maxTrials=5000 * "9"), r"^maxTrials: .*, got '999.{180,300}$"),
     ],
 )

@@ -135,6 +135,29 @@ def test_compressed_sums_send_fewer_bytes(rig: Rig, tmp_path: Path) -> None:
     assert sent["int8"] == pytest.approx((1 << 20) / 4, rel=0.15)
 
 
+STORE = """
+import allreduce.torch_backend, socket, torch, torch.distributed as dist
+
+dist.init_process_group("allreduce")
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+store = dist.distributed_c10d._get_default_store()
+while isinstance(store, dist.PrefixStore):
+    store = store.underlying_store
+if dist.get_rank() == 0:
+    print(tensor.item(), store.host, socket.socket().connect_ex(("127.0.0.1", store.port)) != 0)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.expensive
+def test_the_store_of_a_process_group_listens_on_the_network_of_the_hosts(rig: Rig) -> None:
+    pytest.importorskip("torch")
+    job = rig("2+1", "1gbit", "--", "python", "-c", STORE)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout == "3.0 10.0.0.1 True\n"
+
+
 LOSSES = ["--with-ft", "ulfm"]
 # A link that is cut is found out by the launcher's daemons, when they ask each other: by default after minutes.
 KEEPALIVE = [

@@ -225,6 +225,7 @@ def test_fit_report_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--overlap", "1.5"], "from 0 to 1"),
         (["--json", "/nowhere/at/all.json"], "does not exist"),
         (["--microbatches", "4"], "--microbatches needs --stages"),
+        (["--schedule", "gpipe"], "--schedule needs --stages"),
         (["--stages", "4", "--chunks", "2"], "needs --schedule interleaved, not 1f1b"),
         (["--stages", "4", "--microbatches", "2"], "1f1b needs --microbatches 4 or more"),
     ],

@@ -116,6 +116,7 @@ def pretended(tmp_path: Path) -> Pretended:
         (["checkpoint 1", "2", "0"], [], (), 2, "4 3", "the program refuses its arguments: giving up (exit code 2)"),
         (["checkpoint 1", "0"], ["--grow", "9"], ("echo a slots=8", "echo a slots=2"), 0, "8 2", ""),
         (["checkpoint 1", "0"], ["--grow", "9"], ("echo a:4; echo b:4", "echo a:4; echo c:4"), 0, "8 8", ""),
+        (["checkpoint 1", "0"], ["--grow", "9"], ("echo a:4; echo b:4", "echo b:4; echo a:4"), 0, "8 7", ""),
         (["checkpoint 1", "0"], ["--grow", "9"], ("echo a:4; echo b:4", "echo a:1; exit 1"), 0, "8 7", ""),
         (["checkpoint 1", "0"], [], ("echo ' a slots=08 # ours'", "exit 1"), 0, "8 7", ""),
         (["checkpoint 1", "0"], ["--ranks", "4"], ("echo a", "exit 1"), 0, "4 3", ""),  # more ranks than slots
@@ -295,6 +296,7 @@ def test_a_job_grows_with_its_hostfile(pretended: Pretended, tmp_path: Path) -> 
     [
         ([], "give the program after --"),
         (["--ranks", "none"], "--ranks none: give a number of at least 1"),
+        (["--ranks"], "--ranks needs a value"),
         (["--grow", "5", "--", "a"], "--grow 5: give the hosts by --hostfile FILE"),
         (["--rank", "3"], '"--rank" is not an option; put -- before the program'),
         (["--hostfile", "missing", "--", "a"], "--hostfile missing: there is no such file"),

@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests import launch
@@ -50,6 +51,10 @@ def test_what_must_be_seen_of_a_fault_is_seen(name: str, tmp_path: Path, monkeyp
     assert len(judged.faults) == len(plan.faults), "one did not come to happen"
     assert re.search(SAID.get(name, ""), ended.printed), ended.printed
     assert not losses or name.startswith("nobody") or any(fault.seconds is not None for fault in judged.faults)
+    right = tmp_path / plans.ALONE / "parameters.0.npy"
+    if judged.outcome == judging.SURVIVED and plan.exact and right.exists():  # a wrong result would be seen
+        np.save(right, np.load(right) + 2 * judging.TOLERANCE)
+        assert judging.judge(plan, ended, tmp_path).outcome == judging.WRONG
 
 
 def wanted(plan: plans.Plan) -> str:

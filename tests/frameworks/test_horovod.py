@@ -63,6 +63,10 @@ def test_objects_come_back_as_they_were() -> None:
     array = np.arange(6, dtype=">i2").reshape(2, 3)
     (found, number), _ = state.unpack(state.pack([array, np.float32(1.5)])[0])
     assert (found.dtype, found.tolist(), number) == (array.dtype, array.tolist(), 1.5)
+    row = torch.arange(6.0)
+    views = [row[::2], row[::6], row[:1].expand(3), torch.tensor([1 + 2j, 3j]).conj().imag, torch.eye(2).bfloat16()]
+    for there, view in zip(state.unpack(state.pack(views)[0])[0], views, strict=True):
+        assert (there.dtype, there.tolist()) == (view.dtype, view.tolist())
     for bad in (object(), len, np.array([object()]), [{"deep": Path()}]):
         packed, error = state.pack(bad)
         assert isinstance(error, OptionError)

@@ -30,6 +30,22 @@ with allreduce.create("native") as reduce:
     while not pathlib.Path(sys.argv[2]).exists():
         time.sleep(0.05)
 """
+# The ranks and one that they start add up a large array.
+SPAWNS = """
+import sys
+import numpy as np
+from mpi4py import MPI
+
+parent = MPI.Comm.Get_parent()
+started = parent != MPI.COMM_NULL
+others = parent if started else MPI.COMM_WORLD.Spawn(sys.executable, [__file__], maxprocs=1)
+everyone = others.Merge(started)
+array = np.ones(100_000)
+everyone.Allreduce(MPI.IN_PLACE, array)
+print(array[0], flush=True)
+everyone.Free()
+others.Disconnect()
+"""
 JOBS = {
     "openmpi": 'prepare_openmpi "$1" "$2"; "$3" "${mpirun[@]}" python "${@:4}"',
     "mpich": '"$3" "$1/bin/mpiexec" -n "$2" "$1/bin/python" "${@:4}"',
@@ -101,6 +117,18 @@ def test_nothing_listens_for_other_machines(tmp_path: Path, mpi: str, ranks: int
     alive, found = job(tmp_path, mpi, ranks)
     assert alive > ranks  # the launcher is one more
     assert found == []
+
+
+def test_ranks_in_a_network_of_their_own_may_start_others(tmp_path: Path) -> None:
+    """A user's program may call MPI_Comm_spawn; MPI reaches processes that start later by TCP, over the loopback."""
+    program, folder = tmp_path / "program.py", launch.environment("openmpi") / "bin"
+    program.write_text(SPAWNS)
+    script = f'. "{launch.ROOT}/scripts/environment.sh"; run_apart "$@"'
+    command = ["bash", "-c", script, "job", folder / "mpirun", "-n", "2", "--oversubscribe", folder / "python", program]
+    env = {**launch.variables(""), "OMPI_MCA_btl": "^ofi"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("3.0") == 3
 
 
 def test_ranks_do_not_listen_where_there_are_no_namespaces(tmp_path: Path) -> None:

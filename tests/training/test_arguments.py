@@ -199,6 +199,7 @@ def test_a_sigterm_before_a_fit_ends_it_before_its_first_step() -> None:
         (lambda: Checkpoint("run", keep=0), "Checkpoint: keep must be an integer >= 1, got 0"),
         (lambda: Checkpoint("run", same_data=1), "Checkpoint: same_data must be True or False, got 1"),  # type: ignore[arg-type]
         (lambda: Checkpoint(""), "Checkpoint"),
+        (lambda: Checkpoint("a\0b"), "Checkpoint"),
         (lambda: Topology(MPI.COMM_SELF, ranks_per_node=True), "ranks_per_node=True"),
         (lambda: Topology(MPI.COMM_SELF, ranks_per_node=[True]), r"ranks_per_node=\[True\]"),
         (lambda: Topology(MPI.COMM_SELF, timeout=True), "timeout must be a number of seconds > 0, got True"),

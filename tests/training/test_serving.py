@@ -210,6 +210,17 @@ def test_parameters_that_are_no_numbers_are_seen() -> None:
         Tally(("loss",)).collect(MPI.COMM_SELF, shard.is_finite())
 
 
+def test_an_epoch_is_measured_by_its_rows() -> None:
+    tally = Tally(("loss", "accuracy"))
+    tally.on_epoch_begin(0)
+    tally.add(np.array([1.0, 0.5]), 3, 0)
+    tally.add(np.array([2.0, 1.0]), 1, 1)
+    tally.collect(MPI.COMM_SELF, finite=True)
+    assert (tally.rows, tally.means()) == (4, {"loss": 1.25, "accuracy": 0.625})
+    with pytest.raises(DivergedError, match="the loss became nan in epoch 1, step 3"):
+        tally.add(np.array([np.nan, 0]), 1, 2)
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 def test_rows_are_fetched_before_they_are_needed(ahead: bool) -> None:
     fetched: list[int] = []
