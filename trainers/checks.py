@@ -379,10 +379,10 @@ def _counted(nan: int, infinite: int, large: int, sent: np.dtype) -> str:
     return text
 
 
+@np.errstate(all="ignore")  # an overflow could raise on this rank alone, and the others would wait
 def _squares(gradients: Any) -> float:
     """Return the sum of squares; not finite if a gradient is not finite, or if the sum overflows."""
     if dtypes.is_half(gradients.dtype):
         wide = (gradients[at : at + BLOCK].astype(np.float32) for at in range(0, len(gradients), BLOCK))
         return float(sum(float(block.dot(block)) for block in wide))
-    with np.errstate(all="ignore"):
-        return float(gradients.dot(gradients))
+    return float(gradients.dot(gradients))
