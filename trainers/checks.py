@@ -236,6 +236,7 @@ class GradientCheck:
     def norm(self) -> float:
         return math.sqrt(self._squares) if self.finite else 0.0
 
+    @np.errstate(all="ignore")  # an overflow could raise on this rank alone, and the others would wait
     def check_array(self, number: int, gradients: Any) -> None:
         """Check this rank's gradients of array `number`; 1-D, on the host or a GPU. Local."""
         most = self._most[number]
@@ -244,6 +245,7 @@ class GradientCheck:
             squares = self._count(number, gradients, self.arrays[number].spans)
         self._squares += squares
 
+    @np.errstate(all="ignore")
     def check_rows(self, number: int, indices: Any, values: Any) -> None:
         """Check a sparse gradient of array `number`: `values` are the rows `indices` of a table. Local."""
         flat, clean = values.reshape(-1), self.finite
@@ -379,7 +381,6 @@ def _counted(nan: int, infinite: int, large: int, sent: np.dtype) -> str:
     return text
 
 
-@np.errstate(all="ignore")  # an overflow could raise on this rank alone, and the others would wait
 def _squares(gradients: Any) -> float:
     """Return the sum of squares; not finite if a gradient is not finite, or if the sum overflows."""
     if dtypes.is_half(gradients.dtype):

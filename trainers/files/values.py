@@ -73,7 +73,8 @@ def _of_torch(value: Any, tensors: list[Any] | None) -> list[Any] | None:
             tensors.append(value)
             return [NUMBERED, len(tensors) - 1]
         if value.device.type == "cpu":
-            flat = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach()).reshape(-1)  # of a view, too
+            whole = torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value.detach())  # also of a view
+            flat = whole.reshape(-1)
             return [TENSOR, str(value.dtype), list(value.shape), _text(flat.view(torch.uint8).numpy().tobytes())]
     for name in (DTYPE, DEVICE):
         if isinstance(value, getattr(torch, name)):
