@@ -159,7 +159,7 @@ def ended(ranks: int, lines: Sequence[str], folder: Path) -> Outcomes:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Those of all lines on two ranks."""
+    """The outcomes of all command lines, on two ranks."""
     return ended(2, [*MISSING, *REFUSED, *RUNS], tmp_path_factory.mktemp("outcomes"))
 
 

@@ -131,7 +131,7 @@ def write_trace(path: str) -> None:
 
 
 def test_a_file_that_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
-    """Whatever ended it, also Ctrl-C."""
+    """Also if Ctrl-C ended it."""
     path = tmp_path / "trace.json"
     path.write_text("old")
 

@@ -40,7 +40,7 @@ def session_of(path: Path) -> Any:
 
 
 def answers(path: Path, feeds: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return what onnxruntime alone answers."""
+    """Return the outputs of onnxruntime alone."""
     session = session_of(path)
     names = [each.name for each in session.get_outputs()]
     return dict(zip(names, session.run(None, feeds), strict=True))

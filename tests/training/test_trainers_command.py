@@ -175,7 +175,7 @@ def test_one_rank_needs_no_mpirun_and_writes_its_results_to_the_standard_output(
 
 @pytest.mark.jobs
 def test_lines_and_what_is_printed_once(runs: dict[str, Run]) -> None:
-    """Whatever one rank prints, the others do not print again."""
+    """The other ranks do not print the text of one rank again."""
     out, err = ({name: run.said(stream) for name, run in runs.items()} for stream in ("stdout", "stderr"))
     for name in ("nodes", "begun", "json", "help"):
         assert runs[name].codes == [0] * RANKS, err[name]

@@ -77,7 +77,7 @@ class Loop:
         return self.draw.random() < probability
 
     def modules(self, net: Net) -> list[nn.Module]:
-        """Return what each optimizer trains."""
+        """Return the modules, one for each optimizer."""
         parameters = [*net.parameters()]
         return [nn.ParameterList(parameters[:3]), nn.ParameterList(parameters[3:])] if self.two else [net]
 
